@@ -9,9 +9,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
-from evaluation.captions import CaptionWriter
+from evaluation.captions import CaptionWriter, usable_batches
 from evaluation.options import CaptionedOptions
-from evaluation.sources import decoded_batches, open_source
+from evaluation.sources import open_source
 from models.captioner import Captioner
 
 BATCH_SIZE = 250
@@ -47,15 +47,12 @@ def greedy_answers(model: Captioner, tokenizer: CaptionTokenizer, pattern: str, 
     Raises:
         DataError, ReadError: the shards are not there, or cannot be read.
     """
-    writer, size = CaptionWriter(model, tokenizer), model.config.encoder.image_size
-    source = open_source(f"shards:{pattern}", CaptionedOptions(cache=cache))
-    found = []
-    for batch in decoded_batches(source, range(len(source)), batch_size=BATCH_SIZE, image_size=size):
-        usable = np.flatnonzero(batch.is_usable_B)
-        images_BCHW = batch.images_BCHW[usable]
-        for row, image_CHW, said in zip(usable, images_BCHW.numpy(), writer(images_BCHW), strict=True):
-            if batch.examples[row].captions:
-                found.append(Answer(denormalize(image_CHW), said.text, batch.examples[row].captions[0]))
+    options = CaptionedOptions(cache=cache, batch_size=BATCH_SIZE)
+    writer, source, found = CaptionWriter(model, tokenizer), open_source(f"shards:{pattern}", options), []
+    for images_BCHW, examples, _ in usable_batches(model, source, options):
+        for image_CHW, example, said in zip(images_BCHW.cpu().numpy(), examples, writer(images_BCHW), strict=True):
+            if example.captions:
+                found.append(Answer(denormalize(image_CHW), said.text, example.captions[0]))
     return found
 
 

@@ -13,7 +13,7 @@ METEOR and SPICE are left out: their jars have licences of their own, and SPICE 
 import contextlib
 import io
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -27,9 +27,9 @@ from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
 from data.synthetic.render import contact_sheet
 from evaluation.features import open_checkpoint
-from evaluation.options import GRID, CaptionsOptions, CheckpointOptions
+from evaluation.options import GRID, CaptionsOptions, CheckpointOptions, ImageOptions
 from evaluation.results import DataUse, ModelFacts, Results
-from evaluation.sources import decoded_batches, open_source
+from evaluation.sources import Example, Source, decoded_batches, open_source
 from models.captioner import Captioner
 from models.generation import beam_captions, sampled_captions
 from trainer.errors import ConfigError
@@ -176,6 +176,24 @@ def open_captioner(options: CheckpointOptions) -> OpenedCaptioner:
     return OpenedCaptioner(opened.model, tokenizer, ModelFacts.of(opened.path, opened.manifest))
 
 
+def usable_batches(
+    model: Captioner, source: Source, options: ImageOptions, count: int | None = None
+) -> Iterator[tuple[Tensor, list[Example], int]]:
+    """Images that are of use, on the model's device, their examples, and how many others there were.
+
+    Args:
+        count: the first so many; None for all.
+    """
+    device = next(model.parameters()).device
+    for batch in decoded_batches(
+        source, range(min(len(source), count or len(source))), batch_size=options.batch_size,
+        image_size=model.config.encoder.image_size, num_workers=options.num_workers,
+    ):  # fmt: skip
+        usable = np.flatnonzero(batch.is_usable_B)
+        examples = [batch.examples[row] for row in usable]
+        yield batch.images_BCHW[usable].to(device), examples, len(batch.examples) - len(usable)
+
+
 def captions(options: CaptionsOptions) -> Results:
     """The command; see its options."""
     if options.metrics:
@@ -188,16 +206,10 @@ def captions(options: CaptionsOptions) -> Results:
     rows: list[dict[str, Any]] = []
     shown: list[np.ndarray] = []
     undecodable = 0
-    for batch in decoded_batches(
-        source, range(min(len(source), options.max_examples or len(source))), batch_size=options.batch_size,
-        image_size=model.config.encoder.image_size, num_workers=options.num_workers,
-    ):  # fmt: skip
-        usable = np.flatnonzero(batch.is_usable_B)
-        undecodable += len(batch.examples) - len(usable)
-        images_BCHW = batch.images_BCHW[usable]
-        shown += list(images_BCHW[: max(0, GRID - len(shown))].numpy())
-        for place, caption in zip(usable, writer(images_BCHW), strict=True):
-            example = batch.examples[place]
+    for images_BCHW, examples, left_out in usable_batches(model, source, options, options.max_examples):
+        undecodable += left_out
+        shown += list(images_BCHW[: max(0, GRID - len(shown))].cpu().numpy())
+        for example, caption in zip(examples, writer(images_BCHW), strict=True):
             row = {"image": example.name, "caption": caption.text, "log_prob": caption.log_prob}
             rows.append(row | ({"references": list(example.captions)} if example.captions else {}))
     if not rows:

@@ -12,9 +12,9 @@ import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trainer.config.options import Options, Shown
 from trainer.errors import ConfigError
@@ -206,74 +206,48 @@ class PrivateHeadOptions(TrainTestOptions):
 
         python launch_scripts/evaluate.py private-head --checkpoint runs/x --train shards:train/ --test shards:val/ \\
             --num_classes 100 --method dp-ls --target_epsilon 1 --output runs/x-heads
-        python launch_scripts/evaluate.py private-head ... --method dp-ls dp-fc --sweep [0.1 1 10] --data_is_public
 
     The guarantee covers the training images. What a private encoder spent is composed with the head, since it may have seen them
     too; without a guarantee of the encoder, or from stored features, it holds given the encoder. The test accuracy is computed
-    without noise. A sweep releases many heads; their joint epsilon is printed, and belongs to public data or to a budget that has
-    room for all of them. Weights, ledger and head.json are in OUTPUT/private_heads (--heads).
+    without noise. Weights, ledger and head.json are in a folder of OUTPUT/private_heads (--heads). The joint epsilon of several
+    heads in there is printed, and belongs to public data or to a budget that has room for all of them.
     Under a launcher the ranks share the images; the head is trained on rank 0, and the others return None.
     """
 
     GROUP = "head"
 
-    method: tuple[HeadMethod, ...]
-    """several with --sweep"""
-    target_epsilon: Annotated[float | None, Shown("E")] = None
+    method: HeadMethod
+    target_epsilon: Annotated[float, Shown("E")]
     """of the head's release"""
-    sweep: Annotated[tuple[float, ...] | None, Shown("E")] = None
-    """a head for each; default 0.1 to 10"""
-    repeats: Annotated[int, Shown("R")] = 1
-    """heads per method and epsilon of a sweep"""
     delta: Annotated[float | None, Shown("D")] = None
     """default 1 / (2 N)"""
     num_classes: Annotated[int | None, Shown("L")] = None
     """public; default: as many as have names"""
-    centre_rows: bool = False
-    """subtract each feature vector's own mean first"""
-    option: Annotated[tuple[str, ...], Shown("[METHOD.]NAME=VALUE", is_repeated=True)] = ()
+    option: Annotated[tuple[str, ...], Shown("NAME=VALUE", is_repeated=True)] = ()
     """of the method: max_norm, ridge, ..."""
     heads: Annotated[Path | None, Shown("DIR")] = None
-    """new folder for heads and ledgers"""
+    """folder of heads and ledgers"""
     shared_ledger: Annotated[Path | None, Shown("FILE")] = None
     """the data owner's ledger, which must have room"""
     compare: bool = False
-    """also without privacy (a sweep always does)"""
+    """also without privacy"""
 
-    @model_validator(mode="after")
-    def _releases_what_was_meant(self) -> Self:
-        if (self.sweep is None) == (self.target_epsilon is None):
-            raise ValueError("give exactly one of --target_epsilon and --sweep")
-        if self.sweep is None and (len(self.method) > 1 or self.repeats != 1):
-            raise ValueError("several methods or repeats are a sweep: give --sweep with their epsilons")
-        if self.repeats < 1 or (self.repeats > 1 and not self.data_is_public):
-            raise ValueError(
-                "--repeats releases every head anew: it is for data that are declared public (--data_is_public)"
-            )
-        return self
-
-    def method_options(self) -> dict[str, dict[str, Any]]:
-        """What --option says, by method.
+    def method_options(self) -> dict[str, Any]:
+        """What --option says.
 
         Raises:
-            ConfigError: it is no number, or its method is not among the chosen ones.
+            ConfigError: it is no number.
         """
-        by_method: dict[str, dict[str, Any]] = {method: {} for method in self.method}
+        found: dict[str, Any] = {}
         for text in self.option:
             name, equals, value = text.partition("=")
-            prefix, dot, option = name.rpartition(".")
             try:
-                parsed = json.loads(value) if equals else None
+                found[name] = json.loads(value) if equals else None
             except ValueError:
-                parsed = None
-            if not isinstance(parsed, int | float):
-                raise ConfigError(f"--option {text}: write NAME=NUMBER, NAME=true or METHOD.NAME=NUMBER")
-            if dot and prefix not in by_method:
-                raise ConfigError(f"--option {text}: {prefix} is not among --method {' '.join(self.method)}")
-            for method in self.method:
-                if not dot or method == prefix:
-                    by_method[method][option] = parsed
-        return by_method
+                found[name] = None
+            if not isinstance(found[name], int | float):
+                raise ConfigError(f"--option {text}: write NAME=NUMBER or NAME=true")
+        return found
 
 
 class DenseOptions(CheckpointOptions):
@@ -306,8 +280,8 @@ class ZeroShotOptions(CheckpointOptions, LabelledOptions):
         python launch_scripts/evaluate.py zero-shot --checkpoint runs/x --data folder:imagenet/val --classes names.txt
         python launch_scripts/evaluate.py zero-shot --checkpoint runs/x --synthetic_shapes 1000
 
-    Rules: `sum`, `mean` (per token, the published one) and `prior` (minus the log of the name's mean probability over calibration
-    images); see evaluation/zero_shot.py.
+    Rules: `sum`, `mean` (per token, the published one) and `prior` (minus the log of the name's mean probability over
+    all images); see evaluation/zero_shot.py.
     """
 
     ONE_OF = ("data", "synthetic_shapes")
@@ -324,13 +298,11 @@ class ZeroShotOptions(CheckpointOptions, LabelledOptions):
     """class names, one per line; default: the data's own"""
     template: Annotated[tuple[str, ...] | None, Shown("TEXT", is_repeated=True)] = None
     """with {} for the name or {a} for it with a/an; may be repeated (default: evaluation/zero_shot.py)"""
-    calibration: Annotated[str | None, Shown("SOURCE")] = None
-    """images for the prior; default: the images to classify, without labels"""
 
     @property
     def results_are_public(self) -> bool:
-        """Pictures from a seed are public; a prior from somebody's images makes the numbers theirs."""
-        return self.data_is_public or (self.data is None and self.calibration is None)
+        """Pictures from a seed are public."""
+        return self.data_is_public or self.data is None
 
 
 class TooLongOptions(Options):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from evaluation.captions import open_captioner
+from evaluation.captions import open_captioner, usable_batches
 from evaluation.options import RetrievalOptions
 from evaluation.results import DataUse, Results
 from evaluation.scoring import PrefixTree, encoded_captions, fits, tree_log_probs
-from evaluation.sources import decoded_batches, open_source
+from evaluation.sources import open_source
 
 RANKS = (1, 5, 10)
 
@@ -79,12 +79,10 @@ def retrieval(options: RetrievalOptions) -> Results:
     images: list[Tensor] = []
     captions: list[str] = []
     owners: list[int] = []
-    for batch in decoded_batches(
-        source, range(min(len(source), options.max_examples or len(source))), batch_size=options.batch_size,
-        image_size=model.config.encoder.image_size, num_workers=options.num_workers,
-    ):  # fmt: skip
-        for image_CHW, example, is_usable in zip(batch.images_BCHW, batch.examples, batch.is_usable_B, strict=True):
-            texts = [" ".join(caption.split()) for caption in example.captions] if is_usable else []
+    for images_BCHW, examples, undecodable in usable_batches(model, source, options, options.max_examples):
+        left_out += undecodable
+        for image_CHW, example in zip(images_BCHW, examples, strict=True):
+            texts = [" ".join(caption.split()) for caption in example.captions]
             if options.too_long == "skip":
                 kept = [text for text in texts if fits(tokenizer, text, longest)]
                 too_long += len(texts) - len(kept)
@@ -99,9 +97,8 @@ def retrieval(options: RetrievalOptions) -> Results:
         raise DataError(f"{source.name}: retrieval needs at least two images with captions, found {len(images)}")
     texts, true_NC = distinct_texts(captions, owners, len(images))
     tree = PrefixTree.of(encoded_captions(tokenizer, texts, longest))
-    device = next(model.parameters()).device
     parts = torch.stack(images).split(options.batch_size)
-    log_probs_NC = torch.cat([tree_log_probs(model, part.to(device), tree) for part in parts])
+    log_probs_NC = torch.cat([tree_log_probs(model, part, tree) for part in parts])
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     for rule, recall in recalls(log_probs_NC, tree.lengths_C, true_NC).items():

@@ -76,7 +76,7 @@ class Level(NamedTuple):
     Attributes:
         tokens_n: last token of each node.
         paths_nS: nodes before it.
-        sources_e: of each edge, the node's place in this level.
+        sources_e: of each edge, the node's place in this level, in ascending order.
         targets_e: the token after it.
         reached_by_n: the edge (through all levels) that ends in each node; -1 for the root.
     """
@@ -121,36 +121,25 @@ class PrefixTree:
         if not captions or any(len(caption) < 2 or caption[0] != captions[0][0] for caption in captions):
             raise ValueError("captions must begin with the same token and have at least one more")
         levels: list[Level] = []
-        nodes: dict[tuple[int, ...], int] = {tuple(captions[0][:1]): 0}  # of this level: beginning -> number
-        paths: dict[tuple[int, ...], list[int]] = {tuple(captions[0][:1]): []}
-        reached_by: dict[tuple[int, ...], int] = {tuple(captions[0][:1]): -1}
-        last_edge_C = np.full(len(captions), -1)
-        num_nodes, num_edges = 1, 0
+        node_of: dict[tuple[int, ...], int] = {}
+        edge_of: dict[tuple[int, ...], int] = {}
         for size in range(1, max(len(caption) for caption in captions)):
-            edges: dict[tuple[int, ...], int] = {}
-            place = {beginning: k for k, beginning in enumerate(nodes)}
-            following: dict[tuple[int, ...], int] = {}
-            for number, caption in enumerate(captions):
-                if len(caption) <= size:
-                    continue
-                longer = tuple(caption[: size + 1])
-                edge = edges.setdefault(longer, num_edges + len(edges))
-                if len(caption) == size + 1:
-                    last_edge_C[number] = edge
-                elif longer not in following:
-                    following[longer] = num_nodes + len(following)
+            longer = sorted({tuple(caption[: size + 1]) for caption in captions if len(caption) > size})
+            here = list(dict.fromkeys(beginning[:-1] for beginning in longer))
+            place = {beginning: k for k, beginning in enumerate(here)}
+            node_of |= {beginning: len(node_of) + k for k, beginning in enumerate(here)}
+            paths = [[node_of[beginning[:k]] for k in range(1, size)] for beginning in here]
             levels.append(
                 Level(
-                    np.array([beginning[-1] for beginning in nodes]),
-                    np.array([paths[beginning] for beginning in nodes]).reshape(len(nodes), size - 1).astype(np.int64),
-                    np.array([place[longer[:-1]] for longer in edges]),
-                    np.array([longer[-1] for longer in edges]),
-                    np.array([reached_by[beginning] for beginning in nodes]),
+                    np.array([beginning[-1] for beginning in here]),
+                    np.array(paths, dtype=np.int64).reshape(len(here), size - 1),
+                    np.array([place[beginning[:-1]] for beginning in longer]),
+                    np.array([beginning[-1] for beginning in longer]),
+                    np.array([edge_of.get(beginning, -1) for beginning in here]),
                 )
             )
-            paths = {longer: [*paths[longer[:-1]], nodes[longer[:-1]]] for longer in following}
-            reached_by = {longer: edges[longer] for longer in following}
-            num_nodes, num_edges, nodes = num_nodes + len(following), num_edges + len(edges), following
+            edge_of |= {beginning: len(edge_of) + k for k, beginning in enumerate(longer)}
+        last_edge_C = np.array([edge_of[tuple(caption)] for caption in captions])
         return cls(tuple(levels), last_edge_C, np.array([len(caption) - 1 for caption in captions]))
 
 
@@ -205,12 +194,7 @@ def _level(
         sources_e = torch.from_numpy(level.sources_e[here_e] - start).to(device)
         targets_e = torch.from_numpy(level.targets_e[here_e]).to(device)
         parts.append((logits_BnV[:, sources_e, targets_e] - logsumexp_Bn[:, sources_e]).double().cpu())
-    # Edges stand in the order of their captions, not of their nodes.
-    order_e = np.argsort(level.sources_e // part, kind="stable")
-    joined_Be = torch.cat(parts, dim=1)
-    result_Be = torch.empty_like(joined_Be)
-    result_Be[:, torch.from_numpy(order_e)] = joined_Be
-    return result_Be
+    return torch.cat(parts, dim=1)
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ As in DP-Cap's evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506)
 
 * `sum`: log p(class | image), where p(class | image) is the mean over templates of p(caption | image);
 * `mean`: the mean over templates of the caption's log-probability per token (the published rule): long names are not punished;
-* `prior`: `sum` minus log p(class), where p(class) is the mean of p(class | image) over calibration images that need no
-  label: common names are not rewarded (pointwise mutual information; Zhao et al. 2021, https://arxiv.org/abs/2102.09690, correct
-  with content-free inputs). The images to classify are calibration images themselves if no others are given.
+* `prior`: `sum` minus log p(class), where p(class) is the mean of p(class | image) over all images to classify, without their
+  labels: common names are not rewarded (pointwise mutual information; Zhao et al. 2021, https://arxiv.org/abs/2102.09690,
+  correct with content-free inputs).
 
 Shapes: N images, K classes, P templates, C = K P captions.
 """
@@ -14,7 +14,7 @@ Shapes: N images, K classes, P templates, C = K P captions.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -23,13 +23,12 @@ from torch import Tensor
 from data.errors import DataError
 from data.examples.tokenizer import CaptionTokenizer
 from data.synthetic.vocabulary import a
-from evaluation.captions import open_captioner
+from evaluation.captions import open_captioner, usable_batches
 from evaluation.options import ZeroShotOptions
 from evaluation.results import DataUse, Results
 from evaluation.scoring import PrefixTree, encoded_captions, tree_log_probs
-from evaluation.sources import Source, decoded_batches, open_source
+from evaluation.sources import Source, open_source
 from evaluation.synthetic_tests import ShapePictures
-from models.captioner import Captioner
 from trainer.errors import ConfigError
 
 Rule = Literal["sum", "mean", "prior"]
@@ -76,19 +75,15 @@ class Prompts:
         captions = tuple(fill(template, name) for name in names for template in templates)
         return cls(captions, len(templates), PrefixTree.of(encoded_captions(tokenizer, captions, num_tokens)))
 
-    def by_rule(self, log_probs_NC: Tensor, calibration_MC: Tensor | None = None) -> dict[Rule, Tensor]:
+    def by_rule(self, log_probs_NC: Tensor) -> dict[Rule, Tensor]:
         """Scores (N, K) by each rule; see the module.
 
         Args:
             log_probs_NC: of all captions, from `evaluation.scoring.tree_log_probs`.
-            calibration_MC: the same for calibration images; default: `log_probs_NC`.
         """
         lengths_C = torch.from_numpy(self.tree.lengths_C)
         sum_NK = self._classes(log_probs_NC).logsumexp(-1) - math.log(self.num_templates)
-        calibration_MK = sum_NK
-        if calibration_MC is not None:
-            calibration_MK = self._classes(calibration_MC).logsumexp(-1) - math.log(self.num_templates)
-        prior_K = calibration_MK.logsumexp(0) - math.log(len(calibration_MK))
+        prior_K = sum_NK.logsumexp(0) - math.log(len(sum_NK))
         return {"sum": sum_NK, "mean": self._classes(log_probs_NC / lengths_C).mean(-1), "prior": sum_NK - prior_K}
 
     def _classes(self, values_NC: Tensor) -> Tensor:
@@ -161,15 +156,17 @@ def zero_shot(options: ZeroShotOptions) -> Results:
     # Captions of synthetic shapes have no introduction.
     templates = options.template or (("{a}",) if options.data is None else TEMPLATES)
     prompts = Prompts.of(names, templates, captioner.tokenizer, captioner.model.config.num_tokens)
-    scored = _score(options, source, captioner.model, prompts)
-    uses = [DataUse("images", source.name, len(scored.log_probs_NC), scored.num_unusable)]
-    calibration_MC = None
-    if options.calibration is not None:
-        calibration = open_source(options.calibration, options)
-        calibration_MC = _score(options, calibration, captioner.model, prompts).log_probs_NC
-        uses.append(DataUse("calibration", calibration.name, len(calibration_MC)))
-    by_rule = prompts.by_rule(scored.log_probs_NC, calibration_MC)
-    accuracies = {rule: accuracy(scores_NK, scored.labels_N) for rule, scores_NK in by_rule.items()}
+    log_probs, labels, num_used, num_unusable = [], [], 0, 0
+    for images_BCHW, examples, left_out in usable_batches(captioner.model, source, options, options.max_examples):
+        num_used, num_unusable = num_used + len(examples), num_unusable + left_out
+        if examples:
+            log_probs.append(tree_log_probs(captioner.model, images_BCHW, prompts.tree))
+            labels += [example.label or 0 for example in examples]
+    if not log_probs:
+        raise DataError(f"{source.name}: there are no images to classify")
+    uses = [DataUse("images", source.name, num_used, num_unusable)]
+    by_rule = prompts.by_rule(torch.cat(log_probs))
+    accuracies = {rule: accuracy(scores_NK, np.array(labels)) for rule, scores_NK in by_rule.items()}
     chance = 1 / len(names)
     scalars = {f"accuracy_{rule}": result.top1 for rule, result in accuracies.items()}
     scalars |= {f"top5_{rule}": result.top5 for rule, result in accuracies.items() if result.top5 is not None}
@@ -188,28 +185,3 @@ def zero_shot(options: ZeroShotOptions) -> Results:
         },
     }
     return Results("zero-shot", scalars, uses, captioner.facts, table, details)
-
-
-class _Scored(NamedTuple):
-    """Usable images with the log-probabilities (N, C) of all captions, and how many images are not usable."""
-
-    log_probs_NC: Tensor
-    labels_N: np.ndarray
-    num_unusable: int
-
-
-def _score(options: ZeroShotOptions, source: Source, model: Captioner, prompts: Prompts) -> _Scored:
-    device = next(model.parameters()).device
-    log_probs, labels, num_unusable = [], [], 0
-    for batch in decoded_batches(
-        source, range(min(len(source), options.max_examples or len(source))), batch_size=options.batch_size,
-        image_size=model.config.encoder.image_size, num_workers=options.num_workers,
-    ):  # fmt: skip
-        usable = np.flatnonzero(batch.is_usable_B)
-        num_unusable += len(batch.examples) - len(usable)
-        if len(usable):
-            log_probs.append(tree_log_probs(model, batch.images_BCHW[usable].to(device), prompts.tree))
-            labels.append(batch.labels_B[usable])
-    if not log_probs:
-        raise DataError(f"{source.name}: there are no images to classify")
-    return _Scored(torch.cat(log_probs), np.concatenate(labels), num_unusable)

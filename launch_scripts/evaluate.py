@@ -11,7 +11,6 @@ import argparse
 import inspect
 import os
 import sys
-import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from evaluation.options import COMMANDS, Command, CommandOptions, command_of  # noqa: E402
-from trainer.config.cli import Parser, run_command  # noqa: E402
+from trainer.config.cli import Parser, explain, run_command  # noqa: E402
 from trainer.config.options import add_options, parse_options  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 from trainer.progress import working  # noqa: E402
@@ -55,7 +54,6 @@ def main() -> int:
 def evaluate(command: Command, options: CommandOptions, ranks: Ranks, arguments: list[str]) -> int:
     """Runs the command; with other ranks it never returns (`trainer.ranks.distributed.finish`)."""
     from evaluation.results import publish
-    from trainer.errors import RemoteError
     from trainer.ranks.distributed import fail, finish, quit_now, start
 
     def run() -> None:
@@ -65,17 +63,6 @@ def evaluate(command: Command, options: CommandOptions, ranks: Ranks, arguments:
                 results, output=options.output_folder, data_is_public=options.results_are_public,
                 as_json=options.as_json, arguments=arguments,
             )  # fmt: skip
-
-    def explain(error: Exception) -> bool:
-        if isinstance(error, RemoteError):
-            return True  # the other rank has said it
-        if not hasattr(error, "exit_code"):
-            traceback.print_exception(error)
-        elif ranks.is_main or not isinstance(error, ConfigError):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        else:
-            return False
-        return True
 
     if ranks.world_size == 1:
         run()
@@ -89,7 +76,7 @@ def evaluate(command: Command, options: CommandOptions, ranks: Ranks, arguments:
         quit_now(130)
     except Exception as caught:
         error = caught
-        fail(error, lambda: explain(error))
+        fail(error, lambda: explain(error, ranks.rank))
     finish(0)
 
 

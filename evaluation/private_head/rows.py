@@ -24,7 +24,6 @@ bits whatever other rows hold: BLAS has no branches on data.)
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -34,15 +33,6 @@ from trainer.progress import track
 ROUNDING_SLACK = 1e-6
 """Rounding may add this much to a sensitivity; charged in the accounting."""
 ROWS_PER_BLOCK = 4096
-
-
-class Matrix(Protocol):
-    """Features (N, D) of which runs of rows can be read: an array, a memory-mapped file, or what computes them."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class Rows:
         PrivacyConfigError: the shapes do not fit together, or labels are no integers.
     """
 
-    features_ND: Matrix
+    features_ND: np.ndarray
     labels_N: np.ndarray
 
     def __post_init__(self) -> None:

@@ -28,11 +28,6 @@ def test_zero_shot(
     assert not record["data_is_public"] and list((run_dir / "private" / "evaluation").glob("zero-shot-*.json"))
     names = pictures.parent / "names.txt"
     names.write_text("red circle\nblue star\n\n")
-    again = evaluate(
-        monkeypatch, capsys, *told, "--data", f"folder:{pictures}", "--classes", str(names), "--calibration",
-        f"folder:{pictures}",
-    )  # fmt: skip
-    assert [use["role"] for use in again["data"]] == ["images", "calibration"]
     shapes = evaluate(monkeypatch, capsys, *told, "--synthetic_shapes", "6")
     assert shapes["details"]["num_classes"] == 120 and shapes["data_is_public"]
     (pictures / "heart").mkdir()

@@ -161,8 +161,7 @@ def test_the_probe_on_random_crops(
         evaluate(monkeypatch, capsys, *told, *more) for more in ([], ["--augment"], ["--augment"])
     )
     assert augmented["details"]["lars"]["augmented"] and not plain["details"]["lars"]["augmented"]
-    gains = [r["details"]["lars"]["accuracy_gained_by_descent"] for r in (plain, augmented, again)]
-    assert gains[1] == gains[2] and augmented["scalars"] == again["scalars"]
+    assert augmented["scalars"] == again["scalars"]
     opened = open_model(run)
     images = Arrays("here", *pictures(24))
     how = FeatureOptions(features="pooled", num_blocks=1, image_size=None)

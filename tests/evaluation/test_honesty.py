@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from data.index.tar_writer import write_shard
 from evaluation.private_head.run import spent_in
 from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
@@ -188,27 +187,13 @@ def test_heads_of_earlier_commands_are_counted(run: Evaluate, tmp_path: Path) ->
     assert together["num_releases"] == 2 and together["epsilon"] > 2
     assert exact_delta(mu, together["epsilon"]) == pytest.approx(1e-5, rel=1e-3)
     assert "earlier ones included" in record["notes"][0]
-    failed = out / "private_heads/dp-gd-epsilon-1-0"
+    failed = out / "private_heads/dp-gd-epsilon-1"
     (failed / "head.safetensors").unlink()  # charged all the same
     assert spent_in(out / "private_heads").num_releases == 2
     (failed / "ledger.jsonl").write_text("x\n")
     with pytest.raises(PrivacyStateRefused):
         head(run, out, *told, "--target_epsilon", 3)
-    assert not (out / "private_heads/dp-gd-epsilon-3-0").exists()
-
-
-def test_calibration_images_are_private_until_declared(run: Evaluate, whole: Path, tmp_path: Path) -> None:
-    """Pictures from a seed are public; a prior from somebody's images makes the numbers theirs."""
-    images, _ = pictures(3)
-    write_shard(
-        tmp_path / "x.tar", [(str(i), {"png": encode_png(image), "cls": b"0"}) for i, image in enumerate(images)]
-    )
-    out = tmp_path / "out"
-    told = ("zero-shot", "--checkpoint", whole, "--synthetic_shapes", 2, "--output", out)
-    calibration = ("--calibration", f"shards:{tmp_path}/x.tar", "--cache", tmp_path / "index")
-    record = run(*told, *calibration)
-    assert record["data_is_public"] is False and not (out / "evaluation").exists()
-    assert run(*told)["data_is_public"] is True and list((out / "evaluation").glob("zero-shot-*.json"))
+    assert not (out / "private_heads/dp-gd-epsilon-3").exists()
 
 
 def test_a_picture_of_private_images_is_its_owners(run: Evaluate, whole: Path, tmp_path: Path) -> None:

@@ -40,14 +40,13 @@ def test_rules_are_their_definitions() -> None:
     """Against loops over probabilities, not their logarithms."""
     prompts = Prompts.of(NAMES, TEMPLATES, TOKENIZER, 20)
     log_probs = -5 - 10 * torch.rand(7, 6, dtype=torch.float64)
-    calibration = -5 - 10 * torch.rand(4, 6, dtype=torch.float64)
-    scores = prompts.by_rule(log_probs, calibration)
+    scores = prompts.by_rule(log_probs)
     lengths = prompts.tree.lengths_C
     for image in range(7):
         for k in range(3):
             p, q = (math.exp(log_probs[image, 2 * k + t]) for t in (0, 1))
             assert scores["sum"][image, k].item() == pytest.approx(math.log((p + q) / 2))
-            prior = np.mean([math.exp(calibration[m, 2 * k + t]) for m in range(4) for t in (0, 1)])
+            prior = np.mean([math.exp(log_probs[m, 2 * k + t]) for m in range(7) for t in (0, 1)])
             assert scores["prior"][image, k].item() == pytest.approx(math.log((p + q) / 2 / prior))
             means = [log_probs[image, 2 * k + t].item() / lengths[2 * k + t] for t in (0, 1)]
             assert scores["mean"][image, k].item() == pytest.approx(np.mean(means))

@@ -24,10 +24,9 @@ from sklearn.datasets import load_digits
 
 from benchmarks.results.private_heads.dp_sgd_head import SgdOptions, sgd_plan, train_sgd_head
 from evaluation.linear_probe import cross_validated_regression, lars_probe
-from evaluation.private_head.command import EPSILONS, summary, train_heads
 from evaluation.private_head.methods import accuracy
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import spent_in, without_noise
+from evaluation.private_head.run import spent_in, train_head, without_noise
 from privacy.step.folder import environment
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SGD = SgdOptions()
 DELTA = 1e-5
 TRAIN = 1200
+EPSILONS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 LARS_TRUST = 0.03
 
 
@@ -66,7 +66,7 @@ def examples(data: HeadData) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_sgd(data: HeadData, repeats: int) -> tuple[list[dict[str, Any]], float]:
-    """Rows as `summary` has them, with sigma; and the accuracy of the same without noise."""
+    """Rows as `measure` has them, with sigma; and the accuracy of the same without noise."""
     rows = []
     for epsilon in EPSILONS:
         plan = sgd_plan(data.rows.num_examples, SGD, epsilon, DELTA)
@@ -86,20 +86,29 @@ def measure(repeats: int, methods: Sequence[str]) -> dict[str, Any]:
     """The record."""
     start, data = time.perf_counter(), digits()
     test = data.x_test_ND, data.y_test_N
+    rows: list[dict[str, Any]] = []
+    over = 0.0
     chosen = {method: options for method, options in OPTIONS.items() if method in methods}
     with tempfile.TemporaryDirectory() as folder:
-        heads = train_heads(
-            data.rows,
-            test,
-            data.num_classes,
-            chosen,
-            epsilons=EPSILONS,
-            folder=Path(folder),
-            delta=DELTA,
-            repeats=repeats,
-        )
-        _, together, delta = spent_in(Path(folder))
-    rows = summary(heads)
+        for method, options in chosen.items():
+            for epsilon in EPSILONS:
+                heads = [
+                    train_head(
+                        data.rows,
+                        data.num_classes,
+                        method,
+                        epsilon=epsilon,
+                        delta=DELTA,
+                        options=options,
+                        output=Path(folder) / f"{method}-{epsilon:g}-{repeat}",
+                    )
+                    for repeat in range(repeats)
+                ]
+                scores = [accuracy(head.weights_LD, *test) for head in heads]
+                mean, std = float(np.mean(scores)), float(np.std(scores, ddof=1))
+                rows.append({"method": method, "epsilon": epsilon, "accuracy": mean, "std": std})
+                over = max(over, *((head.epsilon or float("inf")) / epsilon for head in heads))
+        num_heads, together, delta = spent_in(Path(folder))
     clean = {
         method: accuracy(without_noise(data.rows, data.num_classes, method, options), *test)
         for method, options in chosen.items()
@@ -128,8 +137,12 @@ def measure(repeats: int, methods: Sequence[str]) -> dict[str, Any]:
             "lars_best_epoch": lars.best,
             "lars_trust_coefficient": LARS_TRUST,
         },
-        "largest_epsilon_over_target": max((h.epsilon or float("inf")) / h.target_epsilon for h in heads),
-        "all_heads_together_but_dp_sgd": {"num_heads": len(heads), "epsilon": together, "delta": delta},
+        "largest_epsilon_over_target": over,
+        "all_heads_together_but_dp_sgd": {
+            "num_heads": num_heads,
+            "epsilon": together,
+            "delta": delta,
+        },
         "seconds": round(time.perf_counter() - start, 1),
         "command": "python benchmarks/results/private_heads/private_heads.py " + " ".join(sys.argv[1:]),
         "commit": facts["commit"],
