@@ -8,7 +8,6 @@ Shapes: N images, C captions, Q queries, A answers.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,10 @@ from evaluation.sources import open_source
 RANKS = (1, 5, 10)
 
 
-@dataclass(frozen=True)
-class Recalls:
-    """Recall at 1, 5 and 10: the share of queries with a right answer among that many best ones."""
+def recalls(log_probs_NC: Tensor, lengths_C: np.ndarray, true_NC: np.ndarray) -> dict[str, dict[str, dict[int, float]]]:
+    """Recall at 1, 5 and 10: the share of queries with a right answer among that many best ones, by rule and way.
 
-    image_to_text: dict[int, float]
-    text_to_image: dict[int, float]
-
-
-def recalls(log_probs_NC: Tensor, lengths_C: np.ndarray, true_NC: np.ndarray) -> dict[str, Recalls]:
-    """Recalls by rule: `sum` (log-probability), `mean` (per token), `prior` (see the module).
+    Rules: `sum` (log-probability), `mean` (per token), `prior` (see the module).
 
     Equal scores count against the model.
 
@@ -46,7 +39,10 @@ def recalls(log_probs_NC: Tensor, lengths_C: np.ndarray, true_NC: np.ndarray) ->
     prior_C = log_probs_NC.logsumexp(0) - math.log(len(log_probs_NC))
     by_rule = {"sum": log_probs_NC, "mean": log_probs_NC / torch.from_numpy(lengths_C), "prior": log_probs_NC - prior_C}
     return {
-        rule: Recalls(_recall(scores_NC.numpy(), true_NC), _recall(scores_NC.numpy().T, true_NC.T))
+        rule: {
+            "image_to_text": _recall(scores_NC.numpy(), true_NC),
+            "text_to_image": _recall(scores_NC.numpy().T, true_NC.T),
+        }
         for rule, scores_NC in by_rule.items()
     }
 
@@ -102,7 +98,7 @@ def retrieval(options: RetrievalOptions) -> Results:
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     for rule, recall in recalls(log_probs_NC, tree.lengths_C, true_NC).items():
-        for way, by_rank in (("image_to_text", recall.image_to_text), ("text_to_image", recall.text_to_image)):
+        for way, by_rank in recall.items():
             scalars |= {f"{way}_recall{rank}_{rule}": value for rank, value in by_rank.items()}
             table.append({"rule": rule, "way": way, **{f"recall@{rank}": value for rank, value in by_rank.items()}})
     uses = [DataUse("images with captions", source.name, len(images), left_out)]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,38 +54,6 @@ class Example(NamedTuple):
     label: int | None = None
     captions: tuple[str, ...] = ()
     name: str = ""
-
-
-class Source(Protocol):
-    """A source: picklable, so that worker processes can read it."""
-
-    @property
-    def name(self) -> str:
-        """What people read."""
-        ...
-
-    @property
-    def is_labelled(self) -> bool:
-        """Whether an example without a label is of no use."""
-        ...
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The names of the labels 0, 1, ...; empty where the source does not know them."""
-        ...
-
-    def identity(self) -> str:
-        """Changes when the data do: part of a cache's name."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, ids: Sequence[int]) -> list[Example]:
-        """
-        Raises:
-            ReadError: bytes that were promised cannot be read.
-        """
-        ...
 
 
 class Shards:
@@ -279,6 +247,12 @@ class HuggingFace:
                 captions = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
                 found.append(Example(image, captions=tuple(captions), name=name))
         return found
+
+
+Source = Shards | Files | Arrays | HuggingFace
+"""A source has a `name` for people, `class_names` (empty where it does not know them), says by `is_labelled` whether an example
+without a label is of no use and by `identity()` when the data change (part of a cache's name), and reads examples by number. It
+can be pickled, so that worker processes can read it."""
 
 
 def open_source(text: str, options: LabelledOptions | CaptionedOptions) -> Source:

@@ -18,38 +18,19 @@ from data.synthetic.statement import Statement
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from data.synthetic.write import encode
 from evaluation.compositional import Choice
-from evaluation.sources import Example
+from evaluation.sources import Arrays
 
 SHAPE_GROUPS = ("colour", "shape", "relation", "order")
 SHAPE_CLASSES = tuple(f"{colour} {shape}" for colour in BASIC for shape in shapes.SIMPLE)
 """Names of all single shapes: 12 colours times 10 shapes."""
 
 
-def shape_images(data: SyntheticData, count: int) -> tuple[list[bytes], np.ndarray]:
-    """Pictures of single shapes (PNG) and the numbers of their classes in SHAPE_CLASSES."""
+def shape_images(data: SyntheticData, count: int) -> Arrays:
+    """Pictures of single shapes; their classes are SHAPE_CLASSES."""
     examples = _with_number(data, 1, count)
     labels = [SHAPE_CLASSES.index(f"{e.statement.groups[0].colour} {e.statement.groups[0].shape}") for e in examples]
-    return [encode(example, "png") for example in examples], np.array(labels)
-
-
-class ShapePictures:
-    """Pictures of single shapes as a source of labelled images."""
-
-    class_names: tuple[str, ...] = SHAPE_CLASSES
-    is_labelled = True
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.name = f"{count} synthetic shapes, seed {seed}"
-        self._images, self._labels_N = shape_images(SyntheticData(seed, 64, "shapes"), count)
-
-    def identity(self) -> str:
-        return self.name
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def read(self, ids: Sequence[int]) -> list[Example]:
-        return [Example(self._images[i], int(self._labels_N[i])) for i in ids]
+    images = np.stack([example.image_HWC for example in examples])
+    return Arrays(f"{count} synthetic shapes, seed {data.seed}", images, np.array(labels), SHAPE_CLASSES)
 
 
 def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE_GROUPS) -> list[Choice]:

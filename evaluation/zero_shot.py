@@ -22,13 +22,14 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.examples.tokenizer import CaptionTokenizer
+from data.synthetic.generate import SyntheticData
 from data.synthetic.vocabulary import a
 from evaluation.captions import open_captioner, usable_batches
 from evaluation.options import ZeroShotOptions
 from evaluation.results import DataUse, Results
 from evaluation.scoring import PrefixTree, encoded_captions, tree_log_probs
 from evaluation.sources import Source, open_source
-from evaluation.synthetic_tests import ShapePictures
+from evaluation.synthetic_tests import shape_images
 from trainer.errors import ConfigError
 
 Rule = Literal["sum", "mean", "prior"]
@@ -141,7 +142,7 @@ def zero_shot(options: ZeroShotOptions) -> Results:
     source: Source
     if options.data is None:
         assert options.synthetic_shapes is not None
-        source = ShapePictures(options.synthetic_shapes, options.synthetic_seed)
+        source = shape_images(SyntheticData(options.synthetic_seed, 64, "shapes"), options.synthetic_shapes)
     else:
         source = open_source(options.data, options)
     names: Sequence[str] = source.class_names

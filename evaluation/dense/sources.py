@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -46,20 +46,6 @@ class DensePicture(NamedTuple):
     image: bytes
     mask_HW: np.ndarray
     objects: Objects | None
-
-
-class DensePictures(Protocol):
-    """A source."""
-
-    name: str
-    mask_classes: tuple[str, ...]
-    """Names of the values of masks."""
-    object_classes: tuple[str, ...]
-    """Names of the classes of boxes; empty without boxes."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> DensePicture: ...
 
 
 class SyntheticShapes:
@@ -213,6 +199,11 @@ def _fill(covered_HW: np.ndarray, corners_P2: np.ndarray) -> None:
         if y0 != y1:
             inside ^= ((y0 <= y_H1) != (y1 <= y_H1)) & (x_W < x0 + (y_H1 - y0) * (x1 - x0) / (y1 - y0))
     covered_HW[low[1] : high[1], low[0] : high[0]] |= inside
+
+
+DensePictures = SyntheticShapes | Ade20k | Coco
+"""A source has a `name`, `mask_classes` (names of the values of masks), `object_classes` (empty without boxes), and reads
+pictures by number."""
 
 
 def open_dense(text: str, image_size: int) -> DensePictures:

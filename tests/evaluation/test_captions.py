@@ -2,9 +2,6 @@
 
 import shutil
 import sys
-from collections import Counter
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,74 +104,6 @@ def test_metrics_without_package_or_java(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="need a Java runtime"):
         require_metrics()
-
-
-def grams(caption: str, size: int) -> Counter[tuple[str, ...]]:
-    words = caption.split()
-    return Counter(tuple(words[k : k + size]) for k in range(len(words) - size + 1))
-
-
-def bleu(captions: dict[str, str], references: dict[str, list[str]], order: int) -> float:
-    """Papineni et al. 2002, of the whole corpus: clipped precisions up to `order`, and a penalty by the closest lengths."""
-    precisions = []
-    for size in range(1, order + 1):
-        found = {name: grams(text, size) for name, text in captions.items()}
-        most = {name: reduce(or_, (grams(text, size) for text in references[name])) for name in captions}
-        right = sum((found[name] & most[name]).total() for name in captions)
-        precisions.append(right / sum(one.total() for one in found.values()))
-    length = sum(len(text.split()) for text in captions.values())
-    closest = sum(
-        min((abs(len(r.split()) - len(text.split())), len(r.split())) for r in references[name])[1]
-        for name, text in captions.items()
-    )
-    return float(min(1.0, np.exp(1 - closest / length)) * np.prod(precisions) ** (1 / order))
-
-
-def cider(captions: dict[str, str], references: dict[str, list[str]]) -> float:
-    """CIDEr-D of Vedantam et al. 2015: clipped cosines of tf-idf vectors of 1- to 4-grams, a Gaussian of lengths, times 10."""
-    scores = []
-    for name, text in captions.items():
-        for size in range(1, 5):
-            of_images = [set().union(*(grams(r, size) for r in some)) for some in references.values()]
-
-            def vector(
-                caption: str, size: int = size, seen: list[set[tuple[str, ...]]] = of_images
-            ) -> dict[Any, float]:
-                idf = {g: np.log(len(seen) / max(1, sum(g in one for one in seen))) for g in grams(caption, size)}
-                return {g: count * idf[g] for g, count in grams(caption, size).items()}
-
-            own = vector(text)
-            similar = []
-            for reference in references[name]:
-                theirs = vector(reference)
-                shared = sum(min(own.get(g, 0.0), value) * value for g, value in theirs.items())
-                norms = np.linalg.norm(list(own.values())) * np.linalg.norm(list(theirs.values()))
-                gap = len(text.split()) - len(reference.split())
-                similar.append((shared / norms if norms > 0 else 0.0) * np.exp(-(gap**2) / (2 * 6**2)))
-            scores.append(10 * np.mean(similar))
-    return float(np.mean(scores))
-
-
-def test_metrics_of_captions_are_those_of_the_publications() -> None:
-    """Words without capitals and punctuation, which Java's tokenizer leaves alone."""
-    pytest.importorskip("pycocoevalcap", reason="an extra: pip install -r requirements-captions.txt")
-    if shutil.which("java") is None:
-        pytest.skip("no java")
-    rng = np.random.default_rng(0)
-    words = "red blue circle star heart above below beside big small two rows of dots lines".split()  # noqa: SIM905
-
-    def said() -> str:
-        return " ".join(rng.choice(words, rng.integers(5, 12)))
-
-    references = {f"picture {n}": [said() for _ in range(3)] for n in range(8)}
-    captions = {}
-    for name, some in references.items():  # a part of a reference, and something else
-        part = some[0].split()
-        captions[name] = " ".join([*part[: rng.integers(3, len(part) + 1)], *said().split()[:3]])
-    found = caption_metrics(captions, references)
-    for order in range(1, 5):
-        assert found[f"BLEU-{order}"] == pytest.approx(bleu(captions, references, order), abs=1e-6)
-    assert found["CIDEr"] == pytest.approx(cider(captions, references), abs=1e-6)
 
 
 def test_metrics_of_captions() -> None:

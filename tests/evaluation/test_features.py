@@ -1,6 +1,5 @@
 """Features against plain re-computations; the same rows from every kind of source, number of workers and number of ranks."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -66,18 +65,6 @@ def test_token_maps_of_other_sizes() -> None:
     bare = token_maps(encoder, torch.zeros(1, 3, 24, 40))
     changed = (token_maps(encoder, image) - bare).abs().sum(dim=(0, 1)) > 1e-4
     assert changed.nonzero().tolist() == [[1, 3]]
-
-
-def test_interpolated_positions() -> None:
-    """Near the fixed table of the finer grid at the same places; a constant stays what it is."""
-    table = image_sincos_table(14, 32)[None].float()
-    assert torch.equal(resized_positions(table, (14, 14), (14, 14))[:, :1], table[:, :1])
-    twice = resized_positions(table, (14, 14), (28, 28))[0, 1:].view(28, 28, 32)
-    own = table[0, 1:].view(14, 14, 32)
-    middle = (twice[2:-2:2, 2:-2:2] + twice[3:-1:2, 3:-1:2]) / 2  # around the centre of each old patch
-    assert (middle - own[1:-1, 1:-1]).abs().max() < 0.15
-    constant = resized_positions(torch.ones(1, 10, 4), (3, 3), (5, 2))
-    assert constant.shape == (1, 11, 4) and torch.allclose(constant, torch.ones(()))
 
 
 @pytest.mark.parametrize(
@@ -239,14 +226,13 @@ def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> No
         open_source(text, LabelledOptions(cache=tmp_path))
 
 
-def test_arrays_of_another_kind() -> None:
-    for images, labels in ((np.zeros((2, 4, 4)), np.zeros(2, int)), (np.zeros((2, 4, 4), np.uint8), np.zeros(2))):
-        with pytest.raises(DataError, match="must be"):
-            Arrays("here", images, labels)
-
-
-def test_a_grey_picture_is_a_grey_picture() -> None:
-    grey = np.random.default_rng(0).integers(0, 256, (1, 9, 9), dtype=np.uint8)
-    [found] = Arrays("here", grey, np.zeros(1, int)).read([0])
-    assert found.image is not None
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(found.image))), grey[0])
+def test_interpolated_positions() -> None:
+    """Near the fixed table of the finer grid at the same places; a constant stays what it is."""
+    table = image_sincos_table(14, 32)[None].float()
+    assert torch.equal(resized_positions(table, (14, 14), (14, 14))[:, :1], table[:, :1])
+    twice = resized_positions(table, (14, 14), (28, 28))[0, 1:].view(28, 28, 32)
+    own = table[0, 1:].view(14, 14, 32)
+    middle = (twice[2:-2:2, 2:-2:2] + twice[3:-1:2, 3:-1:2]) / 2  # around the centre of each old patch
+    assert (middle - own[1:-1, 1:-1]).abs().max() < 0.15
+    constant = resized_positions(torch.ones(1, 10, 4), (3, 3), (5, 2))
+    assert constant.shape == (1, 11, 4) and torch.allclose(constant, torch.ones(()))

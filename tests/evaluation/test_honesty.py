@@ -25,8 +25,6 @@ from tests.evaluation.test_private_head_command import exact_delta, spent
 from tests.evaluation.tiny_models import pictures
 from tests.privacy.ledger_files import PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, recipe, trained
-from trainer.weights.export import export
-from trainer.weights.import_weights import import_weights
 from trainer.weights.open_model import open_model
 
 PRIVATE = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
@@ -90,13 +88,6 @@ def test_a_manifest_alone_proves_nothing(run: Evaluate, whole: Path, tmp_path: P
     assert model["epsilon"] is None and "there is no ledger in its run folder" in model["reasons"][0]
 
 
-def test_a_copied_checkpoint_proves_nothing(run: Evaluate, whole: Path, tmp_path: Path) -> None:
-    (path,) = (whole / "checkpoints").glob("step-*")
-    shutil.copytree(path, tmp_path / "alone")
-    model = probe(run, tmp_path / "alone", tmp_path)["model"]
-    assert model["formal_guarantee"] is False and "no ledger in its run folder" in model["reasons"][0]
-
-
 def test_a_simulation_is_none(run: Evaluate, tmp_path: Path) -> None:
     plan = make_plan(PlanRequest(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
                      informal_reasons=("a simulation of a larger batch",)))  # fmt: skip
@@ -104,16 +95,6 @@ def test_a_simulation_is_none(run: Evaluate, tmp_path: Path) -> None:
     model = probe(run, tmp_path / "run", tmp_path)["model"]
     assert model["formal_guarantee"] is False and model["attested"] is True and model["epsilon"] is None
     assert model["reasons"] == ["a simulation of a larger batch"]
-
-
-@pytest.mark.full
-def test_an_imported_model_is_none(run: Evaluate, whole: Path, tmp_path: Path) -> None:
-    """Also where it comes back from an export that stated an epsilon."""
-    export(open_model(whole), "safetensors", tmp_path / "exported")
-    import_weights("safetensors", tmp_path / "exported", tmp_path / "back")
-    model = probe(run, tmp_path / "back", tmp_path)["model"]
-    assert model["formal_guarantee"] is False and model["epsilon"] is None
-    assert any("not attested by a ledger" in reason for reason in model["reasons"])
 
 
 def test_what_people_read(

@@ -11,13 +11,9 @@ from PIL import Image
 
 from data.errors import DataError
 from data.examples.transforms import eval_image
-from evaluation.encoder import features
-from evaluation.features import extract
-from evaluation.options import CaptionedOptions, FeatureOptions, LabelledOptions
+from evaluation.options import CaptionedOptions, LabelledOptions
 from evaluation.sources import encode_png, open_source
-from tests.evaluation.commands import evaluate
-from tests.evaluation.tiny_models import SIZE, opened_captioner, pictures
-from tests.trainer.trained_runs import recipe, trained
+from tests.evaluation.tiny_models import SIZE, pictures
 
 NAMES = ["red", "green", "blue"]
 CAPTIONS = "captions of this picture"
@@ -65,49 +61,12 @@ def test_rows_are_what_was_saved(saved: Path) -> None:
     assert len(open_source(f"hf:{saved}/test", OPTIONS)) == 2
 
 
-def test_features_keep_a_row_for_what_cannot_be_used(saved: Path) -> None:
-    import torch
-
-    opened = opened_captioner()
-    found = extract(opened, open_source(f"hf:{saved}/train", OPTIONS), FeatureOptions(batch_size=4))
-    assert found is not None
-    assert found.is_usable_N.tolist() == [True, False, False, True, True, True]
-    model_in = torch.from_numpy(np.stack([eval_image(encode_png(image), SIZE) for image in pictures(6)[0]]))
-    with torch.no_grad():
-        expected = features(opened.model, model_in, FeatureOptions()).numpy()
-    assert found.values_ND[[0, 3, 4, 5]] == pytest.approx(expected[[0, 3, 4, 5]], abs=1e-6)
-
-
 def test_captions_of_a_column(saved: Path) -> None:
     options = CaptionedOptions(image_column="picture", caption_column=CAPTIONS)
     rows = open_source(f"hf:{saved}/train", options).read(range(6))
     assert rows[1].captions == ("a green picture", "a square") and rows[1].image is None
     one = open_source(f"hf:{saved}/test", CaptionedOptions(image_column="picture", caption_column="text"))
     assert [row.captions for row in one.read([0, 1])] == [("number 0",), ("number 3",)]
-
-
-def test_commands(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A whole run's checkpoint: a probe by labels, captions and retrieval by captions, zero-shot by the class names."""
-    trained(tmp_path / "run", recipe())
-    told = ["--checkpoint", str(tmp_path / "run"), "--image_column", "picture"]
-    labels = ["--label_column", "fine_label"]
-    record = evaluate(
-        monkeypatch, capsys, "linear-probe", *told, *labels, "--train", f"hf:{saved}/train", "--test", f"hf:{saved}/test",
-        "--epochs", "2", "--num_folds", "2",
-    )  # fmt: skip
-    assert [(use["num_examples"], use["num_undecodable"]) for use in record["data"]] == [(6, 2), (2, 0)]
-    record = evaluate(
-        monkeypatch, capsys, "zero-shot", *told, *labels, "--data", f"hf:{saved}/test", "--template", "{}"
-    )
-    assert set(record["details"]["per_class"]["sum"]) == set(NAMES)
-    told += ["--data", f"hf:{saved}/train", "--caption_column", CAPTIONS]
-    record = evaluate(monkeypatch, capsys, "captions", *told, "--max_tokens", "3")
-    assert len(record["details"]["captions"]) == 4 and record["data"][0]["num_undecodable"] == 2
-    assert record["details"]["captions"][1]["references"] == ["a red picture", "a square"]
-    record = evaluate(monkeypatch, capsys, "retrieval", *told)
-    assert record["details"]["num_captions"] == 8
 
 
 @pytest.mark.parametrize(

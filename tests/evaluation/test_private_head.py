@@ -82,21 +82,6 @@ def _keeping(self: Recorder, name: str, values: np.ndarray, piece: Piece = Piece
     return released
 
 
-def test_some_example_comes_close_to_each_bound() -> None:
-    """The stated sensitivities are not loose by accident: a long feature reaches those of DP-LS."""
-    features, labels = data()
-    features[0] *= 100
-    head = make_method("dp-ls", {"class_moments": True})
-    seen = []
-    for keep in (1, 0):
-        budget = Recorder(head.statistics(L), math.inf, None)
-        head.fit(Rows(np.vstack([features[:1] * keep, features[1:]]), labels), L, budget)
-        seen.append(budget.seen)
-    for statistic in head.statistics(L):
-        change = np.linalg.norm(seen[0][statistic.name] - seen[1][statistic.name])
-        assert change == pytest.approx(statistic.sensitivity, rel=1e-9)
-
-
 @pytest.mark.parametrize(("method", "options"), OPTIONS)
 def test_all_statistics_together_cost_the_plan(method: str, options: dict[str, float]) -> None:
     head = make_method(method, dict(options))
@@ -106,47 +91,6 @@ def test_all_statistics_together_cost_the_plan(method: str, options: dict[str, f
     features, labels = data()
     head.fit(Rows(features, labels), L, budget)
     budget.require_spent()
-
-
-def residuals(method: str, times: int) -> np.ndarray:
-    """(times, statistics, ...) noise over its standard deviation of DP-FC-like releases: L classes, several steps."""
-    statistics = [Statistic(f"gradient[{step}]", 0.5) for step in range(3)]
-    found = []
-    for _ in range(times):
-        budget = BUDGETS[method](statistics, 0.8, SystemNoise())
-        stds = {r["name"]: r["std"] for r in budget.releases}
-        found.append([budget.release(name, np.zeros((L, D))) / std for name, std in stds.items()])
-    return np.array(found)
-
-
-class SharesNoise(Budget):
-    """The mistake of the released code: one vector of noise for all classes, and for all steps."""
-
-    def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
-        one = super().release(name, np.zeros_like(values), piece)[:1]
-        return values + one
-
-
-BUDGETS: dict[str, type[Budget]] = {"ours": Budget, "shared": SharesNoise}
-
-
-def independence(draws_TSLD: np.ndarray) -> float:
-    """Smallest p-value over pairs of classes, and of steps, of zero correlation; corrected for their number."""
-    flat = draws_TSLD.transpose(1, 2, 0, 3).reshape(3 * L, -1)
-    count = flat.shape[1]
-    correlations = np.corrcoef(flat)[np.triu_indices(3 * L, 1)]
-    p = 2 * stats.norm.sf(np.abs(correlations).max() * math.sqrt(count))
-    return min(1.0, p * len(correlations))
-
-
-def test_noise_is_calibrated_and_independent_over_classes_and_steps() -> None:
-    draws = residuals("ours", 400)
-    assert stats.kstest(draws.ravel(), "norm").pvalue > 1e-4
-    assert independence(draws) > 1e-4
-
-
-def test_shared_noise_is_caught() -> None:
-    assert independence(residuals("shared", 400)) < 1e-10
 
 
 class Reseeded:

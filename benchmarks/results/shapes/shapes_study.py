@@ -81,7 +81,8 @@ def asked(model: Captioner, tokenizer: CaptionTokenizer, seed: int, count: int) 
     """All tests of one model on pictures of this seed: accuracy, chance, p."""
     data, size = SyntheticData(seed, PICTURE_SIZE, "shapes"), model.config.encoder.image_size
     found: dict[str, Any] = {}
-    images, labels_N = shape_images(data, 2 * count)
+    examples = shape_images(data, 2 * count).read(range(2 * count))
+    images, labels_N = [e.image or b"" for e in examples], np.array([e.label for e in examples])
     batches = [
         torch.from_numpy(np.stack([eval_image(i, size) for i in images[k : k + 100]]))
         for k in range(0, len(images), 100)
