@@ -160,41 +160,30 @@ def tree_log_probs(
 
 
 def _some_images(model: Captioner, images_BCHW: Tensor, tree: PrefixTree, max_numbers: int) -> Tensor:
-    batch, device = len(images_BCHW), images_BCHW.device
+    """Level by level, and by parts of a level's nodes: the sum of an edge is its own log-probability and that before it."""
+    batch, device, config = len(images_BCHW), images_BCHW.device, model.config
     decoder = IncrementalDecoder(model.decoder, model.encode(images_BCHW), tree.num_nodes)
     totals_BE = torch.zeros(batch, tree.num_edges, dtype=torch.float64)
-    first_edge = 0
+    edge = 0
     for level in tree.levels:
-        edges = slice(first_edge, first_edge + len(level.targets_e))
-        own_Be = _level(model, decoder, level, batch, device, max_numbers)
-        before_e = torch.from_numpy(level.reached_by_n[level.sources_e])
-        before_Be = totals_BE[:, before_e.clamp(min=0)].masked_fill(before_e < 0, 0)
-        totals_BE[:, edges] = before_Be + own_Be
-        first_edge = edges.stop
+        per_node = batch * max(config.vocab_size, 2 * (level.paths_nS.shape[1] + 1) * config.decoder.width)
+        part = max(1, max_numbers // per_node)
+        for start in range(0, len(level.tokens_n), part):
+            nodes = slice(start, start + part)
+            tokens_n = torch.from_numpy(level.tokens_n[nodes]).to(device)
+            paths_nS = torch.from_numpy(level.paths_nS[nodes]).to(device)
+            hidden_BnD = decoder.step(tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1))
+            logits_BnV = model.decoder.head(hidden_BnD)
+            logits_BnV = logits_BnV if logits_BnV.dtype == torch.float64 else logits_BnV.float()
+            here_e = (level.sources_e >= start) & (level.sources_e < start + part)
+            sources_e = torch.from_numpy(level.sources_e[here_e] - start).to(device)
+            targets_e = torch.from_numpy(level.targets_e[here_e]).to(device)
+            own_Be = logits_BnV[:, sources_e, targets_e] - logits_BnV.logsumexp(-1)[:, sources_e]
+            before_e = torch.from_numpy(level.reached_by_n[level.sources_e[here_e]])
+            before_Be = totals_BE[:, before_e.clamp(min=0)].masked_fill(before_e < 0, 0)
+            totals_BE[:, edge : edge + len(sources_e)] = before_Be + own_Be.double().cpu()
+            edge += len(sources_e)
     return totals_BE[:, torch.from_numpy(tree.last_edge_C)]
-
-
-def _level(
-    model: Captioner, decoder: IncrementalDecoder, level: Level, batch: int, device: torch.device, max_numbers: int
-) -> Tensor:
-    """Log-probabilities (B, e) of a level's edges, by parts of its nodes."""
-    config = model.config
-    per_node = batch * max(config.vocab_size, 2 * (level.paths_nS.shape[1] + 1) * config.decoder.width)
-    part = max(1, max_numbers // per_node)
-    parts: list[Tensor] = []
-    for start in range(0, len(level.tokens_n), part):
-        nodes = slice(start, start + part)
-        tokens_n = torch.from_numpy(level.tokens_n[nodes]).to(device)
-        paths_nS = torch.from_numpy(level.paths_nS[nodes]).to(device)
-        hidden_BnD = decoder.step(tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1))
-        logits_BnV = model.decoder.head(hidden_BnD)
-        logits_BnV = logits_BnV if logits_BnV.dtype == torch.float64 else logits_BnV.float()
-        logsumexp_Bn = logits_BnV.logsumexp(-1)
-        here_e = (level.sources_e >= start) & (level.sources_e < start + part)
-        sources_e = torch.from_numpy(level.sources_e[here_e] - start).to(device)
-        targets_e = torch.from_numpy(level.targets_e[here_e]).to(device)
-        parts.append((logits_BnV[:, sources_e, targets_e] - logsumexp_Bn[:, sources_e]).double().cpu())
-    return torch.cat(parts, dim=1)
 
 
 @torch.no_grad()

@@ -91,24 +91,16 @@ def prepare(model: nn.Module, source: DensePictures, image_size: int | None = No
     return DenseSet(torch.cat(maps), masks, objects if len(objects) == len(masks) else None, side)
 
 
-class DenseHead(nn.Module):
-    """Token maps -> values of every cell, (B, num_values, h, w) or at twice the resolution for "conv"."""
-
-    def __init__(self, width: int, num_values: int, kind: HeadKind) -> None:
-        super().__init__()
-        norm, hidden = nn.BatchNorm2d(width, affine=False), 128
-        if kind == "linear":
-            self.layers = nn.Sequential(norm, nn.Conv2d(width, num_values, 1))
-        else:
-            self.layers = nn.Sequential(
-                norm, nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(),
-                nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(),
-                nn.Conv2d(hidden, num_values, 1),
-            )  # fmt: skip
-
-    def forward(self, maps_BDhw: Tensor) -> Tensor:
-        values: Tensor = self.layers(maps_BDhw)
-        return values
+def dense_head(width: int, num_values: int, kind: HeadKind) -> nn.Sequential:
+    """Token maps (B, D, h, w) -> values of every cell, (B, num_values, h, w) or at twice the resolution for "conv"."""
+    norm, hidden = nn.BatchNorm2d(width, affine=False), 128
+    if kind == "linear":
+        return nn.Sequential(norm, nn.Conv2d(width, num_values, 1))
+    return nn.Sequential(
+        norm, nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(),
+        nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(),
+        nn.Conv2d(hidden, num_values, 1),
+    )  # fmt: skip
 
 
 def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Training) -> dict[str, float]:
@@ -158,11 +150,11 @@ def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Tra
     return average_precision(test.objects, detected, num_classes)
 
 
-def _train(train: DenseSet, num_values: int, loss: Loss, how: Training) -> DenseHead:
+def _train(train: DenseSet, num_values: int, loss: Loss, how: Training) -> nn.Sequential:
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        head = DenseHead(train.maps_NDhw.shape[1], num_values, how.head).to(train.maps_NDhw.device)
+        head = dense_head(train.maps_NDhw.shape[1], num_values, how.head).to(train.maps_NDhw.device)
     count = len(train.maps_NDhw)
     optimizer = torch.optim.AdamW(head.parameters(), lr=how.lr, weight_decay=1e-4)
     steps = how.epochs * -(-count // BATCH_SIZE)
@@ -177,7 +169,7 @@ def _train(train: DenseSet, num_values: int, loss: Loss, how: Training) -> Dense
 
 
 @torch.no_grad()
-def _values(head: DenseHead, test: DenseSet) -> list[Tensor]:
+def _values(head: nn.Sequential, test: DenseSet) -> list[Tensor]:
     return [values for part in test.maps_NDhw.split(32) for values in head(part)]
 
 
@@ -268,15 +260,30 @@ def average_precision(truth: Sequence[Objects], detected: Sequence[Detections], 
 
 
 def _one_class(truth: Sequence[Objects], detected: Sequence[Detections], kind: int) -> np.ndarray | None:
-    """Average precision by threshold (10,); None where no picture has such an object (crowds do not count)."""
+    """Average precision by threshold (10,); None where no picture has such an object (crowds do not count).
+
+    Boxes of a picture, best score first, take the free object that they overlap most; what overlaps none but a crowd is not
+    counted.
+    """
     scores, hits, ignored, total = [], [], [], 0
     for objects, detections in zip(truth, detected, strict=True):
         here, mine = objects.classes_M == kind, detections.classes_M == kind
         order = np.argsort(-detections.scores_M[mine], kind="stable")[:MOST_BOXES]
-        boxes, crowd = objects.boxes_M4[here], objects.is_crowd_M[here]
-        iou_MK = overlaps(detections.boxes_M4[mine][order], boxes, crowd)
-        total += int((~crowd).sum())
-        hit_TM, ignored_TM = _match(iou_MK, crowd)
+        boxes, crowd_K = objects.boxes_M4[here], objects.is_crowd_M[here]
+        iou_MK = overlaps(detections.boxes_M4[mine][order], boxes, crowd_K)
+        total += int((~crowd_K).sum())
+        hit_TM, ignored_TM = (np.zeros((len(THRESHOLDS), len(iou_MK)), dtype=bool) for _ in range(2))
+        for t, threshold in enumerate(THRESHOLDS):
+            free_K = ~crowd_K
+            for m, iou_K in enumerate(iou_MK):
+                candidates_K = np.where(free_K, iou_K, -1.0)
+                if len(candidates_K) and candidates_K.max() >= min(threshold, 1 - 1e-10):
+                    hit_TM[t, m] = True
+                    free_K[np.flatnonzero(candidates_K == candidates_K.max())[-1]] = (
+                        False  # COCO takes the last of equals
+                    )
+                else:
+                    ignored_TM[t, m] = bool((iou_K[crowd_K] >= threshold).any())
         scores.append(detections.scores_M[mine][order])
         hits.append(hit_TM)
         ignored.append(ignored_TM)
@@ -285,34 +292,13 @@ def _one_class(truth: Sequence[Objects], detected: Sequence[Detections], kind: i
     order = np.argsort(-np.concatenate(scores), kind="stable")
     hit_TN, ignored_TN = np.concatenate(hits, axis=1)[:, order], np.concatenate(ignored, axis=1)[:, order]
     areas = []
-    for hit, is_ignored in zip(
-        hit_TN, ignored_TN, strict=True
-    ):  # mean over 101 recalls of the best precision from there on
-        right = np.cumsum(hit[~is_ignored])
+    for hit_N, ignored_N in zip(hit_TN, ignored_TN, strict=True):
+        right = np.cumsum(hit_N[~ignored_N])
         recall, precision = right / total, right / np.arange(1, len(right) + 1)
         best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
+        # Mean over 101 recalls of the best precision from there on.
         areas.append(float(best[np.searchsorted(recall, RECALLS, side="left")].mean()))
     return np.array(areas)
-
-
-def _match(iou_MK: np.ndarray, crowd_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Says for each threshold and box (T, M) whether it finds an object of its own, and whether it lies in a crowd instead.
-
-    Boxes, best score first, take the free object that they overlap most; what overlaps none but a crowd is not counted.
-    """
-    num_boxes = len(iou_MK)
-    hit, ignored = (np.zeros((len(THRESHOLDS), num_boxes), dtype=bool) for _ in range(2))
-    for t, threshold in enumerate(THRESHOLDS):
-        free = ~crowd_K
-        for m in range(num_boxes):
-            candidates = np.where(free, iou_MK[m], -1.0)
-            if len(candidates) and candidates.max() >= min(threshold, 1 - 1e-10):
-                hit[t, m] = True
-                # COCO takes the last of equal ones.
-                free[len(candidates) - 1 - int(np.argmax(candidates[::-1]))] = False
-            else:
-                ignored[t, m] = bool((iou_MK[m][crowd_K] >= threshold).any())
-    return hit, ignored
 
 
 def dense(options: DenseOptions) -> Results:
