@@ -35,7 +35,7 @@ WRITTEN = {
         "import-report.json",
     ),
     *("points.csv", "groups.csv", "curves.csv", "study.json", "study.md"),
-    *("head.json", "head.safetensors", "private-head-sweep.png"),
+    *("head.json", "head.safetensors"),
     *(
         "config.json",
         "preprocessor_config.json",

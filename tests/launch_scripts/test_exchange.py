@@ -22,8 +22,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from data.examples.transforms import eval_image
-from evaluation.captions import CaptionOptions, CaptionWriter
-from evaluation.sources.records import encode_png
+from evaluation.captions import CaptionWriter
+from evaluation.sources import encode_png
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.launch_scripts.conftest import Run
@@ -223,8 +223,8 @@ def test_a_captioner_by_automatic_loading(
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     inputs = processor(pictures, return_tensors="pt")
     assert np.abs(inputs["pixel_values"].numpy() - ours_BCHW).max() < 1e-5
-    for options, told in ((CaptionOptions(), {}), (CaptionOptions("beam", num_beams=3), {"num_beams": 3})):
-        expected = CaptionWriter(opened.model, opened.task.make_example(train=False).tokenizer, options)(ours_BCHW)  # type: ignore
+    for options, told in (({}, {}), ({"method": "beam", "num_beams": 3}, {"num_beams": 3})):
+        expected = CaptionWriter(opened.model, opened.task.make_example(train=False).tokenizer, **options)(ours_BCHW)  # type: ignore
         found = tokenizer.batch_decode(model.generate(**inputs, **told), skip_special_tokens=True)
         assert found == [caption.text for caption in expected] and any(found)
     told: list[float] = []

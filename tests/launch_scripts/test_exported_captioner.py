@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from data.reading.reader import RawExample
-from evaluation.captions import CaptionOptions, CaptionWriter
+from evaluation.captions import CaptionWriter
 from tests.data.test_tokenizer import word_piece
 from tests.trainer.trained_runs import recipe, trained
 from trainer.config.recipe import RunConfig
@@ -122,7 +122,7 @@ def test_captions_are_those_of_evaluation(exported: Exported, tmp_path: Path) ->
     make_example: Any = exported.opened.task.make_example(train=False)
     paths = pictures(tmp_path)
     rows = [make_example(RawExample(p.read_bytes(), {"txt": b"a"}), 0)["images_CHW"] for p in paths]
-    expected = CaptionWriter(exported.opened.model, make_example.tokenizer, CaptionOptions())(np.stack(rows))
+    expected = CaptionWriter(exported.opened.model, make_example.tokenizer)(np.stack(rows))
     tokens = exported.model.generate(**exported.processor([str(path) for path in paths], return_tensors="pt"))
     found = exported.tokenizer.batch_decode(tokens, skip_special_tokens=True)
     assert found == [caption.text for caption in expected] and (any(found) or "foreign" in str(exported.folder))
@@ -177,6 +177,6 @@ def test_the_page_runs_without_a_question(exported: Exported, tmp_path: Path) ->
     make_example: Any = exported.opened.task.make_example(train=False)
     raw = RawExample((out / "picture.jpg").read_bytes(), {"txt": b"a"})
     images_BCHW = make_example(raw, 0)["images_CHW"][None]
-    (expected,) = CaptionWriter(exported.opened.model, make_example.tokenizer, CaptionOptions())(images_BCHW)
+    (expected,) = CaptionWriter(exported.opened.model, make_example.tokenizer)(images_BCHW)
     caption, loss = done.stdout.splitlines()
     assert caption == repr([expected.text]) and re.fullmatch(r"tensor\(\[\d+\.\d+\].*\)", loss)

@@ -18,8 +18,7 @@ from dp_accounting.pld import PLDAccountant
 
 from data.index.repack import repack
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import train_head
-from evaluation.private_head.sweep import spent_in
+from evaluation.private_head.run import spent_in, train_head
 from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting import accountants
@@ -238,7 +237,7 @@ def test_a_private_head_composes_with_its_private_encoder(
     rng, opened = np.random.default_rng(0), open_model(chain["second"])
     behind = ledgers_of(opened.path, opened.manifest)
     assert [one.run for one in behind] == ["second", "first"]
-    rows = Rows.of(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
+    rows = Rows(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
     head = train_head(rows, 3, "dp-ls", epsilon=1.0, delta=1e-3, output=tmp_path / "heads/one", behind=behind)
     encoder = card_of(chain["second"])
     assert head.epsilon is not None and encoder.epsilon is not None
