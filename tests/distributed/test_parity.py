@@ -59,7 +59,7 @@ ENGINES: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
 }
 OPTIMIZERS = {
     "adamw": OptimizerSection(name="adamw", peak_lr=1e-2, eps=1e-4, weight_decay=0.01),
-    "sgd": OptimizerSection(name="sgd", peak_lr=1e-2, weight_decay=0.01),
+    "sgd": OptimizerSection(name="sgd", peak_lr=3.0, weight_decay=0.01),
 }
 MAX_GRAD_NORM, SIGMA = 1.0, 0.5
 DEALS = {1: [(7,), (7,), (7,)], 2: [(5, 2), (7, 0), (1, 6)]}
