@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from models.captioner import Captioner
 from models.config import SIZES
 from models.converters import Unstated, read_foreign
-from models.converters.dpcap import from_dpcap
+from models.converters.official import from_dpcap
 from models.converters.weights import WeightsError
 
 D, E, V, L, PATCH, GRID = 16, 24, 110, 9, 4, 3
