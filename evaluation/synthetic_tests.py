@@ -1,8 +1,8 @@
 """Tests of what a captioner sees, from synthetic pictures whose programs know what is true. No download.
 
 `shape_choices` and `shape_images` ask about plain shapes (`prepare.py synthetic --content shapes`): all false captions have as
-many words as the true one, and in "relation" and "order" the very same words up to the name of the relation. `scene_choices` asks
-about pictures of every kind. Test pictures come from seeds of their own: choose one that no training shard has.
+many words as the true one, and in "relation" and "order" the very same words up to the name of the relation. Test pictures come
+from seeds of their own: choose one that no training shard has.
 """
 
 from collections.abc import Sequence
@@ -64,15 +64,6 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
         for number, example in enumerate(examples):
             captions = (example.statement.plain_caption(), *_wrong(example.statement, group, number))
             choices.append(Choice(encode(example, "png"), captions, group))
-    return choices
-
-
-def scene_choices(data: SyntheticData, count: int) -> list[Choice]:
-    """Two-way tests on `count` pictures of every kind, by what is wrong with the false caption (swapped_order, ...)."""
-    choices = []
-    for test in map(data.relation_test, range(count)):
-        image = encode(SyntheticExample(test.image_HWC, "", None, None), "png")  # type: ignore[arg-type]
-        choices += [Choice(image, (test.caption, wrong), kind) for kind, wrong in test.wrong.items()]
     return choices
 
 

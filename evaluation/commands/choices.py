@@ -148,7 +148,7 @@ class AroOptions(TooLongOptions, CheckpointOptions):
 
     test: Annotated[str | None, Shown("FORMAT:FILE")] = None
     """vg-relation:, vg-attribution: or order: and a JSON file"""
-    synthetic: Literal["shapes", "scenes"] | None = None
+    synthetic: Literal["shapes"] | None = None
     """plain shapes, or pictures of every kind"""
     images: Annotated[Path | None, Shown("DIR")] = None
     """that the image paths of --test are relative to"""
@@ -217,15 +217,14 @@ def _tests(options: AroOptions, image_size: int) -> "tuple[str, list[Choice]]":
     """The tests and their name."""
     from data.synthetic.generate import SyntheticData
     from evaluation.compositional import FORMATS, read_aro, spacy_tagger
-    from evaluation.synthetic_tests import scene_choices, shape_choices
+    from evaluation.synthetic_tests import shape_choices
 
     if options.tagger is not None and not (options.test or "").startswith("order:"):
         raise ConfigError("--tagger is for --test order:FILE, whose captions are put into wrong orders")
     if options.test is None:
-        content = "shapes" if options.synthetic == "shapes" else "all"
-        data = SyntheticData(options.synthetic_seed, max(image_size, 16), content)
-        make = shape_choices if options.synthetic == "shapes" else scene_choices
-        return f"synthetic {options.synthetic}, seed {options.synthetic_seed}", make(data, options.synthetic_tests)
+        data = SyntheticData(options.synthetic_seed, max(image_size, 16), "shapes")
+        tests = shape_choices(data, options.synthetic_tests)
+        return f"synthetic {options.synthetic}, seed {options.synthetic_seed}", tests
     kind, _, file = options.test.partition(":")
     if kind not in FORMATS or not file:
         raise ConfigError(f"--test {options.test}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}")
