@@ -60,6 +60,7 @@ def run_local(
     """
     codes: dict[str, int] = {}
     waiting, running, stopped = list(names), dict[str, subprocess.Popen[bytes]](), False
+    awaited = ""
     threads = str(max(1, (os.cpu_count() or 1) // workers))
     libc, parent = ctypes.CDLL(None), os.getpid()
 
@@ -86,8 +87,11 @@ def run_local(
                     codes[name] = BUDGET_SPENT
                     say(f"{name}: the budget is spent and steps remain; not started again")
                 elif folder.in_use(name):  # by a trainer of a study that was killed: it ends by itself
-                    codes[name] = STOPPED_EARLY
-                    say(f"{name}: another trainer has it; the same command resumes it when that has ended")
+                    if awaited != name:
+                        say(f"{name}: another trainer has it; waiting for its end")
+                    awaited = name
+                    waiting.insert(0, name)
+                    break
                 else:
                     say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
                     with folder.log(name).open("ab") as log:
