@@ -85,8 +85,8 @@ class Statement:
         return introduction + body
 
     def plain_caption(self) -> str:
-        """The true caption in the plainest wording, without background."""
-        return self._groups(None) if self.groups else self._textures(None)
+        """The true caption of shapes in the plainest wording, without background."""
+        return self._groups(None)
 
     def _groups(self, rng: Rng | None) -> str:
         phrases = [group.phrase() for group in self.groups]
@@ -99,7 +99,7 @@ class Statement:
             return f"{phrases[0]} {_relation_word(self.relation, rng)} {phrases[1]}"
         return f"{listed(phrases)} {self.place}".strip()
 
-    def _textures(self, rng: Rng | None) -> str:
+    def _textures(self, rng: Rng) -> str:
         if self.relation is None:
             return self.textures[0]
         return f"{self.textures[0]} {_relation_word(self.relation, rng)} {self.textures[1]}"
