@@ -120,14 +120,21 @@ def parameters_from(
     return {name: value for name, value in renamed.items() if name not in fixed}
 
 
-def save_model(folder: Path, model: nn.Module, facts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+def save_model(
+    folder: Path,
+    model: nn.Module,
+    facts: Mapping[str, Any],
+    about: Mapping[str, Any],
+    further: Mapping[str, Any] | None = None,
+) -> None:
     """Writes config.json and model.safetensors.
 
     Args:
         facts: `model_facts`.
         about: where the weights come from, for people.
+        further: entries of config.json that other programs look for.
     """
-    content = {"format": FORMAT, "model": dict(facts), "about": dict(about)}
+    content = {"format": FORMAT, "model": dict(facts), "about": dict(about), **(further or {})}
     (folder / CONFIG).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     write_weights(folder / WEIGHTS, dict(model.named_parameters()))
 

@@ -1,4 +1,4 @@
-"""An exported captioner with transformers' tokenizer and image processor does what evaluation does with the run."""
+"""An exported captioner with transformers' own classes does what evaluation does with the run."""
 
 import io
 import os
@@ -16,8 +16,6 @@ from PIL import Image
 
 from data.reading.reader import RawExample
 from evaluation.captions import CaptionOptions, CaptionWriter
-from models.converters.native import load_model
-from models.generation import beam_captions
 from tests.data.test_tokenizer import word_piece
 from tests.trainer.trained_runs import recipe, trained
 from trainer.config.recipe import RunConfig
@@ -57,14 +55,19 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     export(opened, "hf", place / "made")
     shutil.copytree(place / "made", place / "out")  # nothing of the place where it was made
     shutil.rmtree(place / "made")
-    folder = place / "out/captioner"
-    return Exported(
-        folder,
-        opened,
-        load_model(folder),
-        transformers.AutoImageProcessor.from_pretrained(folder),
-        transformers.PreTrainedTokenizerFast.from_pretrained(folder),
-    )
+    folder, package = place / "out/captioner", sys.modules["models"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place / "modules"))
+        patched.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+        model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+        assert sys.modules["models"] is package and str(folder) not in sys.path and not model.training
+        return Exported(
+            folder,
+            opened,
+            model,
+            transformers.AutoImageProcessor.from_pretrained(folder),
+            transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+        )
 
 
 def picture(width: int, height: int, form: str = "PNG", **options: Any) -> bytes:
@@ -114,8 +117,9 @@ def test_losses_are_those_of_evaluation(exported: Exported, tmp_path: Path) -> N
     assert length <= NUM_TOKENS and torch.equal(inputs["input_ids"], ours["tokens_L"][:, :length])
     assert torch.equal(inputs["attention_mask"].bool(), ours["token_mask_L"][:, :length])
     expected = exported.opened.model(*(ours[name] for name in ("images_CHW", "tokens_L", "token_mask_L")))
-    found = exported.model(pixels["pixel_values"], inputs["input_ids"], inputs["attention_mask"].bool())
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    everything = torch.ones_like(inputs["attention_mask"])
+    for told in (inputs, {"input_ids": inputs["input_ids"]}, {**inputs, "attention_mask": everything}):
+        torch.testing.assert_close(exported.model(**pixels, **told).loss, expected, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -124,14 +128,21 @@ def test_captions_are_those_of_evaluation(exported: Exported, tmp_path: Path) ->
     paths = pictures(tmp_path)
     rows = [make_example(RawExample(p.read_bytes(), {"txt": b"a"}), 0)["images_CHW"] for p in paths]
     pixels = exported.processor([str(path) for path in paths], return_tensors="pt")
-    for options, told in (
-        (CaptionOptions(), {}),
-        (CaptionOptions("beam", num_beams=3), {"num_beams": 3, "length_penalty": 1.0}),
-    ):
+    for options, told in ((CaptionOptions(), {}), (CaptionOptions("beam", num_beams=3), {"num_beams": 3})):
         expected = CaptionWriter(exported.opened.model, make_example.tokenizer, options)(np.stack(rows))
-        tokens = beam_captions(exported.model, pixels["pixel_values"], max_tokens=NUM_TOKENS - 1, **told).tokens_BL
-        found = exported.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        found = exported.tokenizer.batch_decode(exported.model.generate(**pixels, **told), skip_special_tokens=True)
         assert found == [caption.text for caption in expected] and (any(found) or "foreign" in str(exported.folder))
+
+
+def test_captions_without_their_start_are_refused(exported: Exported) -> None:
+    pixels = exported.processor(Image.new("RGB", (20, 30)), return_tensors="pt")
+    bare = exported.tokenizer(["a red dog"], return_tensors="pt", add_special_tokens=False)
+    left = {
+        "input_ids": torch.tensor([[exported.model.captioner.config.pad_id, exported.model.captioner.config.bos_id]])
+    }
+    for told in (bare, left):
+        with pytest.raises(ValueError, match="must begin with the start token"):
+            exported.model(**pixels, **told)
 
 
 def test_the_tokenizer_comes_back(exported: Exported, tmp_path: Path) -> None:
@@ -154,19 +165,21 @@ def import_weights_to(folder: Path, out: Path) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("exported", ["tokenizer"], indirect=True)
-def test_the_page_runs(exported: Exported, tmp_path: Path) -> None:
-    """The exported README from a picture to its caption, with nothing of the project."""
+def test_the_page_runs_without_a_question(exported: Exported, tmp_path: Path) -> None:
+    """The exported README from a picture to its caption: at most five lines, no prompt, nothing of the project."""
     out = exported.folder.parent
     found = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
-    (place,) = [number for number, text in enumerate(found) if "beam_captions" in text]
-    block = found[place - 1].partition("loss_B")[0] + found[place]  # of other inputs
+    (place,) = [number for number, text in enumerate(found) if "AutoModel" in text]
+    block, losses = found[place : place + 2]
+    assert len([line for line in block.splitlines() if line.strip()]) <= 5
     (out / "picture.jpg").write_bytes(picture(50, 33, "JPEG"))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", block], cwd=out, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", block + losses], cwd=out, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
         env=environment | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "custom code" not in done.stdout + done.stderr
     make_example: Any = exported.opened.task.make_example(train=False)
     raw = RawExample((out / "picture.jpg").read_bytes(), {"txt": b"a"})
     images_BCHW = make_example(raw, 0)["images_CHW"][None]

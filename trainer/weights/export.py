@@ -37,6 +37,17 @@ from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
 from trainer.weights.provenance import proof_of
 
 CARD, README = "privacy_card.json", "README.md"
+_MODELLING = "modeling_captioner.py"
+_AUTOMATIC = {
+    "model_type": "exported_captioner",
+    "architectures": ["ExportedCaptioner"],
+    "auto_map": {
+        "AutoConfig": "modeling_captioner.ExportedCaptionerConfig",
+        "AutoModel": "modeling_captioner.ExportedCaptioner",
+    },
+}
+"""Entries by which transformers' `AutoModel` finds the code that comes with the weights."""
+
 _ABOUT = ("run", "step", "reasons", "initialisation", "training_data", "tokenizer_sha256")
 
 
@@ -128,10 +139,12 @@ def _write(
 def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any]) -> None:
     """Writes our names, with the source that builds the model from them and, for captions, the tokenizer."""
     folder.mkdir(exist_ok=True)
+    automatic: dict[str, Any] = {}
     if isinstance(opened.task, CaptioningTask):
         _write_tokenizer(folder, opened.task)
-        about = about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
-    save_model(folder, opened.model, opened.manifest["model"], about)
+        shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
+        automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
+    save_model(folder, opened.model, opened.manifest["model"], about, automatic)
     _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
     shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")

@@ -73,18 +73,21 @@ model = vit.VisionTransformer(**config["model_args"], norm_layer=norm_layer)
 model.load_state_dict(load_file("{here}/model.safetensors"))
 ```"""
 
-_CAPTION = """\
-From a picture to its caption with that model; tokenizer and image processor of transformers need no code of this folder:
+_AUTO = """\
+From a picture to its caption in transformers, by the code that comes with the weights (`modeling_captioner.py`, which the first
+`from_pretrained` agrees to run; the others need no code):
 ```python
-from models.generation import beam_captions
-from transformers import AutoImageProcessor, PreTrainedTokenizerFast
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-tokenizer = PreTrainedTokenizerFast.from_pretrained("{here}")
-pixels = AutoImageProcessor.from_pretrained("{here}")("picture.jpg", return_tensors="pt")["pixel_values"]
-found = beam_captions(model, pixels, max_tokens=model.config.num_tokens - 1)  # num_beams=4 for a beam search
-print(tokenizer.batch_decode(found.tokens_BL, skip_special_tokens=True))
+model = AutoModel.from_pretrained("{here}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{here}", trust_remote_code=False)
+pixels = AutoImageProcessor.from_pretrained("{here}")("picture.jpg", return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**pixels), skip_special_tokens=True))  # num_beams=4 for a beam search
+```
+The loss of captions that are given, one mean over the tokens of each, in nats:
+```python
 texts = tokenizer(["a picture"], return_tensors="pt", padding=True, truncation=True)
-print(model(pixels, texts["input_ids"], texts["attention_mask"].bool()))  # the loss of a caption that is given
+print(model(**pixels, **texts).loss)
 ```
 A captioner is no VisionEncoderDecoderModel: no decoder of transformers has its post-norm blocks, whose memory is a projection of
 the image tokens with positions and a type embedding of its own."""
@@ -141,7 +144,7 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
         here = "." if form == "safetensors" else f"./{kind}"
         page = _MAE if form == "hf" and kind == "masked_autoencoder" else _OWN
         loading += [f"The whole {shown}:", page.format(here=here, use=_USES[kind])]
-        loading += [_CAPTION.format(here=here)] if kind == "captioner" else []
+        loading += [_AUTO.format(here=here)] if kind == "captioner" else []
     parts = [
         f"---\nlibrary_name: {({'hf': 'transformers', 'timm': 'timm', 'peft': 'peft'}).get(form, 'safetensors')}\n"
         f"pipeline_tag: {'image-to-text' if kind == 'captioner' and form == 'safetensors' else 'image-feature-extraction'}\n"
