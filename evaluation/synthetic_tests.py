@@ -1,8 +1,8 @@
 """Tests of what a captioner sees, from synthetic pictures whose programs know what is true. No download.
 
 `shape_choices` and `shape_images` ask about plain shapes (`prepare.py synthetic --content shapes`): all false captions have as
-many words as the true one, and in "relation" and "order" the very same words up to the name of the relation. Test pictures
-come from seeds of their own: choose one that no training shard has.
+many words as the true one, and in "relation" and "order" the very same words up to the name of the relation. Test pictures come
+from seeds of their own: choose one that no training shard has.
 """
 
 from collections.abc import Sequence

@@ -41,7 +41,6 @@ WRITTEN = {
         "preprocessor_config.json",
         "extents-*.npy",
         "keys-*.npy",
-        "submit.sh",
         "model.pth",
         "model.safetensors",
     ),
