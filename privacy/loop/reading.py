@@ -100,6 +100,10 @@ def seed(key: int) -> None:
     torch.default_generator.manual_seed(key & (2**63 - 1))
 
 
+UNUSABLE = hashlib.sha256().digest()
+"""What `Reader.contents` has for items that cannot be used."""
+
+
 class Reader(Dataset["MicroBatch | Failure"]):
     """Request -> MicroBatch, in a worker or in this process."""
 
@@ -203,10 +207,9 @@ class Reader(Dataset["MicroBatch | Failure"]):
         return total.digest()
 
     def contents(self) -> set[bytes]:
-        """SHA-256 of each item that can be used, drawn with the same random numbers: equal items have equal ones."""
-        unusable = hashlib.sha256().digest()
+        """SHA-256 of each item, drawn with the same random numbers: equal items have equal ones; UNUSABLE for what is no item."""
         with kept_random_numbers():
-            return {self._digest_of(index, Counter(), key=0) for index in range(len(self.dataset))} - {unusable}
+            return {self._digest_of(index, Counter(), key=0) for index in range(len(self.dataset))}
 
     def _digest_of(self, index: int, reasons: Counter[str], key: int | None = None) -> bytes:
         one = hashlib.sha256()

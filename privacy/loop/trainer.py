@@ -19,7 +19,7 @@ from ..errors import PrivacyConfigError
 from .fields import Example
 from .loop import PrivateLoop, require_known
 from .ranks import say
-from .reading import Reader, require_items
+from .reading import UNUSABLE, Reader, require_items
 
 UNFIT = {
     "fp16": (False, "weights are float32"),
@@ -73,7 +73,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
             raise PrivacyConfigError(f"PrivateTrainer takes no {name}: give TrainingArguments {SAID_BY_ARGS[name]}")
         require_known(rest, {*names, *inspect.signature(Trainer.__init__).parameters}, "PrivateTrainer")
         self._private = {name: rest.pop(name) for name in list(rest) if name in names}
-        self._run_dir, self._eval_is_public, self._compared = run_dir, eval_is_public, dict[int, Any]()
+        self._run_dir, self._eval_is_public = run_dir, eval_is_public
         if args.max_steps < 1:
             raise PrivacyConfigError(
                 "give TrainingArguments max_steps: epochs are not counted, since a batch is drawn by coins"
@@ -96,25 +96,26 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
         super().__init__(model, args, train_dataset=train_dataset, **rest)
         self._require_public(self.eval_dataset)
 
-    def evaluate(self, eval_dataset: Any = None, *more: Any, **named: Any) -> dict[str, float]:
-        """Evaluates as transformers does, on data that are public."""
-        self._require_public(self.eval_dataset if eval_dataset is None else eval_dataset)
-        return dict(super().evaluate(eval_dataset, *more, **named))
+    def evaluation_loop(self, dataloader: Any, *more: Any, **named: Any) -> Any:
+        """Goes over data as transformers does for `evaluate` and `predict`; they have to be public."""
+        self._require_public(dataloader.dataset)
+        return super().evaluation_loop(dataloader, *more, **named)
 
     def _require_public(self, given: Any) -> None:
+        """Compares at every evaluation: either data set may have been exchanged, or changed in place, since the last."""
         for data in given.values() if isinstance(given, dict) else [given]:
-            if self._eval_is_public or data is None or isinstance(data, str) or id(data) in self._compared:
+            if self._eval_is_public or data is None:
                 continue
             require_items(self.train_dataset)
             say("comparing the items of eval_dataset with those of train_dataset; eval_is_public=True skips it")
             mine, theirs = (Reader(one, Example(self._private["example"]), 1) for one in (data, self.train_dataset))
             items = mine.contents() if hasattr(data, "__len__") else set()
-            if not items or items & theirs.contents():
+            if not items or UNUSABLE in items or items & theirs.contents():
+                how = "cannot be compared" if not items or UNUSABLE in items else "shares items"
                 raise PrivacyConfigError(
-                    f"eval_dataset {'shares items' if items else 'cannot be compared'} with train_dataset, and a loss on private "
-                    "data is logged without noise: give public data, and declare them by eval_is_public=True"
+                    f"eval_dataset {how} with train_dataset, and a loss on private data is logged without noise: give public "
+                    "data, and declare them by eval_is_public=True"
                 )
-            self._compared[id(data)] = data
 
     def _evaluate(self) -> None:
         """Evaluates, and puts the model back as the self-check has seen it: transformers leaves marks on it."""

@@ -231,12 +231,15 @@ def test_evaluation_on_training_items_is_refused_unless_they_are_declared_public
         with pytest.raises(PrivacyConfigError, match=r"shares items with train_dataset.*eval_is_public=True"):
             trainer(given)
         trainer(given, eval_is_public=True)
-    for given in (Stream(), [{"pixel_values": torch.zeros(2)}]):
+    for given in (Stream(), [{"pixel_values": torch.zeros(2)}], [*held_out, {"pixel_values": data[0]["pixel_values"]}]):
         with pytest.raises(PrivacyConfigError, match="cannot be compared with train_dataset"):
             trainer(given)
-    made = trainer(held_out)
-    with pytest.raises(PrivacyConfigError, match="shares items"):
-        made.evaluate(data)
+    public = list(held_out)
+    made = trainer(public)
+    public.append(data[3])  # in place, after the comparison; `evaluate` and `predict` both go over a loader here
+    for late in (public, data, data[:1]):
+        with pytest.raises(PrivacyConfigError, match="shares items"):
+            made.evaluation_loop(torch.utils.data.DataLoader(late), "said by evaluate or predict")
     with pytest.raises(PrivacyConfigError, match="takes no delta: did you mean target_delta"):
         trainer(held_out, delta=1e-5)
     with pytest.raises(PrivacyConfigError, match="give TrainingArguments max_steps"):
