@@ -190,7 +190,10 @@ class Checkpoint:
     def _require(self, shapes: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
         differing = sorted(n for n in shapes.keys() | stored.keys() if shapes.get(n) != stored.get(n))
         if differing:
-            raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
+            raise ConfigError(
+                f"{self.path} does not fit the model; the first difference is {differing[0]}: give the model of the run, or "
+                "another run folder"
+            )
 
     def restore(self, engine: Engine, moments: tuple[str, ...]) -> None:
         """Sets master weights and moments of a wrapped engine, whose module has these weights already, or takes them with

@@ -92,7 +92,9 @@ def open_run_state(
         key = SamplingKey.load(key_path, state.opened["key_commitment"])
         signer = SigningKey.load(key_path.with_name(SIGNING_KEY), state.signer)
         if state.opened.get("data_hmac") != key.hmac(data_manifest):
-            raise PrivacyConfigError(f"{ledger_path}: the data are not those that the run was opened with")
+            raise PrivacyConfigError(
+                f"{ledger_path}: the data are not those that the run was opened with: give those, or another run folder"
+            )
         if state.opened.get("shared_ledger") != identity:
             raise PrivacyConfigError(f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with")
         if members is not None:

@@ -421,7 +421,8 @@ def _probe(
             "evaluate again; take SGD, Adam, AdamW or another optimizer whose step() needs no closure"
         ) from error
     after = settings(probe) | _attributes(probe)
-    if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed := [*changed, *(f"state of {key!r}" for key in probe.state if not isinstance(key, Tensor))]:
         raise PrivacyConfigError(
             f"{kind.__name__} counts in its {changed[0]}, outside of the state of its parameters, which checkpoints do not hold: "
             "a resumed run would go on otherwise; take SGD, Adam or AdamW"

@@ -231,7 +231,10 @@ class Reader(Dataset["MicroBatch | Failure"]):
                 )
 
     def _require_usable(self, reasons: Counter[str], count: int) -> None:
-        why = ", ".join(f"{number} times: {one_line(reason)[:200]}" for reason, number in reasons.most_common(3))
+        named = reasons.most_common(5)
+        why = ", ".join(f"{number} times: {one_line(reason)[:200]}" for reason, number in named)
+        others = reasons.total() - sum(number for _, number in named)
+        why += f", {others} times: other reasons" if others else ""
         found = f"{reasons.total()} of {count} items cannot be used ({why}), and "
         if 2 * reasons.total() > count:
             raise PrivacyConfigError(f"{found}would count as zero: does example say what an item is?")

@@ -191,9 +191,15 @@ class CountsInGroups(torch.optim.SGD):
         super().step()
 
 
+class CountsInState(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["n"] = self.state.get("n", 0) + 1
+        super().step()
+
+
 def test_optimizers_that_a_resume_would_not_restore_are_refused(tmp_path: Path) -> None:
     with quick():
-        for kind in (Counts, CountsInGroups):
+        for kind in (Counts, CountsInGroups, CountsInState):
             model = net()
             with pytest.raises(PrivacyConfigError, match="outside of the state of its parameters"):
                 make(tmp_path / "run", model, optimizer=kind(model.parameters(), lr=0.1))
