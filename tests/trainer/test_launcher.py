@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT
 from trainer.ranks.launcher import Process, is_gone, launcher_name, watch
 
 PYTHON = "/env/bin/python3.11"
@@ -111,32 +110,6 @@ def test_only_an_unbroken_line_counts(tmp_path: Path, between: list[str], expect
         (tmp_path / name).write_text(LAUNCHER)
         command = [sys.executable, str(tmp_path / name), *command]
     said = subprocess.run([sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True, check=True)
-    assert said.stdout.strip() == str(expected)
-
-
-@pytest.mark.parametrize(
-    ("module", "world", "expected"),
-    [
-        ("deepspeed.launcher.launch", "a", ["deepspeed.launcher.launch", "bash", "pdsh"]),
-        ("deepspeed.launcher.launch", "b", ["deepspeed.launcher.launch", "bash"]),
-        ("torch.distributed.run", "a", ["torch.distributed.run"]),
-    ],
-)
-def test_what_pdsh_started_over_ssh(tmp_path: Path, module: str, world: str, expected: list[str]) -> None:
-    """The shell that ssh started; on pdsh's own host also pdsh, known by the description of the hosts that it has passed on."""
-    (tmp_path / "rank.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r}); {RANK}\n")
-    script = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
-    script.parent.mkdir(parents=True)
-    for package in list(script.relative_to(tmp_path).parents)[:-1]:
-        (tmp_path / package / "__init__.py").touch()
-    script.write_text("import subprocess, sys; sys.exit(subprocess.call(sys.argv[2:]))\n")
-    over_ssh = f"cd {tmp_path}; {sys.executable} -m {module} --world_info={world} {sys.executable} rank.py; exit $?"
-    pdsh = subprocess.Popen(["pdsh", "-c", "import time; time.sleep(60)", "--world_info=a"], executable=sys.executable)
-    try:
-        said = subprocess.run(["bash", "-c", over_ssh], stdout=subprocess.PIPE, text=True, check=True)
-    finally:
-        pdsh.kill()
-        pdsh.wait()
     assert said.stdout.strip() == str(expected)
 
 

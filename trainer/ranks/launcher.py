@@ -28,14 +28,12 @@ from typing import Any, NamedTuple, TextIO
 PROGRAMS = frozenset(
     (
         *("deepspeed", "ds", "torchrun", "slurmstepd", "mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"),
-        *("pdsh", "hydra_pmi_proxy", "hydra_bstrap_proxy", "mpirun_rsh", "mpispawn"),
+        *("hydra_pmi_proxy", "hydra_bstrap_proxy", "mpirun_rsh", "mpispawn"),
     )
 )
 MODULES = frozenset(
     ("deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run", "torch.distributed.launch")
 )
-DEEPSPEED_ON_HOST = "deepspeed.launcher.launch"
-"""What a launcher of DeepSpeed between hosts starts on each of them; nobody types it."""
 INTERVAL = 0.5
 """Seconds between two looks."""
 
@@ -49,53 +47,19 @@ class Process(NamedTuple):
 
 
 def launcher_processes() -> tuple[Process, ...]:
-    """The launchers above this process, the nearest first; none if no launcher started it.
-
-    `deepspeed --hostfile` starts its part on each host by pdsh and ssh. There the shell and sshd's session above that part count
-    too, because they end with pdsh's ssh, and on the host where pdsh itself runs also pdsh and the `deepspeed` above it.
-    """
-    launchers, top = _above(os.getppid(), launcher_name)
-    if launchers and launchers[-1].name == DEEPSPEED_ON_HOST:
-        hosts = [word for word in _command(launchers[-1].pid) if word.startswith("--world_info=")]
-        launchers += _above(top, _carrier_name)[0]
-        found = [process for argument in hosts for process in _with_argument("pdsh", argument)]
-        if found:  # the oldest: its children look the same for a moment
-            launchers += _above(min(found, key=lambda process: process.started).pid, launcher_name)[0]
-    return tuple(launchers)
-
-
-def _above(pid: int, name_of: Callable[[Sequence[str]], str | None]) -> tuple[list[Process], int]:
-    """The unbroken line of processes with a name, from `pid` upwards, and the process where it ends."""
-    line: list[Process] = []
-    while (status := _status(pid)) is not None and (name := name_of(_command(pid))) is not None:
-        line.append(Process(pid, status[2], name))
+    """The launchers above this process, the nearest first; none if no launcher started it."""
+    launchers: list[Process] = []
+    pid = os.getppid()
+    while (status := _status(pid)) is not None:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        except OSError:  # it has ended, or hides them
+            break
+        if (name := launcher_name(command)) is None:
+            break
+        launchers.append(Process(pid, status[2], name))
         pid = status[1]
-    return line, pid
-
-
-def _carrier_name(command: Sequence[str]) -> str | None:
-    """A login shell that runs DeepSpeed's part on a host, or the session of sshd above it (one process of sshd has a title)."""
-    if len(command) > 2 and DEEPSPEED_ON_HOST in command[-1]:
-        return _program(command[0])
-    return "sshd" if command[0].startswith("sshd") and "@" in command[0] else None
-
-
-def _with_argument(program: str, argument: str) -> list[Process]:
-    """Processes of this host that run `program` with this argument, as a word of its own or as a part of one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        command, status = _command(int(folder.name)), _status(int(folder.name))
-        if status is not None and _program(command[0]) == program and any(argument in word for word in command):
-            found.append(Process(int(folder.name), status[2], program))
-    return found
-
-
-def _command(pid: int) -> list[str]:
-    """Words of a process's command line; one empty word where it has ended, or hides them."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return [""]
+    return tuple(launchers)
 
 
 def launcher_name(command: Sequence[str]) -> str | None:
