@@ -11,6 +11,7 @@ so its run never began, and it is charged nothing.
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -78,6 +79,11 @@ class SharedState(ChainState):
     def identity(self) -> str:
         """The hash of the first line: what a run's own ledger remembers."""
         return self.hashes[0]
+
+    @property
+    def mirror(self) -> Path | None:
+        """The owner's second copy, as the first line says."""
+        return Path(self.opened["mirror"]) if "mirror" in self.opened else None
 
     @property
     def names(self) -> set[str]:

@@ -5,6 +5,7 @@ The forger has the signing key and makes all numbers, hashes and signatures fit 
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,11 @@ def run(tmp_path, no_fsync):
     return path
 
 
+def reserve(shared, run, plan):
+    with shared.joined(run, "run", plan):
+        pass
+
+
 @pytest.fixture
 def owner(tmp_path, no_fsync):
     """A shared ledger with a record of every type."""
@@ -68,8 +74,8 @@ def owner(tmp_path, no_fsync):
         path, epsilon=2.0, delta=1e-5, informal_runs=True, rdp_order=8.0, mirror=tmp_path / "mirror.jsonl"
     )
     shared.freeze_grid("study", {"point": "12"}, begun=False)
-    shared.reserve("a" * 64, "run", PLAN)
-    shared.note_informal("b" * 64, "other", "a test")
+    reserve(shared, "a" * 64, PLAN)
+    reserve(shared, "b" * 64, replace(PLAN, informal_reasons=("a test",)))
     with shared.locked() as chain:
         for kind in ("start", "at", "close"):
             chain.append(kind, "2026-01-01T00:00:00", {"run": "a" * 64, "position": 3, "hash": "ab" * 32})
@@ -168,7 +174,7 @@ def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_er
 def test_a_forged_line_of_a_shared_ledger_is_refused_by_every_reader(tmp_path, kind, fields):
     path = tmp_path / "owner.jsonl"
     shared = SharedLedger.create(path, epsilon=2.0, delta=1e-5)
-    shared.reserve("a" * 64, "run", PLAN)
+    reserve(shared, "a" * 64, PLAN)
     lines = path.read_bytes().splitlines()
     record = {} if kind != "reserve" else json.loads(lines.pop())
     fields = {
@@ -177,7 +183,7 @@ def test_a_forged_line_of_a_shared_ledger_is_refused_by_every_reader(tmp_path, k
     lines.append(encode_line(len(lines), kind, "2026-01-01", hash_line(lines[-1]), fields))
     path.write_bytes(b"\n".join(lines) + b"\n")
     before = path.read_bytes()
-    for read in (shared.read, shared.summary, lambda: shared.reserve("b" * 64, "two", PLAN)):
+    for read in (shared.read, shared.summary, lambda: reserve(shared, "b" * 64, PLAN)):
         with pytest.raises(PrivacyStateRefused, match=rf"line {len(lines)}: "):
             read()
     assert path.read_bytes() == before

@@ -37,6 +37,11 @@ def _open(folder, shared, plan=None, **terms):
     )[0]
 
 
+def _reserve(shared, run, name, plan=None, **terms):
+    with shared.joined(run, name, plan or _plan(), **terms):
+        pass
+
+
 @pytest.fixture
 def shared(tmp_path):
     return SharedLedger.create(tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA)
@@ -58,7 +63,7 @@ def test_a_run_chosen_after_outputs_goes_through_the_rdp_filter(shared, tmp_path
     assert state.epsilon() == filtered_epsilon([group, group], state.opened["delta"] - 2 * _plan().noise_tail_delta,
                                                state.rdp_order(group), 2.0)  # fmt: skip
     assert state.epsilon() > epsilon([group.times(124)], DELTA) > before
-    rows = shared.siblings(state.reservations and next(iter(state.reservations)))
+    rows = shared.summary(next(iter(state.reservations)))["runs"]
     assert [(row["name"], row["is_this_run"], row["chosen_after_outputs"]) for row in rows] == [
         ("a", True, False),
         ("b", False, True),
@@ -100,9 +105,6 @@ def test_what_is_refused_leaves_a_torn_line_to_the_next_that_writes(tmp_path):
     ):
         with pytest.raises((PrivacyConfigError, BudgetSpent)):
             _open(tmp_path / name, shared, plan)
-    for call in (shared.reserve, lambda *run: shared.note_informal(*run[:2], "a test")):
-        with pytest.raises(PrivacyConfigError):
-            call("c" * 64, "new", _plan(0.5))
     _open(tmp_path / "run", shared).release()  # writes no line, and may be refused by what comes after
     assert [path.read_bytes() for path in files] == before
     _open(tmp_path / "new", shared, _plan(20.0)).release()
@@ -125,9 +127,7 @@ def test_a_resume_reserves_once_and_cannot_change_its_terms(shared, tmp_path):
 def test_same_unit_and_adjacency_and_a_formal_guarantee(tmp_path):
     shared = SharedLedger.create(tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA, unit="one person")
     with pytest.raises(PrivacyConfigError, match="unit of privacy is 'one person'"):
-        shared.reserve("a" * 64, "run", _plan())
-    with pytest.raises(PrivacyConfigError, match="without a formal guarantee"):
-        shared.reserve("a" * 64, "run", _plan(sampling="shuffle"), unit="one person")
+        _reserve(shared, "a" * 64, "run")
     for bad in (
         {"epsilon": 0.0, "delta": DELTA},
         {"epsilon": math.inf, "delta": DELTA},
@@ -143,8 +143,8 @@ def test_same_unit_and_adjacency_and_a_formal_guarantee(tmp_path):
 
 
 def test_edited_lines_are_refused_and_torn_ones_are_charged_nothing(shared):
-    shared.reserve("a" * 64, "run", _plan())
-    shared.reserve("b" * 64, "other", _plan())
+    _reserve(shared, "a" * 64, "run", _plan())
+    _reserve(shared, "b" * 64, "other", _plan())
     good = shared.path.read_bytes()
     lines = good.split(b"\n")
     for damaged in (
@@ -161,7 +161,7 @@ def test_edited_lines_are_refused_and_torn_ones_are_charged_nothing(shared):
     for cut in range(len(lines[0]) + len(lines[1]) + 3, len(good) - 1, 37):
         shared.path.write_bytes(good[:cut])
         assert list(shared.read().reservations) == ["a" * 64]
-        shared.reserve("c" * 64, "later", _plan())
+        _reserve(shared, "c" * 64, "later", _plan())
         assert list(shared.read().reservations) == ["a" * 64, "c" * 64]
 
 
@@ -169,7 +169,7 @@ def test_a_full_or_read_only_disk_reserves_nothing(shared, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[: len(data) // 2]))
     with pytest.raises(PrivacyStateRefused, match="bytes were written"):
-        shared.reserve("a" * 64, "run", _plan())
+        _reserve(shared, "a" * 64, "run", _plan())
     monkeypatch.undo()
     assert not shared.read().reservations
     with pytest.raises(PrivacyStateRefused, match="cannot open"):
@@ -178,7 +178,7 @@ def test_a_full_or_read_only_disk_reserves_nothing(shared, monkeypatch):
 
 def _reserve_many(path, first):
     for number in range(first, first + 5):
-        SharedLedger(path).reserve(f"{number:064x}", "run", _plan(20.0), fixed_in_advance=True)
+        _reserve(SharedLedger(path), f"{number:064x}", "run", _plan(20.0), fixed_in_advance=True)
 
 
 @pytest.mark.full
@@ -222,7 +222,7 @@ def test_command(tmp_path):
 
     path = tmp_path / "owner.jsonl"
     assert run("create", str(path), "--target_epsilon", "3", "--delta", "1e-6").returncode == 0
-    SharedLedger(path).reserve("a" * 64, "first", _plan())
+    _reserve(SharedLedger(path), "a" * 64, "first", _plan())
     shown = run("show", str(path), "--json")
     assert json.loads(shown.stdout)["runs"][0]["name"] == "first" and shown.stdout.count("\n") == 1
     assert "first: epsilon" in run("show", str(path)).stdout
@@ -255,8 +255,6 @@ def test_runs_without_a_guarantee_are_counted_where_the_owner_permits_them(share
     simulated = _plan(informal_reasons=("TAN simulation",))
     with pytest.raises(PrivacyConfigError, match="without a formal guarantee cannot reserve: TAN simulation"):
         _open(tmp_path / "run", shared, simulated)
-    with pytest.raises(PrivacyConfigError, match="permits no run without a formal guarantee"):
-        shared.note_informal("a" * 64, "simulated", "TAN simulation")
     open_minded = SharedLedger.create(tmp_path / "open.jsonl", epsilon=2.0, delta=DELTA, informal_runs=True)
     for attempt in range(2):
         for _ in range(2):  # a resume is the same run
@@ -333,19 +331,19 @@ def test_a_grid_is_fixed_once_a_run_of_it_has_begun(shared):
     assert shared.freeze_grid("", first, begun=True) == {}
     assert shared.freeze_grid("", first, begun=False) == first
     assert shared.freeze_grid("", second, begun=False) == second
-    shared.reserve("a" * 64, "a", _plan(), fixed_in_advance=True)
+    _reserve(shared, "a" * 64, "a", _plan(), fixed_in_advance=True)
     assert shared.freeze_grid("", first, begun=False) == second
     # Deleted and trained anew, or outside of the grid, whatever is said of it: what came of the others has been seen.
     for run, name in (("b", "b"), ("c", "b"), ("d", "z")):
-        shared.reserve(run * 64, name, _plan(), fixed_in_advance=True)
-    assert [run["chosen_after_outputs"] for run in shared.siblings()] == [False, False, True, True]
+        _reserve(shared, run * 64, name, _plan(), fixed_in_advance=True)
+    assert [run["chosen_after_outputs"] for run in shared.summary()["runs"]] == [False, False, True, True]
 
 
 def test_each_study_on_an_owner_s_ledger_has_its_own_grid(shared):
-    shared.reserve("a" * 64, "a", _plan())
+    _reserve(shared, "a" * 64, "a", _plan())
     for study, point in (("one", "b"), ("other", "c")):
         assert shared.freeze_grid(study, {point: "1"}, begun=False) == {point: "1"}
-    shared.reserve("b" * 64, "b", _plan(), fixed_in_advance=True)
+    _reserve(shared, "b" * 64, "b", _plan(), fixed_in_advance=True)
     assert shared.freeze_grid("one", {"b": "2"}, begun=False) == {"b": "1"}
     assert shared.freeze_grid("other", {"c": "2"}, begun=False) == {"c": "2"}
-    assert [run["chosen_after_outputs"] for run in shared.siblings()] == [False, False]
+    assert [run["chosen_after_outputs"] for run in shared.summary()["runs"]] == [False, False]
