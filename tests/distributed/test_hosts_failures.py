@@ -122,13 +122,6 @@ class TestRefusals:
         )
         assert not (tmp_path / "run").exists()
 
-    def test_a_required_variable(self, hosts: Network, tmp_path: Path) -> None:
-        """pdsh starts all ranks through ssh, the one on this host too."""
-        result = pdsh(hosts, tmp_path / "run", "--require_env=SHARDS_TOKEN", SHARDS_TOKEN="1")
-        self._is_refused(
-            result, "SHARDS_TOKEN is required (--require_env), but not set on ranks 0, 1 (hosts node1, node2)"
-        )
-
     def test_a_run_folder_that_is_not_shared(self, hosts: Network, tmp_path: Path) -> None:
         folder = tmp_path / "not-shared"
         folder.mkdir()

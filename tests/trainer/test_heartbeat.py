@@ -16,7 +16,8 @@ import torch.distributed as dist
 from tests.distributed.ranks import free_port
 from trainer.errors import RemoteError
 from trainer.ranks import heartbeat
-from trainer.ranks.heartbeat import Heartbeat, Timing, process_identity, process_state
+from trainer.ranks.heartbeat import Heartbeat, Timing
+from trainer.ranks.launcher import process_identity, process_state
 from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
 
 FAST = Timing(interval=0.05, dead_after=0.6, suspect_after=0.25, slow_after=0.3)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.ranks.launcher import Process, is_gone, launcher_name, watch
+from trainer.ranks.launcher import Process, launcher_name, process_identity, watch
 
 PYTHON = "/env/bin/python3.11"
 
@@ -51,30 +51,14 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def of(child: subprocess.Popen[bytes]) -> Process:
-    started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return Process(child.pid, started, "sleep")
-
-
-def test_a_process_that_ends_is_gone_before_anybody_waits_for_it(child: subprocess.Popen[bytes]) -> None:
-    process = of(child)
-    assert not is_gone(process)
-    child.kill()
-    deadline = time.monotonic() + 10
-    while not is_gone(process):
-        assert time.monotonic() < deadline
-    assert Path(f"/proc/{child.pid}").exists(), "nobody has waited for it"
-    child.wait()
-    assert is_gone(process)
-
-
-def test_a_later_process_with_the_same_number_is_another(child: subprocess.Popen[bytes]) -> None:
-    assert is_gone(of(child)._replace(started=1))
-
-
 def test_the_loss_of_any_of_them_is_noticed_once(child: subprocess.Popen[bytes]) -> None:
+    """Before anybody waits for the process that has ended."""
     stops: list[float] = []
-    watch((of(child), Process(os.getpid(), 0, "not this")), speaks=False, stop=lambda: stops.append(time.monotonic()))
+    watched = [Process(process_identity(pid), "one") for pid in (os.getpid(), child.pid)]
+    watch(watched, speaks=False, stop=lambda: stops.append(time.monotonic()))
+    time.sleep(1.2)
+    assert not stops
+    child.kill()
     deadline = time.monotonic() + 10
     while not stops:
         assert time.monotonic() < deadline
@@ -143,7 +127,7 @@ def test_without_a_stop_of_its_own_it_is_the_signal_of_schedulers() -> None:
         "from trainer.ranks.launcher import Process, watch\n"
         "from trainer.loop.stopping import end_on_signals\n"
         "end_on_signals(lambda: os._exit(7))\n"
-        "watch((Process(os.getpid(), 0, 'nobody'),), speaks=True)\n"
+        "watch((Process('elsewhere pid:[1] 1 1', 'nobody'),), speaks=True)\n"
         "time.sleep(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

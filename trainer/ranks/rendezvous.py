@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from trainer.errors import RemoteError
-from trainer.ranks.heartbeat import process_identity
+from trainer.ranks.launcher import process_identity
 
 _POLL = 0.1
 ANSWER_SECONDS = 10.0
