@@ -1,10 +1,7 @@
-import fcntl
 import json
 import math
-import multiprocessing
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.processes import run_python
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,38 +161,6 @@ def test_edited_lines_are_refused_and_torn_ones_are_charged_nothing(shared):
         assert list(shared.read().reservations) == ["a" * 64, "c" * 64]
 
 
-def test_a_full_or_read_only_disk_reserves_nothing(shared, monkeypatch):
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[: len(data) // 2]))
-    with pytest.raises(PrivacyStateRefused, match="bytes were written"):
-        _reserve(shared, "a" * 64, "run", _plan())
-    monkeypatch.undo()
-    assert not shared.read().reservations
-    with pytest.raises(PrivacyStateRefused, match="cannot open"):
-        SharedLedger(shared.path.with_name("missing.jsonl")).read()
-
-
-def _reserve_many(path, first):
-    for number in range(first, first + 5):
-        _reserve(SharedLedger(path), f"{number:064x}", "run", _plan(20.0), fixed_in_advance=True)
-
-
-@pytest.mark.full
-def test_the_lock_keeps_concurrent_runs_apart(shared):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_reserve_many, args=(shared.path, first)) for first in (0, 100)]
-    with shared.path.open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        for process in processes:
-            process.start()
-        processes[0].join(2)
-        assert not shared.path.read_bytes().count(b"reserve")
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    assert len(shared.read().reservations) == 10
-
-
 def test_the_filter_bounds_pld_from_above_and_counts_everything():
     group = _plan().release_group(60)
     order = filter_order(group, 2.0, DELTA)
@@ -214,20 +178,6 @@ def test_the_filter_bounds_pld_from_above_and_counts_everything():
     small = ReleaseGroup(0.008, 1.0, 24)
     assert total_epsilon([small] * 2, DELTA, adaptive=True, order=filter_order(small, 4.0, DELTA), ceiling=4.0) < 4
     assert filter_order(small, 8.0, DELTA) < filter_order(ReleaseGroup(1.0, 10.0, 1), 2.0, DELTA)
-
-
-def test_command(tmp_path):
-    def run(*arguments):
-        return run_python(["launch_scripts/shared_ledger.py", *arguments], timeout=60)
-
-    path = tmp_path / "owner.jsonl"
-    assert run("create", str(path), "--target_epsilon", "3", "--delta", "1e-6").returncode == 0
-    _reserve(SharedLedger(path), "a" * 64, "first", _plan())
-    shown = run("show", str(path), "--json")
-    assert json.loads(shown.stdout)["runs"][0]["name"] == "first" and shown.stdout.count("\n") == 1
-    assert "first: epsilon" in run("show", str(path)).stdout
-    again = run("create", str(path), "--target_epsilon", "3", "--delta", "1e-6")
-    assert again.returncode == 2 and again.stderr.startswith("error: ") and again.stderr.count("\n") == 1
 
 
 def test_the_command_can_be_called_from_a_notebook(tmp_path, capsys):
@@ -301,29 +251,6 @@ def test_a_mirror_is_another_file_in_a_folder_that_is_there(tmp_path):
     with pytest.raises(PrivacyConfigError, match="File exists"):
         SharedLedger.create(path, **terms, mirror=tmp_path / "mirror.jsonl")
     assert not (tmp_path / "mirror.jsonl").exists()
-
-
-def test_of_many_that_create_it_at_once_one_succeeds(tmp_path):
-    path, outcomes, barrier = tmp_path / "owner.jsonl", [], threading.Barrier(8)
-
-    def create(number):
-        barrier.wait()
-        try:
-            SharedLedger.create(path, epsilon=1.0 + number, delta=DELTA)
-        except PrivacyConfigError as error:
-            outcomes.append(str(error))
-
-    for _ in range(5):
-        threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(outcomes) == 7 and all("File exists" in line and "\n" not in line for line in outcomes)
-        SharedLedger(path).read()
-        assert [item.name for item in tmp_path.iterdir()] == ["owner.jsonl"]
-        path.unlink()
-        outcomes.clear()
 
 
 def test_a_grid_is_fixed_once_a_run_of_it_has_begun(shared):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,12 +64,6 @@ def test_the_loss_of_any_of_them_is_noticed_once(child: subprocess.Popen[bytes])
         time.sleep(0.01)
     time.sleep(1.2)
     assert len(stops) == 1
-
-
-def test_nothing_is_watched_without_a_launcher() -> None:
-    before = threading.active_count()
-    watch((), speaks=True)
-    assert threading.active_count() == before
 
 
 # Stands for a launcher: it runs the command that follows it and waits.
