@@ -233,11 +233,10 @@ class Ledger:
             return f"{replays} of {reserved} replays of shuffled batches are charged"
         return None
 
-    def done(self, step: int, attempt: int, params_digest: str | None = None) -> None:
-        """The update of the last intent is applied; `params_digest` may hash the (noised, hence public) parameters."""
+    def done(self, step: int, attempt: int) -> None:
+        """The update of the last intent is applied."""
         self._require_session()
-        digest = {} if params_digest is None else {"params_digest": params_digest}
-        self._append("done", {"step": step, "attempt": attempt, **digest})
+        self._append("done", {"step": step, "attempt": attempt})
 
     def checkpoint(self, step: int, path: str, digest: str) -> None:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""

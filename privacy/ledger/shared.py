@@ -24,9 +24,7 @@ from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_cha
 from .ledger import PROGRAM_START
 from .places import require_apart
 from .records import LedgerState
-from .shared_records import FORMAT, InformalRun, Reservation, SharedState
-
-DEFAULT_UNIT = "one example"
+from .shared_records import FORMAT, UNIT, InformalRun, Reservation, SharedState
 
 
 class SharedLedger:
@@ -42,8 +40,6 @@ class SharedLedger:
         *,
         epsilon: float,
         delta: float,
-        unit: str = DEFAULT_UNIT,
-        rdp_order: float | None = None,
         informal_runs: bool = False,
         mirror: Path | str | None = None,
     ) -> Self:
@@ -56,9 +52,7 @@ class SharedLedger:
         """
         if not (0 < epsilon < float("inf") and 0 < delta < 1):
             raise PrivacyConfigError("a shared ledger needs a positive finite epsilon and a delta between 0 and 1")
-        if rdp_order is not None and rdp_order <= 1:
-            raise PrivacyConfigError(f"the order of an RDP filter is above 1, not {rdp_order}")
-        fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": unit, "adjacency": ADJACENCY}
+        fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": UNIT, "adjacency": ADJACENCY}
         fields |= {"informal_runs": True} if informal_runs else {}
         if mirror is not None:
             second = Path(mirror).resolve()
@@ -72,7 +66,7 @@ class SharedLedger:
             fields["mirror"] = str(second)
         created = datetime.now(UTC).isoformat(timespec="milliseconds")  # no run has looked at the data yet
         try:
-            create_chain(Path(path), SharedState(), created, {**fields, "rdp_order": rdp_order})
+            create_chain(Path(path), SharedState(), created, fields)
         except (OSError, LineRefused) as error:
             reason = error.strerror if isinstance(error, OSError) else None
             raise PrivacyConfigError(f"{path}: cannot create the shared ledger: {reason or error}") from error
@@ -143,8 +137,7 @@ class SharedLedger:
             time_utc: of the run's `open` record, read before any data were.
 
         Raises:
-            PrivacyConfigError: another unit, no formal guarantee where the owner permits none, or more than the total even alone
-                (exit 2).
+            PrivacyConfigError: no formal guarantee where the owner permits none, or more than the total even alone (exit 2).
             BudgetSpent: the total has no room for it next to the other reservations (exit 3).
             PrivacyStateRefused: the reservation differs from the recorded one, lines that the run has seen here are gone, or the
                 file is refused (exit 4).
@@ -177,10 +170,6 @@ class SharedLedger:
     ) -> dict[str, Any] | None:
         """The fields of the reservation; None where it is there already."""
         total = state.opened["epsilon"]
-        for term, own in (("unit", DEFAULT_UNIT), ("adjacency", ADJACENCY)):
-            if own != (owners := state.opened[term]):
-                what = "unit of privacy" if term == "unit" else term
-                raise PrivacyConfigError(f"{self.path}: {what} is {owners!r} for the owner and {own!r} for this run")
         if not plan.formal_guarantee:
             reason = plan.reasons[0]
             raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {reason}")
@@ -232,7 +221,7 @@ class SharedLedger:
         return {
             **{name: state.opened[name] for name in ("epsilon", "delta", "unit", "adjacency")},
             "identity": state.identity,
-            "rdp_order": state.rdp_order(entries[0].group) if entries else state.opened["rdp_order"],
+            "rdp_order": state.rdp_order(entries[0].group) if entries else None,
             "accounting": "rdp_filter" if any(entry.adaptive for entry in entries) else "pld",
             "epsilon_reserved": state.epsilon(),
             "runs": [

@@ -36,7 +36,6 @@ MAY_LACK = {
     "informal_runs", "mirror", "signer",
 }  # fmt: skip
 OPTIONAL = {
-    "rdp_order",
     "target_epsilon",
     "cap",
     "adaptive_clipping",
@@ -414,9 +413,7 @@ def run(tmp_path, no_fsync):
 def owner(tmp_path, no_fsync):
     """A shared ledger with a record of every type."""
     path = tmp_path / "owner.jsonl"
-    shared = SharedLedger.create(
-        path, epsilon=2.0, delta=1e-5, informal_runs=True, rdp_order=8.0, mirror=tmp_path / "mirror.jsonl"
-    )
+    shared = SharedLedger.create(path, epsilon=2.0, delta=1e-5, informal_runs=True, mirror=tmp_path / "mirror.jsonl")
     shared.freeze_grid("study", {"point": "12"}, begun=False)
     for run, plan in (("a" * 64, PLAN), ("b" * 64, replace(PLAN, informal_reasons=("a test",)))):
         with shared.joined(run, "run", plan):
