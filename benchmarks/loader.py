@@ -1,4 +1,4 @@
-"""The Poisson loader against webdataset's sequential pipeline, the index, the schedule of one rank, and what a large run needs.
+"""The Poisson loader against webdataset's sequential pipeline, the index, and what decoding takes.
 
 python benchmarks/loader.py [--json] [--rounds 5] [--images 1500] [--num_examples 1000000]
 
@@ -39,13 +39,11 @@ from data.index.tar_index import ExampleTable  # noqa: E402
 from data.reading.loader import Loader, StepPlan  # noqa: E402
 from data.reading.pool import worker_pool  # noqa: E402
 from data.reading.reader import RawExample, TarReader  # noqa: E402
-from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys, slice_bounds  # noqa: E402
-from privacy.sampling.rows import deal  # noqa: E402
+from privacy.sampling.poisson import PoissonSampler, example_keys  # noqa: E402
 
 MAKE = CaptionExample(image_size=224, num_tokens=40, tokenizer_path=EMBEDDED_TOKENIZER)
 MICRO_BATCH = 32
 SAMPLE_RATE = 0.1
-LARGE = {"num_examples": 233_000_000, "expected_batch_size": 1_310_720, "ranks": 128, "bytes_per_example": 50_000}
 COIN_KEY = bytes(range(32))  # of made-up batches of the public demo
 
 
@@ -157,32 +155,6 @@ def index_rates(num_examples: int) -> dict[str, Any]:
         }
 
 
-def schedule() -> dict[str, float]:
-    """The schedule of one step at the large size: coins of one rank's slice, the merge of all, this rank's keys."""
-    n, ranks = LARGE["num_examples"], LARGE["ranks"]
-    expected = LARGE["expected_batch_size"]
-    sampler = PoissonSampler.with_expected_batch(n, expected, default_cap(expected))
-    sampler.decide(COIN_KEY, 0, 0, 1000)  # warms up
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.perf_counter()
-    sampler.decide(COIN_KEY, 1, *slice_bounds(n, ranks, 5))
-    slice_seconds = time.perf_counter() - started
-    slice_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    slices = [sampler.decide(COIN_KEY, 1, *slice_bounds(n, ranks, rank)) for rank in range(ranks)]
-    started = time.perf_counter()
-    members = sampler.merge(slices)
-    ids, _ = deal(COIN_KEY, 1, members, -(-default_cap(expected) // ranks), ranks, 5)
-    example_keys(COIN_KEY, 1, ids)
-    merge_seconds = time.perf_counter() - started
-    return {
-        "coins_of_one_rank_seconds": slice_seconds,
-        "merge_of_all_ranks_seconds": merge_seconds,
-        "examples_of_one_rank": len(ids),
-        "coins_of_one_rank_growth_mib": slice_mib,
-        "peak_growth_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
-    }
-
-
 def decoding() -> dict[str, float]:
     """CPU time of one photograph-like JPEG of 640 x 480, about the size of those of the large run."""
     rng = np.random.default_rng(0)
@@ -197,21 +169,6 @@ def decoding() -> dict[str, float]:
     for key in range(200):
         MAKE(raw, key)
     return {"jpeg_bytes": len(buffer.getvalue()), "cpu_ms_per_image": 1e3 * (time.process_time() - started) / 200}
-
-
-def projection(cpu_ms_per_image: float) -> dict[str, Any]:
-    """What a step of the large run asks of storage and cores, by step time."""
-    reads, size, ranks = LARGE["expected_batch_size"], LARGE["bytes_per_example"], LARGE["ranks"]
-    return {
-        f"step_of_{seconds}_seconds": {
-            "reads_per_second": reads / seconds,
-            "reads_per_second_per_rank": reads / seconds / ranks,
-            "gigabytes_per_second": reads * size / seconds / 1e9,
-            "megabytes_per_second_per_rank": reads * size / seconds / ranks / 1e6,
-            "decoding_cores_per_rank": reads / seconds / ranks * cpu_ms_per_image / 1e3,
-        }
-        for seconds in (30, 60, 120)
-    }
 
 
 def main() -> None:
@@ -229,18 +186,15 @@ def main() -> None:
         return
     report: dict[str, Any] = {"benchmark": "loader"}
     parts = {
-        "schedule": schedule,
         "one_process": lambda: throughput(options.rounds, options.images, 0),
         "two_workers": lambda: throughput(options.rounds, options.images, 2),
         "index": lambda: index_rates(options.num_examples),
         "decoding": decoding,
-        "projection": lambda: projection(report["decoding"]["cpu_ms_per_image"]),
     }
     for name, measure in parts.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
         report[name] = measure()
     report |= {
-        "large_run": LARGE,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),

@@ -1,4 +1,4 @@
-"""How training scales: one rank against two, what travels, what a rank holds, and a projection to 1,024 GPUs.
+"""How training scales: one rank against two, what travels, and what a rank holds.
 
     python benchmarks/scaling.py --json       # within 10 minutes on two CPU cores
 
@@ -7,15 +7,12 @@ next to a second rank. All processes are started once and step in turns, round b
 `two_alone` are two runs of one rank at the same time, which share memory bandwidth but no data: what they lose is the
 machine's, not the trainer's. Bytes and memory are of processes of their own, one pair per engine. With --json one JSON
 object on stdout, everything else on stderr.
-
-What a logical step would take on many GPUs is a model, not a measurement, from bytes and FLOPs that were measured on two ranks:
-every assumption is a field of `Assumptions` and stands in the record. Rings and overlap are the planner's
-(trainer/planner/hardware.py); there the bytes follow from the engines' rules, here they were counted.
+What a logical step takes on many GPUs is a model of the planner's (trainer/planner/hardware.py), whose bytes follow from the
+engines' rules; here they are counted.
 """
 
 import argparse
 import json
-import math
 import os
 import platform
 import socket
@@ -26,21 +23,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-
-from benchmarks.step import flops  # noqa: E402
-from benchmarks.workloads import CUDA_WORKLOADS  # noqa: E402
-from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds  # noqa: E402
-
-H100 = GPUS["h100-80gb"]
-NETWORK = Network(H100.node_bandwidth, H100.network_bandwidth, H100.gpus_per_node)
 MICRO_BATCH, MICRO_BATCHES = 8, 4
 START_SECONDS, STEP_SECONDS = 180, 120
 
@@ -217,78 +205,20 @@ def footprint(chosen: Case, cores: list[int]) -> dict[str, Any]:
     weights = split(
         sum(short["bytes"].values()) - short["sums_bytes"], sum(full["bytes"].values()) - full["sums_bytes"]
     )
-    traffic = Traffic(weights[0], weights[1], sums[0], sums[1])
     return {
         "parameters": num_parameters,
         "bytes_per_example": sum(full["bytes"].values()) / (MICRO_BATCH * MICRO_BATCHES),
         "bytes_of_sums_per_example": full["sums_bytes"] / (MICRO_BATCH * MICRO_BATCHES),
         "bytes_per_step_by_collective": full["bytes"],
         "collectives_of_sums_per_step": full["collectives"],
-        "bytes_per_parameter": vars(traffic),
+        "bytes_per_parameter": {
+            "weights_per_micro_batch": weights[0],
+            "weights_per_step": weights[1],
+            "sums_per_micro_batch": sums[0],
+            "sums_per_step": sums[1],
+        },
         "peak_mib_per_rank": [rank["peak_mib"] for rank in ranks],
         "rise_mib_per_rank": [rank["rise_mib"] for rank in ranks],
-    }
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Rates are per GPU and in one direction; sources in trainer/planner."""
-
-    matrix_peak: float = H100.peak(torch.bfloat16)  # FLOP/s, bf16, dense
-    utilisation: float = 0.4  # share of the peak that a vision transformer of this width reaches, clipping included
-    network: Network = NETWORK
-    expected_batch_size: int = 1_310_720  # DP-Cap's logical batch
-    micro_batch_size: int = 64
-    weight_bytes_scale: float = 0.5  # weights travel in bf16; they were measured in fp32
-    overlap: str = "weights are gathered while the previous block computes; the reduction of sums is not overlapped"
-    left_out: str = "data loading, noise, optimizer step, stragglers, failures; reading the ledger's acknowledgement"
-
-
-def projection(
-    measured: Traffic, flops_per_example: float, num_parameters: int, num_gpus: int, given: Assumptions
-) -> dict[str, Any]:
-    """Seconds of one logical step on `num_gpus`, and where they go.
-
-    Args:
-        measured: bytes that one rank of two sent, per parameter of the model.
-    """
-    examples = given.expected_batch_size / num_gpus
-    micro_batches = math.ceil(examples / given.micro_batch_size)
-    compute = examples * flops_per_example / (given.matrix_peak * given.utilisation)
-    # A rank of W sends (W - 1) / W of the whole in a ring, one of two sends half.
-    share = num_parameters * 2 * (num_gpus - 1) / num_gpus
-    traffic = Traffic(
-        measured.weights_per_micro_batch * share * given.weight_bytes_scale,
-        measured.weights_per_step * share * given.weight_bytes_scale,
-        measured.sums_per_micro_batch * share,
-        measured.sums_per_step * share,
-    )
-    exposed = exposed_seconds(traffic, given.network, num_gpus, micro_batches, compute)
-    return {
-        "gpus": num_gpus,
-        "micro_batches": micro_batches,
-        "compute_seconds": compute,
-        "exposed_communication_seconds": exposed,
-        "step_seconds": compute + exposed,
-        "efficiency": compute / (compute + exposed),
-        "examples_per_second": given.expected_batch_size / (compute + exposed),
-    }
-
-
-def projected(footprints: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """DP-Cap Large on 8 to 1,024 GPUs."""
-    workload, given = CUDA_WORKLOADS["dpcap_large"], Assumptions()
-    count = flops("bookkeeping", workload, torch.device("meta"), torch.bfloat16) / workload.batch_size
-    num_parameters = sum(p.numel() for p in workload.meta_model().parameters())
-    by_engine = {}
-    for name, measured in footprints.items():
-        traffic = Traffic(**measured["bytes_per_parameter"])
-        sizes = (8, 16, 64, 256, 1024)
-        by_engine[name] = [projection(traffic, count, num_parameters, size, given) for size in sizes]
-    return {
-        "model": "dpcap_large",
-        "assumptions": {**asdict(given), "flops_per_example": count, "parameters": num_parameters},
-        "by_engine": by_engine,
     }
 
 
@@ -311,7 +241,6 @@ def main() -> None:
     for name in options.cases:
         report["engines"][name] = footprint(CASES[name], cores)
         _note(f"{name}: {report['engines'][name]}")
-    report["cost_model"] = projected(report["engines"])
     report["minutes"] = (time.monotonic() - started) / 60
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
 
