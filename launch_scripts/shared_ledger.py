@@ -1,10 +1,9 @@
 """A data owner's ledger over several runs on the same data.
 
 python launch_scripts/shared_ledger.py create PATH --target_epsilon 8 --delta 1e-9 [--mirror FILE] [--informal_runs]
-    [--unit TEXT] [--rdp_order A]
 python launch_scripts/shared_ledger.py show PATH [--json]
 A run joins with privacy.shared_ledger=PATH and reserves its whole budget before it touches data. Exit 3: no room next to the
-other runs; exit 2: the run would not fit even alone, or unit or adjacency differ; exit 4: the file is refused.
+other runs; exit 2: the run would not fit even alone; exit 4: the file is refused.
 """
 
 import argparse
@@ -31,10 +30,6 @@ class CreateOptions(Options):
     """the most that all runs together may spend"""
     delta: Annotated[float, Shown("D")]
     """delta of all runs together"""
-    unit: str | None = None
-    """unit of privacy (default 'one example')"""
-    rdp_order: Annotated[float | None, Shown("A")] = None
-    """order of the RDP filter; default: the best for runs like the first"""
     informal_runs: bool = False
     """permit runs without a guarantee, which nothing here covers"""
     mirror: Annotated[Path | None, Shown("FILE")] = None
@@ -52,14 +47,12 @@ class ShowOptions(Options):
 
 def create(options: CreateOptions) -> None:
     """Writes the first line: the total budget."""
-    from privacy.ledger.shared import DEFAULT_UNIT, SharedLedger
+    from privacy.ledger.shared import SharedLedger
 
     SharedLedger.create(
         options.path,
         epsilon=options.target_epsilon,
         delta=options.delta,
-        unit=DEFAULT_UNIT if options.unit is None else options.unit,
-        rdp_order=options.rdp_order,
         informal_runs=options.informal_runs,
         mirror=options.mirror,
     )

@@ -70,11 +70,8 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="where the ledger records a checkpoint and none is there any more: begin again, charging all steps again",
     )
-    for option, meaning in (
-        ("--require_env", "environment variables that every rank must have"),
-        ("--may_differ", "environment variables that need not be the same on all ranks"),
-    ):
-        parser.add_argument(option, default="", metavar="NAME,NAME", help=meaning)
+    meaning = "environment variables that need not be the same on all ranks"
+    parser.add_argument("--may_differ", default="", metavar="NAME,NAME", help=meaning)
     # The launcher adds this one; the environment holds it, too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys")
@@ -88,8 +85,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
                 f"argument --{name}: must be at least {least} and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not "
                 f"{getattr(options, name):g}"
             )
-    for name in ("require_env", "may_differ"):
-        setattr(options, name, tuple(filter(None, map(str.strip, getattr(options, name).split(",")))))
+    options.may_differ = tuple(filter(None, map(str.strip, options.may_differ.split(","))))
     return options
 
 
@@ -120,8 +116,7 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         run_dir = (options.run_dir or ROOT / "runs" / config.name).resolve()
         restart = options.restart_from_step_0
         chosen = {"--engine": options.engine, "--run_dir": str(run_dir), "--restart_from_step_0": str(restart)}
-        lists = {"required": options.require_env, "may_differ": options.may_differ}
-        settings = introduction(os.environ, ROOT, config, machine, chosen, **lists)
+        settings = introduction(os.environ, ROOT, config, machine, chosen, may_differ=options.may_differ)
         device = start(ranks, options.rendezvous_seconds, settings, options.heartbeat_seconds)
         if ranks.is_main:
             say(resolved(options.recipe, options.overrides).what_is_public(config))

@@ -16,6 +16,7 @@ Crash points, and why none loses a line that was relied on or blocks a program:
 One process writes at a time, under the file's lock; a file that changed behind its back is refused.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -24,7 +25,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -219,15 +220,21 @@ def create_mirror(path: Path) -> None:
 
 
 class AppendOnly:
-    """One file that only grows, and only by us."""
+    """One file that only grows, and only by us. Every method raises PrivacyStateRefused where the system refuses it something."""
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self._what = path, what
         self._size = 0
-        try:
+        with self._refusing("open"):
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+
+    @contextlib.contextmanager
+    def _refusing(self, verb: str) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise self._refused("open", error) from error
+            reason = f"{self.path}: cannot {verb} the {self._what}: {error.strerror or error}"
+            raise PrivacyStateRefused(reason) from error
 
     def release(self) -> None:
         os.close(self._descriptor)
@@ -236,19 +243,18 @@ class AppendOnly:
         """Waits until no other process holds the file's lock, and holds it; PrivacyStateRefused after `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
-            try:
-                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise PrivacyStateRefused(f"{self.path}: another program has the {self._what} open") from error
-            except OSError as error:
-                raise self._refused("lock", error) from error
+            with self._refusing("lock"):
+                try:
+                    return fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise PrivacyStateRefused(f"{self.path}: another program has the {self._what} open") from error
             time.sleep(0.05)
 
     def read(self) -> bytes:
         """The whole content, which from now on is what the file must hold."""
         parts, offset = [], 0
-        try:
+        with self._refusing("read"):
             while part := os.pread(self._descriptor, 1 << 24, offset):
                 parts.append(part)
                 offset += len(part)
@@ -256,14 +262,12 @@ class AppendOnly:
             # cache whose fsync never returned, in a file whose maker died before it made the file's name durable.
             durable.fsync(self._descriptor)
             durable.fsync_directory(self.path.parent)
-        except OSError as error:
-            raise self._refused("read", error) from error
         self._size = offset
         return b"".join(parts)
 
     def append(self, data: bytes) -> None:
-        """One write, one fsync; PrivacyStateRefused when the file is not ours any more or anything falls short."""
-        try:
+        """One write, one fsync; refused when the file is not ours any more or anything falls short."""
+        with self._refusing("write"):
             opened, named = os.fstat(self._descriptor), os.stat(self.path)
             if (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino):
                 raise OSError("another file has taken its name")
@@ -271,27 +275,18 @@ class AppendOnly:
                 raise OSError(f"it has {opened.st_size} bytes where this process left {self._size}")
             durable.write(self._descriptor, data)
             durable.fsync(self._descriptor)
-        except OSError as error:
-            raise self._refused("write", error) from error
         self._size += len(data)
 
     def cut(self, size: int) -> None:
         """Removes what follows the first `size` bytes; the next `append` makes that durable."""
-        try:
+        with self._refusing("write"):
             durable.truncate(self._descriptor, size)
-        except OSError as error:
-            raise self._refused("write", error) from error
         self._size = size
 
     def torn_line_end(self) -> bytes:
         """What ends the file's last line; empty unless a crash tore it."""
-        try:
+        with self._refusing("read"):
             return torn_line_end(self._descriptor, TORN_MARK)
-        except OSError as error:
-            raise self._refused("read", error) from error
-
-    def _refused(self, verb: str, error: OSError) -> PrivacyStateRefused:
-        return PrivacyStateRefused(f"{self.path}: cannot {verb} the {self._what}: {error.strerror or error}")
 
 
 class ChainFile(Generic[State]):

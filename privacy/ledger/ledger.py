@@ -14,7 +14,7 @@ import datetime
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import BudgetSpent, PrivacyStateRefused
 from ..releases import Release
@@ -22,6 +22,9 @@ from ..sampling.keys import NONCE_BYTES
 from .chain import ChainFile, LineRefused, create_chain
 from .records import FORMAT_VERSION, RESTARTED, LedgerState
 from .signature import SigningKey
+
+if TYPE_CHECKING:
+    from .membership import Membership
 
 PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 """When this program loaded the module, which is before it looks at any data."""
@@ -31,34 +34,18 @@ LOCK_PATIENCE = 5.0
 """Seconds that a start waits for a program that is just ending."""
 
 
-class Witness(Protocol):
-    """Learns where the ledger stands, and may object (privacy/ledger/shared.py). Every call is durable on return, or raises."""
-
-    def mend(self) -> None:
-        """What a crash left unfinished is finished; a start that may be refused has written nothing until here."""
-
-    def session_fields(self) -> Mapping[str, Any]:
-        """What the `session` record shall remember of the witness."""
-
-    def before_intent(self) -> None:
-        """Nothing of the step is charged yet."""
-
-    def note(self, kind: Literal["start", "at", "close"]) -> None:
-        """A record is durable: a `session`, whose nonce was not handed out yet, a `checkpoint` or the `close`."""
-
-
 class Ledger:
     """An open ledger. Use `create` or `open`, then `start_session`; every method that writes is durable on return.
 
     Attributes:
         state: everything that the verified lines say.
         plan: the frozen plan of the `open` record.
-        witness: a run's part in a shared ledger, if it has one.
+        witness: a run's part in a shared ledger, if it has one; it learns where the ledger stands, and may object.
     """
 
     def __init__(self, path: Path, mirror: Path | None, signer: SigningKey | None, *, mended: bool = True) -> None:
         self.path, self.mirror, self._signer = path, mirror, signer
-        self.witness: Witness | None = None
+        self.witness: Membership | None = None
         self._nonce: bytes | None = None
         self._chain = ChainFile(
             path, LedgerState(), "ledger", self._require_mirror, patience=LOCK_PATIENCE, makes_mirror=True, mended=False
@@ -246,11 +233,10 @@ class Ledger:
             return f"{replays} of {reserved} replays of shuffled batches are charged"
         return None
 
-    def done(self, step: int, attempt: int, params_digest: str | None = None) -> None:
-        """The update of the last intent is applied; `params_digest` may hash the (noised, hence public) parameters."""
+    def done(self, step: int, attempt: int) -> None:
+        """The update of the last intent is applied."""
         self._require_session()
-        digest = {} if params_digest is None else {"params_digest": params_digest}
-        self._append("done", {"step": step, "attempt": attempt, **digest})
+        self._append("done", {"step": step, "attempt": attempt})
 
     def checkpoint(self, step: int, path: str, digest: str) -> None:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""

@@ -10,8 +10,6 @@ program died between the two `close` is closed here by the next start, once that
 """
 
 import os
-import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 from ..errors import PrivacyStateRefused
@@ -19,9 +17,6 @@ from .chain import ChainFile
 from .ledger import Ledger
 from .shared import SharedLedger
 from .shared_records import SharedState
-
-RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""What a running session waits for a file system that is gone for a moment."""
 
 
 class Membership:
@@ -56,31 +51,24 @@ class Membership:
 
     def before_intent(self) -> None:
         """Nobody else has taken the reservation over."""
-
-        def look() -> None:
-            if self._looked is None or self._identity() != self._looked:
-                looked = self._identity()  # before the reading: what is written after it is read the next time
-                with self._shared.locked() as chain:
-                    self._require_own(chain.state)
-                self._looked = looked
-
-        _patiently(look)
+        identity = self._identity()  # before the reading: what is written after it is read the next time
+        if self._looked != identity:
+            with self._shared.locked() as chain:
+                self._require_own(chain.state)
+            self._looked = identity
 
     def note(self, kind: Literal["start", "at", "close"]) -> None:
-        """Notes where the run's ledger stands; a `start` takes the reservation over, and its nonce no copy can have."""
+        """Notes where the run's ledger stands: at a `session`, at a `checkpoint`, or at the end.
 
-        def write() -> None:
-            with self._shared.locked() as chain:
-                if kind == "start":
-                    self._start = None  # the newest start becomes this session's
-                elif kind == "close" and self._run in chain.state.closed:
-                    return  # an earlier try did arrive
-                self._require_own(chain.state)
-                self._append(chain, kind)
-                if kind == "start":
-                    self._start = chain.state.starts[self._run]
-
-        _patiently(write)
+        A `start` takes the reservation over, and its nonce, which was not handed out yet, no copy can have.
+        """
+        with self._shared.locked() as chain:
+            if kind == "start":
+                self._start = None  # the newest start becomes this session's
+            self._require_own(chain.state)
+            self._append(chain, kind)
+            if kind == "start":
+                self._start = chain.state.starts[self._run]
 
     def _append(self, chain: ChainFile[SharedState], kind: str) -> None:
         position, line_hash = self._ledger.position()
@@ -120,15 +108,3 @@ class Membership:
         except OSError as error:
             raise PrivacyStateRefused(f"{path}: cannot use the shared ledger: {error.strerror or error}") from error
         return status.st_dev, status.st_ino, status.st_size
-
-
-def _patiently(act: Callable[[], None]) -> None:
-    """Calls `act`, again while the file cannot be reached; every try reads and verifies it anew."""
-    for seconds in RETRY_SECONDS:
-        try:
-            return act()
-        except PrivacyStateRefused as error:
-            if not isinstance(error.__cause__, OSError):
-                raise
-        time.sleep(seconds)
-    return act()

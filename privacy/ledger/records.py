@@ -227,9 +227,7 @@ class LedgerState(ChainState):
                 self._check_order(whole_number(record, "step", 1), whole_number(record, "attempt", 0))
                 _check_releases(self.opened, record.get("releases"))
             case "done":
-                require_fields(record, "step", "attempt", optional=("params_digest",))
-                digest = record.get("params_digest", "00")
-                require(isinstance(digest, str) and is_hex(digest, len(digest)), "params_digest is a digest in hex")
+                require_fields(record, "step", "attempt")
                 finished = (whole_number(record, "step", 1), whole_number(record, "attempt", 0))
                 is_pending = self.pending is not None and finished == (self.pending.step, self.pending.attempt)
                 require(is_pending, "`done` without its intent just before")

@@ -65,7 +65,7 @@ def open_run_state(
     """
     ledger_path, key_path = Path(ledger_path), Path(key_path)
     owner = None if shared is None else SharedLedger(shared.path)
-    identity = None if owner is None else owner.verified().identity
+    identity = None if owner is None else owner.read(mended=False).identity
     is_new = not ledger_path.exists()
     if is_new:
         if has_checkpoint:

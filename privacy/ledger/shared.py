@@ -24,9 +24,7 @@ from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_cha
 from .ledger import PROGRAM_START
 from .places import require_apart
 from .records import LedgerState
-from .shared_records import FORMAT, InformalRun, Reservation, SharedState
-
-DEFAULT_UNIT = "one example"
+from .shared_records import FORMAT, UNIT, InformalRun, Reservation, SharedState
 
 
 class SharedLedger:
@@ -42,8 +40,6 @@ class SharedLedger:
         *,
         epsilon: float,
         delta: float,
-        unit: str = DEFAULT_UNIT,
-        rdp_order: float | None = None,
         informal_runs: bool = False,
         mirror: Path | str | None = None,
     ) -> Self:
@@ -56,9 +52,7 @@ class SharedLedger:
         """
         if not (0 < epsilon < float("inf") and 0 < delta < 1):
             raise PrivacyConfigError("a shared ledger needs a positive finite epsilon and a delta between 0 and 1")
-        if rdp_order is not None and rdp_order <= 1:
-            raise PrivacyConfigError(f"the order of an RDP filter is above 1, not {rdp_order}")
-        fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": unit, "adjacency": ADJACENCY}
+        fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": UNIT, "adjacency": ADJACENCY}
         fields |= {"informal_runs": True} if informal_runs else {}
         if mirror is not None:
             second = Path(mirror).resolve()
@@ -72,7 +66,7 @@ class SharedLedger:
             fields["mirror"] = str(second)
         created = datetime.now(UTC).isoformat(timespec="milliseconds")  # no run has looked at the data yet
         try:
-            create_chain(Path(path), SharedState(), created, {**fields, "rdp_order": rdp_order})
+            create_chain(Path(path), SharedState(), created, fields)
         except (OSError, LineRefused) as error:
             reason = error.strerror if isinstance(error, OSError) else None
             raise PrivacyConfigError(f"{path}: cannot create the shared ledger: {reason or error}") from error
@@ -89,16 +83,15 @@ class SharedLedger:
         except OSError as error:
             reason = error.strerror or error
             raise PrivacyStateRefused(f"{self.path}: cannot read the shared ledger: {reason}") from error
-        return Path(state.opened["mirror"]) if "mirror" in state.opened else None
+        return state.mirror
 
-    def read(self) -> SharedState:
-        """The verified state, durable and repaired, for a decision; PrivacyStateRefused names a line that breaks the chain."""
-        with self.locked() as chain:
-            return chain.state
+    def read(self, *, mended: bool = True) -> SharedState:
+        """The verified state, durable and repaired, for a decision; PrivacyStateRefused names a line that breaks the chain.
 
-    def verified(self) -> SharedState:
-        """As `read`, and nothing is written: for a start that may yet be refused."""
-        with self.locked(mended=False) as chain:
+        Args:
+            mended: False writes nothing: for a start that may yet be refused.
+        """
+        with self.locked(mended=mended) as chain:
             return chain.state
 
     def look(self) -> SharedState:
@@ -109,10 +102,10 @@ class SharedLedger:
         try:
             state = SharedState()
             read_chain(self.path.read_bytes(), state, str(self.path))
-            if "mirror" in state.opened:
-                copied = Path(state.opened["mirror"]).read_bytes()  # it grows after the file, which is read again
+            if state.mirror is not None:
+                copied = state.mirror.read_bytes()  # it grows after the file, which is read again
                 if not self.path.read_bytes().startswith(copied):
-                    raise PrivacyStateRefused(f"{state.opened['mirror']}: the mirror differs from {self.path}")
+                    raise PrivacyStateRefused(f"{state.mirror}: the mirror differs from {self.path}")
         except OSError as error:
             reason = error.strerror or error
             raise PrivacyStateRefused(f"{self.path}: cannot read the shared ledger: {reason}") from error
@@ -124,34 +117,44 @@ class SharedLedger:
         run: str,
         name: str,
         plan: PrivacyPlan,
-        seen: LedgerState | None,
+        seen: LedgerState | None = None,
         *,
         fixed_in_advance: bool = False,
         time_utc: str = PROGRAM_START,
     ) -> Iterator[None]:
         """Surrounds the making or opening of a run's own ledger, before the run reads the data: reserves its whole budget or,
-        without a guarantee, counts it where the owner permits it.
+        without a guarantee, counts it where the owner permits it. Once: a later call for the same run only compares.
 
         What is refused is refused before the body, so that no ledger is opened for it; the reservation is written after the
         body, and a torn line is ended no earlier: it reserves nothing, so the budget is judged the same with and without its
         end. Nobody else uses the file meanwhile.
 
         Args:
+            run: commitment of the run's sampling key.
+            name: for the list of siblings; public.
             seen: what the run's own ledger says; None for a new one.
+            fixed_in_advance: the owner's word that these parameters were fixed before any output of the other runs was seen.
+            time_utc: of the run's `open` record, read before any data were.
 
-        Raises: as `reserve`; PrivacyStateRefused also when lines that the run has seen here are gone.
+        Raises:
+            PrivacyConfigError: no formal guarantee where the owner permits none, or more than the total even alone (exit 2).
+            BudgetSpent: the total has no room for it next to the other reservations (exit 3).
+            PrivacyStateRefused: the reservation differs from the recorded one, lines that the run has seen here are gone, or the
+                file is refused (exit 4).
         """
         with self.locked(mended=False) as chain:
+            state = chain.state
             if seen is not None:
-                self.require_remembered(seen, chain.state)
-            if plan.formal_guarantee or not chain.state.opened.get("informal_runs"):
-                kind, fields = "reserve", self._to_reserve(chain.state, run, name, plan, DEFAULT_UNIT, fixed_in_advance)
-            else:
-                kind, fields = "informal", self._to_count(chain.state, run, name, plan.reasons[0])
+                self.require_remembered(seen, state)
+            kind, entry = "reserve", None
+            if plan.formal_guarantee or not state.opened.get("informal_runs"):
+                entry = self._reservation(state, run, name, plan, fixed_in_advance)
+            elif not state.knows(run):  # trained anew under its name it is another run
+                kind, entry = "informal", asdict(InformalRun(run, name, plan.reasons[0]))
             yield
-            if fields is not None:
+            if entry is not None:
                 chain.mend()
-                chain.append(kind, time_utc, fields)
+                chain.append(kind, time_utc, entry)
 
     def require_remembered(self, state: LedgerState, shared: SharedState) -> None:
         """PrivacyStateRefused when this file, read as `shared`, no longer holds what a run with the ledger `state` saw in it."""
@@ -162,44 +165,11 @@ class SharedLedger:
                 f"{self.path}: rolled back: lines are gone that run {run[:12]} has seen or written; bring back the newest copy"
             )
 
-    def reserve(
-        self,
-        run: str,
-        name: str,
-        plan: PrivacyPlan,
-        *,
-        fixed_in_advance: bool = False,
-        unit: str = DEFAULT_UNIT,
-        time_utc: str = PROGRAM_START,
-    ) -> None:
-        """Reserves the whole budget of a run, once; a later call for the same run only compares.
-
-        Args:
-            run: commitment of the run's sampling key.
-            name: for the list of siblings; public.
-            fixed_in_advance: the owner's word that these parameters were fixed before any output of the other runs was seen.
-            time_utc: of the run's `open` record, read before any data were.
-
-        Raises:
-            PrivacyConfigError: another unit or adjacency, no formal guarantee, or more than the total even alone (exit 2).
-            BudgetSpent: the total has no room for it next to the other reservations (exit 3).
-            PrivacyStateRefused: the reservation differs from the recorded one, or the file is refused (exit 4).
-        """
-        with self.locked(mended=False) as chain:
-            fields = self._to_reserve(chain.state, run, name, plan, unit, fixed_in_advance)
-            if fields is not None:
-                chain.mend()
-                chain.append("reserve", time_utc, fields)
-
-    def _to_reserve(
-        self, state: SharedState, run: str, name: str, plan: PrivacyPlan, unit: str, fixed_in_advance: bool
+    def _reservation(
+        self, state: SharedState, run: str, name: str, plan: PrivacyPlan, fixed_in_advance: bool
     ) -> dict[str, Any] | None:
         """The fields of the reservation; None where it is there already."""
         total = state.opened["epsilon"]
-        for what, own in (("unit", unit), ("adjacency", ADJACENCY)):
-            owners, term = state.opened[what], "unit of privacy" if what == "unit" else what
-            if own != owners:
-                raise PrivacyConfigError(f"{self.path}: {term} is {owners!r} for the owner and {own!r} for this run")
         if not plan.formal_guarantee:
             reason = plan.reasons[0]
             raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {reason}")
@@ -227,24 +197,6 @@ class SharedLedger:
             )
         return {name: value for name, value in asdict(reservation).items() if name != "time_utc"}
 
-    def note_informal(self, run: str, name: str, reason: str, *, time_utc: str = PROGRAM_START) -> None:
-        """Counts a run without a guarantee, once, before it reads the data; trained anew under its name it is another run.
-
-        Raises: PrivacyConfigError (exit 2): the owner permits none.
-        """
-        with self.locked(mended=False) as chain:
-            fields = self._to_count(chain.state, run, name, reason)
-            if fields is not None:
-                chain.mend()
-                chain.append("informal", time_utc, fields)
-
-    def _to_count(self, state: SharedState, run: str, name: str, reason: str) -> dict[str, Any] | None:
-        """The fields that count a run without a guarantee; None where it is counted already."""
-        if not state.opened.get("informal_runs"):
-            raise PrivacyConfigError(f"{self.path}: the owner permits no run without a formal guarantee: {name}")
-        is_known = any(entry.run == run for entry in state.informal)
-        return None if is_known else asdict(InformalRun(run, name, reason))
-
     def freeze_grid(self, study: str, points: Mapping[str, str], *, begun: bool) -> Mapping[str, str]:
         """Fixes a study's points until one of its runs is known to have begun; returns those that bind from now on.
 
@@ -262,35 +214,28 @@ class SharedLedger:
                 return points
             return frozen
 
-    def siblings(self, run: str | None = None) -> list[dict[str, Any]]:
-        """All reservations for report and card, this run's marked; public."""
-        state = self.look()
-        return [
-            {
-                "run": entry.run,
-                "name": entry.name,
-                "time_utc": entry.time_utc,
-                "is_this_run": entry.run == run,
-                "chosen_after_outputs": entry.adaptive,
-                "epsilon": replace(state, reservations={}).epsilon(replace(entry, adaptive=False)),
-                **asdict(entry.group),
-            }
-            for entry in state.reservations.values()
-        ]
-
     def summary(self, run: str | None = None) -> dict[str, Any]:
-        """Total, reserved epsilon and siblings, for report and card; the file is read alone (`look`)."""
+        """Total, reserved epsilon and all runs, this one marked, for report and card; the file is read alone (`look`)."""
         state = self.look()
-        names = ("epsilon", "delta", "unit", "adjacency")
-        first = next(iter(state.reservations.values()), None)
-        adaptive = any(entry.adaptive for entry in state.reservations.values())
+        entries = list(state.reservations.values())
         return {
-            **{name: state.opened[name] for name in names},
+            **{name: state.opened[name] for name in ("epsilon", "delta", "unit", "adjacency")},
             "identity": state.identity,
-            "rdp_order": state.opened["rdp_order"] if first is None else state.rdp_order(first.group),
-            "accounting": "rdp_filter" if adaptive else "pld",
+            "rdp_order": state.rdp_order(entries[0].group) if entries else None,
+            "accounting": "rdp_filter" if any(entry.adaptive for entry in entries) else "pld",
             "epsilon_reserved": state.epsilon(),
-            "runs": self.siblings(run),
+            "runs": [
+                {
+                    "run": entry.run,
+                    "name": entry.name,
+                    "time_utc": entry.time_utc,
+                    "is_this_run": entry.run == run,
+                    "chosen_after_outputs": entry.adaptive,
+                    "epsilon": replace(state, reservations={}).epsilon(replace(entry, adaptive=False)),
+                    **asdict(entry.group),
+                }
+                for entry in entries
+            ],
             "informal_runs": [{"name": entry.name, "reason": entry.reason} for entry in state.informal],
         }
 
@@ -300,8 +245,4 @@ class SharedLedger:
         Args:
             mended: False writes nothing before `ChainFile.mend`, for the caller's checks in between.
         """
-
-        def mirror(state: SharedState) -> Path | None:
-            return Path(state.opened["mirror"]) if "mirror" in state.opened else None
-
-        return ChainFile(self.path, SharedState(), "shared ledger", mirror, mended=mended)
+        return ChainFile(self.path, SharedState(), "shared ledger", lambda state: state.mirror, mended=mended)

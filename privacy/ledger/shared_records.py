@@ -1,7 +1,7 @@
 """The records of a data owner's shared ledger, and the one order of them that is legal; privacy/ledger/shared.py writes them.
 
-`open` (total epsilon and delta, unit, adjacency; where the owner chose them the order of the RDP filter, a mirror, and the
-permission for runs without a guarantee), `reserve` (a run's releases, its reserve for crashes included), `informal` (a run
+`open` (total epsilon and delta, unit, adjacency; where the owner chose them a mirror and the permission for runs without a
+guarantee), `reserve` (a run's releases, its reserve for crashes included), `informal` (a run
 without a guarantee reads the data: it is counted, and no total covers it), `grid` (the points of a study, fixed before any of
 them ran), and where a run's own ledger stands: `start` at a start of the program, `at` at a checkpoint, `close` at the end for
 good. The last two carry the time of their `start`: durations may be private (contract 12). A torn line was never acknowledged,
@@ -11,12 +11,14 @@ so its run never began, and it is charged nothing.
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from ..accounting.accountants import ReleaseGroup
 from ..accounting.rdp_filter import filter_order, total_epsilon
+from ..plan import ADJACENCY
 from .chain import (
     ChainState,
     LineRefused,
@@ -30,6 +32,7 @@ from .chain import (
 )
 
 FORMAT = "shared-1"
+UNIT = "one example"
 _GROUP = TypeAdapter(ReleaseGroup)
 
 
@@ -80,6 +83,11 @@ class SharedState(ChainState):
         return self.hashes[0]
 
     @property
+    def mirror(self) -> Path | None:
+        """The owner's second copy, as the first line says."""
+        return Path(self.opened["mirror"]) if "mirror" in self.opened else None
+
+    @property
     def names(self) -> set[str]:
         """The names of all runs, with and without a guarantee."""
         return {*(entry.name for entry in self.reservations.values()), *(entry.name for entry in self.informal)}
@@ -112,9 +120,8 @@ class SharedState(ChainState):
         return total_epsilon(groups, delta, adaptive=adaptive, order=order, ceiling=ceiling)
 
     def rdp_order(self, first: ReleaseGroup) -> float:
-        """The filter's order: the owner's, or the best for runs like the first one, which had seen no output."""
-        given = self.opened["rdp_order"]
-        return float(given) if given is not None else filter_order(first, self.opened["epsilon"], self.opened["delta"])
+        """The filter's order: the best for runs like the first one, which had seen no output."""
+        return filter_order(first, self.opened["epsilon"], self.opened["delta"])
 
     def check_record(self, record: dict[str, Any] | None) -> None:
         if record is None:
@@ -122,16 +129,16 @@ class SharedState(ChainState):
         kind = record["type"]
         match kind:
             case "open":
-                names = ("format", "epsilon", "delta", "unit", "adjacency", "rdp_order")
+                names = ("format", "epsilon", "delta", "unit", "adjacency")
                 require_fields(record, *names, optional=("informal_runs", "mirror"))
                 require(record["format"] == FORMAT, f"shared ledger format {record['format']!r} is not {FORMAT!r}")
                 require(is_number(record["epsilon"]) and record["epsilon"] > 0, "epsilon must be a positive number")
                 require(is_number(record["delta"]) and 0 < record["delta"] < 1, "delta must be between 0 and 1")
-                order = record["rdp_order"]
-                require(order is None or (is_number(order) and order > 1), "the order of an RDP filter is above 1")
+                terms = (record["unit"], record["adjacency"])
+                require(terms == (UNIT, ADJACENCY), f"unit and adjacency are {UNIT!r} and {ADJACENCY!r}")
                 require(record.get("informal_runs", True) is True, "informal_runs is true or left out")
-                for name in ("unit", "adjacency", *({"mirror"} & record.keys())):
-                    text(record, name)
+                if "mirror" in record:
+                    text(record, "mirror")
             case "reserve":
                 require(reservation_of(record).run not in self.reservations, "a second reservation of the same run")
             case "informal" if self.opened.get("informal_runs"):

@@ -179,29 +179,28 @@ class RunLedger:
             rows_per_rank = plan.num_micro_batches * micro_batch_size
             self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank, nodes)
 
-    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
-        """Charges the attempt; see `Ledger.intent`. The private record knows of the charge before any rank goes on."""
+    def _write(self, record: Callable[[Ledger], None]) -> None:
+        """Writes on rank 0; the private record knows of the line before any rank goes on."""
 
-        def charge() -> None:
+        def write() -> None:
             assert self._members is not None, "a session comes first"
-            self._on_main.intent(step, self.attempts.get(step, 0), releases, self._group)
+            record(self._on_main)
             self._members.mark()
 
+        collectives.on_main(write)
+
+    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
+        """Charges the attempt; see `Ledger.intent`."""
         if self.plan.enabled:
-            collectives.on_main(charge)
+            self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), releases, self._group))
 
     def done(self, step: int) -> None:
         if self.plan.enabled:
             collectives.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0)))
 
     def checkpoint(self, step: int, name: str, digest: str) -> None:
-        def record() -> None:
-            assert self._members is not None, "a session comes first"
-            self._on_main.checkpoint(step, name, digest)
-            self._members.mark()
-
         if self.plan.enabled:
-            collectives.on_main(record)
+            self._write(lambda ledger: ledger.checkpoint(step, name, digest))
 
     def adopt(self, resumed: Checkpoint) -> None:
         """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
@@ -211,13 +210,7 @@ class RunLedger:
 
     def close_run(self) -> None:
         """All steps are done."""
-
-        def close() -> None:
-            assert self._members is not None, "a session comes first"
-            self._on_main.close("finished")
-            self._members.mark()
-
-        collectives.on_main(close)
+        self._write(lambda ledger: ledger.close("finished"))
 
     def position(self) -> dict[str, Any]:
         """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""

@@ -69,10 +69,11 @@ def ranks_of(run_dir: Path) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("where", "victim", "number"),
     [
-        *(("node1", victim, number) for victim in ("pdsh", "deepspeed") for number in lost.SIGNALS),
-        *(("head", "pdsh", number) for number in lost.SIGNALS),
-        ("head", "deepspeed", signal.SIGTERM),
-        ("head", "deepspeed", signal.SIGINT),
+        (where, victim, number)
+        for where in ("node1", "head")
+        for victim in ("pdsh", "deepspeed")
+        for number in lost.SIGNALS
+        if (victim, number) != ("deepspeed", signal.SIGKILL)  # pdsh goes on, and so do the ranks
     ],
 )
 def test_a_lost_launcher_between_hosts(
@@ -120,13 +121,6 @@ class TestRefusals:
             ".deepspeed_env",
         )
         assert not (tmp_path / "run").exists()
-
-    def test_a_required_variable(self, hosts: Network, tmp_path: Path) -> None:
-        """pdsh starts all ranks through ssh, the one on this host too."""
-        result = pdsh(hosts, tmp_path / "run", "--require_env=SHARDS_TOKEN", SHARDS_TOKEN="1")
-        self._is_refused(
-            result, "SHARDS_TOKEN is required (--require_env), but not set on ranks 0, 1 (hosts node1, node2)"
-        )
 
     def test_a_run_folder_that_is_not_shared(self, hosts: Network, tmp_path: Path) -> None:
         folder = tmp_path / "not-shared"

@@ -65,10 +65,3 @@ def test_what_an_engine_cannot_do_is_refused_before_the_run_folder_exists(
     assert result.returncode == 2 and words in result.stderr, result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_a_required_variable_of_one_process(tmp_path: Path) -> None:
-    result = alone(["--engine", "local", "--require_env=NO_SUCH_NAME", *train_arguments(tmp_path / "run")])
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.startswith("error: NO_SUCH_NAME is required (--require_env), but not set on rank 0 (host ")
-    assert not (tmp_path / "run").exists()

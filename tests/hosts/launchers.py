@@ -55,11 +55,11 @@ def openmpi(hosts: Network, run_dir: Path, *more: str, **environment: str) -> su
 
 
 def openmpi_with_variables(hosts: Network, run_dir: Path) -> subprocess.CompletedProcess[str]:
-    """With two variables that .deepspeed_env carries to the other host, where they are compared and demanded."""
+    """With a variable that .deepspeed_env carries to the other host, where it is compared."""
     forwarded = run_dir.with_suffix(".deepspeed_env")
-    forwarded.write_text(MACHINE + "GLOO_SOCKET_IFNAME=eth0\nSHARDS_TOKEN=1\n")
+    forwarded.write_text(MACHINE + "GLOO_SOCKET_IFNAME=eth0\n")
     more = {"DS_ENV_FILE": str(forwarded), "GLOO_SOCKET_IFNAME": "eth0"}
-    return openmpi(hosts, run_dir, "--require_env=SHARDS_TOKEN", **more)
+    return openmpi(hosts, run_dir, **more)
 
 
 def mpich(hosts: Network, run_dir: Path) -> subprocess.CompletedProcess[str]:

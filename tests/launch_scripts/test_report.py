@@ -153,8 +153,9 @@ def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
     (run_dir / "ledger.jsonl").unlink()
     (run_dir / "config.toml").write_text(f'[privacy]\nshared_ledger = "{owner.path}"\n')
     plan = _write_ledger(run_dir, b"", fields={"shared_ledger": owner.read().identity}, cap=None)
-    owner.reserve("ab" * 32, "this", plan)
-    owner.reserve("cd" * 32, "brother | <b>", plan, fixed_in_advance=True)
+    for run, name in (("ab" * 32, "this"), ("cd" * 32, "brother | <b>")):
+        with owner.joined(run, name, plan, fixed_in_advance=True):
+            pass
     card = build_card(run_dir)
     summary = card.tuning.shared_ledger.summary
     assert [run.is_this_run for run in summary.runs] == [True, False]

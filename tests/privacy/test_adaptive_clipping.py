@@ -52,10 +52,6 @@ def test_both_releases_together_are_one_gaussian_of_the_planned_noise(sigma: flo
     assert releases[0]["std"] > sigma * bound
 
 
-def test_a_constant_bound_releases_the_gradient_alone() -> None:
-    assert step_releases(4.0, 0.7, None) == [{"name": GRADIENT, "std": 4.0 * 0.7, "sensitivity": 0.7}]
-
-
 def test_epsilon_is_that_of_the_plain_mechanism_by_dp_accounting() -> None:
     """dp-accounting composes the two releases by itself: by RDP on a Poisson sample, by PLD without sampling."""
     own = plan(sensitivity_slack=0.0, cap=None, num_steps=40)

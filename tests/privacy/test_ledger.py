@@ -132,9 +132,6 @@ def test_illegal_records_are_not_written(tmp_path, call, match):
     take_step(ledger, 2)  # and the ledger goes on
 
 
-# Broken chains
-
-
 def test_contract_10_epsilon_comes_from_the_ledger_and_equals_an_independent_recomputation(tmp_path):
     path = written(tmp_path)
     with Ledger.open(path) as ledger:
@@ -162,6 +159,3 @@ def test_contract_11_no_epsilon_without_a_formal_guarantee(tmp_path):
     ledger.start_session({})
     ledger.intent(1, 0, [{"name": "gradient", "std": 0.0, "sensitivity": 1.0}])
     assert ledger.state.epsilon() is None and ledger.num_charged == 1
-
-
-# Ledger and key together

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from privacy.checkpoints import read as checkpoint
 from privacy.checkpoints import write as checkpoint_writer
 from privacy.checkpoints.read import Checkpoint, checkpoint_name, file_digest, newest_checkpoint, sealed
 from privacy.checkpoints.write import CheckpointWriter, Retention
-from privacy.ledger import durable
 from privacy.step.engine import GradShard, Piece, ShardState, even_layout
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection
@@ -110,15 +108,6 @@ def test_resumed_equals_uninterrupted_to_the_bit(folder: Path, dtype: str) -> No
     assert_same(resumed, engine)
 
 
-def test_before_the_first_step(folder: Path) -> None:
-    engine = new_engine(new_model())
-    save_checkpoint(folder, engine, 0, {}, keep=1)
-    resumed = resume(folder / checkpoint_name(0))
-    take_steps(engine, 1, 2)
-    take_steps(resumed, 1, 2)
-    assert_same(resumed, engine)
-
-
 def test_saving_leaves_the_engine_alone(folder: Path) -> None:
     engine, other = new_engine(new_model()), new_engine(new_model())
     take_steps(engine, 1, 2)
@@ -202,24 +191,6 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        flip_a_bit,
-        Path.unlink,
-        lambda path: path.write_bytes(path.read_bytes()[:-4]),
-        lambda path: path.write_bytes(b""),
-    ],
-    ids=["bit", "missing", "short", "empty"],
-)
-def test_damaged_pieces(saved: Path, damage: Callable[[Path], object]) -> None:
-    file = saved / "rank-00000-of-00001.safetensors"
-    damage(file)
-    with pytest.raises(ConfigError, match="missing or damaged") as caught:
-        Checkpoint(saved)
-    assert file.name in str(caught.value) and caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": 1, "step": 3, "parameters": {}}', "\udcff"]
 )
 def test_damaged_manifest(saved: Path, text: str) -> None:
@@ -263,18 +234,6 @@ def test_frozen_parameters_are_part_of_the_model(folder: Path) -> None:
     found.restore(new_engine(other), moments(OPTIMIZER))
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_keeps_the_newest(folder: Path, keep: int) -> None:
-    engine = new_engine(new_model())
-    for step in (2, 4, 6, 8, 9):
-        take_steps(engine, step, step)
-        save_checkpoint(folder, engine, step, {}, keep=keep)
-        newest = newest_checkpoint(folder)
-        assert newest is not None and Checkpoint(newest).step == step
-    kept = [checkpoint_name(step) for step in (2, 4, 6, 8, 9)[-keep:]]
-    assert sorted(p.name for p in folder.iterdir()) == ["LATEST", *kept]
-
-
 def test_leftovers_of_a_crash(folder: Path, saved: Path) -> None:
     """A half-written checkpoint is never taken for one, and the next save clears it away."""
     half = folder / ".step-00000004.tmp"
@@ -296,18 +255,6 @@ def test_a_crash_between_the_name_and_latest(folder: Path, saved: Path) -> None:
     assert newest_checkpoint(folder) == saved
     save_checkpoint(folder, engine, 4, {}, keep=2)
     assert_same(resume(folder / checkpoint_name(4)), engine)
-
-
-@pytest.mark.parametrize("failing", ["save_file", "fsync_path", "replace_file"])
-def test_a_crash_while_saving(folder: Path, saved: Path, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(checkpoint_writer if failing == "save_file" else durable, failing, fail)
-    with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(folder, new_engine(new_model()), 4, {}, keep=1)
-    assert newest_checkpoint(folder) == saved and Checkpoint(saved).step == 3
-    assert not (folder / checkpoint_name(4)).exists()
 
 
 def test_latest_points_nowhere(folder: Path, saved: Path) -> None:

@@ -210,20 +210,6 @@ class TestInBackground:
         assert told == [2]
         assert_same(resume(folder / checkpoint_name(2)), reference)
 
-    def test_at_most_one_is_in_flight(self, folder: Path, slow_disk: threading.Event) -> None:
-        writer = CheckpointWriter(folder, Retention(3), in_background=True)
-        engine = new_engine(new_model())
-        take_steps(engine, 1, 1)
-        save(writer, engine, 1)
-        second = threading.Thread(target=save, args=(writer, engine, 2))
-        second.start()
-        second.join(0.2)
-        assert second.is_alive(), "it waits for the first"
-        slow_disk.set()
-        second.join(30)
-        writer.finish()
-        assert names(folder) == [checkpoint_name(1), checkpoint_name(2)]
-
     def test_a_failure_is_an_error_at_the_next_boundary(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = save_steps(folder, 1)
 
@@ -241,16 +227,6 @@ class TestInBackground:
         assert names(folder) == [".step-00000002.tmp", checkpoint_name(1)]
         found = find(folder)
         assert found is not None and found.step == 1
-
-    def test_a_crash_meanwhile_leaves_the_previous_one(self, folder: Path, slow_disk: threading.Event) -> None:
-        slow_disk.set()
-        engine = save_steps(folder, 1)
-        slow_disk.clear()
-        writer = CheckpointWriter(folder, Retention(1), in_background=True)
-        save(writer, engine, 2)
-        found = find(folder)  # as a new process would, while nothing was published
-        assert found is not None and found.step == 1
-        slow_disk.set()
 
 
 def test_another_optimizer_is_refused(folder: Path) -> None:

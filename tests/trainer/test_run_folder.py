@@ -59,11 +59,6 @@ def test_private_is_private(tmp_path: Path) -> None:
     assert folder.checkpoints.is_dir() and folder.evaluation.is_dir()
 
 
-def test_secrets_lie_in_private(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.key.parent == folder.private and folder.index.parent == folder.private
-
-
 def test_no_place_for_a_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run folder .*file"):

@@ -18,10 +18,10 @@ HOSTS = ["nodea", "nodeb", "nodeb"]
 SETTINGS = {"torch": "2.13.0", "the ds_config": "a1", "$NCCL_ALGO": "Ring", "$NCCL_SOCKET_IFNAME": IS_SET}
 
 
-def introduced(environ: dict[str, str], *overrides: str, **options: Any) -> Introduction:
+def introduced(environ: dict[str, str], *overrides: str) -> Introduction:
     config = load_config(ROOT / "recipes/tiny.toml", list(overrides))
     machine = load_machine_settings(ROOT / "ds_configs/zero3.json")
-    return introduction(environ, ROOT, config, machine, {"--engine": "deepspeed"}, **options)
+    return introduction(environ, ROOT, config, machine, {"--engine": "deepspeed"})
 
 
 def refused(*ranks: dict[str, str], **options: Any) -> str:
@@ -62,14 +62,6 @@ def test_many_differences_stay_one_readable_line() -> None:
     assert "NCCL_3" in said and "NCCL_4 " not in said and "and 6 more" in said
 
 
-def test_required_variables() -> None:
-    rank = {**SETTINGS, "$SECRET": IS_SET}
-    refuse_differences([rank, rank], HOSTS, required=["SECRET"])
-    said = refused(rank, SETTINGS, SETTINGS, required=["SECRET"])
-    assert said.startswith("SECRET is required (--require_env), but not set on ranks 1, 2 (host nodeb); ")
-    assert "rank 0 (host nodea)" in refused(SETTINGS, required=["SECRET"]), "one rank alone, too"
-
-
 def test_what_may_differ() -> None:
     refuse_differences([SETTINGS, without("$NCCL_ALGO")], HOSTS, may_differ=["NCCL_ALGO"])
 
@@ -79,9 +71,8 @@ def test_no_value_of_a_secret_takes_part() -> None:
         "AWS_SECRET_ACCESS_KEY": "s3cret",
         "HF_TOKEN": "s3cret",
         "https_proxy": "http://me:s3cret@x",
-        "KEY": "s3cret",
     }
-    found = introduced(environ, required=["KEY"]).settings
+    found = introduced(environ).settings
     assert "s3cret" not in str(found)
     assert {name: found[f"${name}"] for name in environ} == dict.fromkeys(environ, IS_SET)
 

@@ -53,7 +53,6 @@ def introduction(
     machine: MachineSettings,
     chosen: Mapping[str, str],
     *,
-    required: Iterable[str] = (),
     may_differ: Iterable[str] = (),
 ) -> Introduction:
     """This rank's settings, and on rank 0 the judge of all.
@@ -61,10 +60,8 @@ def introduction(
     Args:
         root: the project's root.
         chosen: further options of the command, by name.
-        required: names of variables that must be set on every rank.
         may_differ: names of variables that nobody compares.
     """
-    required, may_differ = tuple(required), tuple(may_differ)
     recipe = config.model_dump(mode="json")
     settings = {
         **{
@@ -78,10 +75,9 @@ def introduction(
         **{f"the recipe's {name}": _digest(section) for name, section in recipe.items()},
         "the ds_config": _digest(dict(machine.raw)),
         **chosen,
-        **{f"${name}": IS_SET for name in required if name in environ},
         **{f"${name}": value for name, value in compared_variables(environ).items()},
     }
-    return Introduction(settings, partial(refuse_differences, required=required, may_differ=may_differ))
+    return Introduction(settings, partial(refuse_differences, may_differ=tuple(may_differ)))
 
 
 def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -99,9 +95,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def refuse_differences(
-    ranks: Sequence[Settings], hosts: Sequence[str], *, required: Iterable[str] = (), may_differ: Iterable[str] = ()
-) -> None:
+def refuse_differences(ranks: Sequence[Settings], hosts: Sequence[str], *, may_differ: Iterable[str] = ()) -> None:
     """Compares all ranks with rank 0.
 
     Args:
@@ -110,12 +104,6 @@ def refuse_differences(
     Raises:
         ConfigError: naming ranks, hosts, and what differs.
     """
-    for name in required:
-        lacking = [rank for rank, settings in enumerate(ranks) if f"${name}" not in settings]
-        if lacking:
-            raise ConfigError(
-                f"{name} is required (--require_env), but not set on {named_ranks(lacking, hosts)}; {FORWARDING}"
-            )
     forward = False
     for rank, settings in enumerate(ranks[1:], start=1):
         lines = []

@@ -17,12 +17,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from trainer.ranks.discovery import HEARTBEAT_SECONDS
+from trainer.ranks.launcher import process_state
 
 LINGER = 3.0
 """Seconds that the store's host gives the others to read a verdict, and that a lost store may be a normal end."""
@@ -88,7 +88,7 @@ class Heartbeat:
         self.rank = rank
         self._hosts = hosts
         self._processes = processes or [""] * len(hosts)
-        self._speaks = speaks
+        self._speaks = speaks or rank == 0
         self._timing = timing
         self._watched = [r for r in range(len(hosts)) if r != rank] if rank == 0 else [0]
         self._leaving = threading.Event()
@@ -209,15 +209,13 @@ class Heartbeat:
                     is_silent = verdict.is_printed or self.rank != 0 or self._last_words is not None
                     self.end("" if is_silent else verdict.message, verdict.exit_code)
             elif self._lost is not None:
-                self._store_is_lost(f"the store that rank 0 keeps is gone: {self._lost}")
+                if not self._leaving.wait(LINGER):  # a normal end on rank 0 closes the store too
+                    words = self._words([0], f"the store that rank 0 keeps is gone: {self._lost}")
+                    self.end(words if self._speaks else "", 1)
             else:
                 self._look_for_the_dead(now)
                 if self.rank == 0:
                     self._look_for_the_slow(now)
-
-    def _store_is_lost(self, reason: str) -> None:
-        if not self._leaving.wait(LINGER):  # a normal end on rank 0 closes the store too
-            self.end(self._words([0], reason) if self._speaks else "", 1)
 
     def _look_for_the_dead(self, now: float) -> None:
         timing, what = self._timing, "no heartbeat"
@@ -244,12 +242,11 @@ class Heartbeat:
             words = self._words(ranks, reason, "dead" if is_stopped else "late")
             self.fail(words, 1)
             first = self._verdict is None or self._verdict.message == words
-            self.end(words if first and (self.rank == 0 or self._speaks) else "", 1)
+            self.end(words if first and self._speaks else "", 1)
         elif longest > self._next_late:
             self._next_late = 2 * longest
-            if self.rank == 0 or self._speaks:
-                verb = "are" if len(ranks) > 1 else "is"
-                self.warn(f"warning: {named_ranks(ranks, self._hosts)} {verb} late: {reason}; the run waits")
+            if self._speaks:
+                self.warn(f"warning: {self._are(ranks)} late: {reason}; the run waits")
 
     def _look_for_the_slow(self, now: float) -> None:
         positions = {r: int(value.split(":")[1]) for r, (value, _) in self._beats.items() if value}
@@ -258,35 +255,15 @@ class Heartbeat:
             self._leader, self._leader_since, self._next_warning = leader, now, self._timing.slow_after
         behind = [r for r in [*positions, 0] if positions.get(r, self._position) < leader]
         if behind and now - self._leader_since > self._next_warning:
-            verb = "are" if len(behind) > 1 else "is"
             waited = f"others wait for {now - self._leader_since:.0f} s (alive)"
-            self.warn(f"warning: {named_ranks(behind, self._hosts)} {verb} slow: {waited}")
+            self.warn(f"warning: {self._are(behind)} slow: {waited}")
             self._next_warning *= 2
 
     def _words(self, ranks: list[int], reason: str, verdict: str = "dead") -> str:
-        who = f"{named_ranks(ranks, self._hosts)} {'are' if len(ranks) > 1 else 'is'} {verdict}"
-        return f"error: {who} ({reason}); all ranks end, and the same command resumes"
+        return f"error: {self._are(ranks)} {verdict} ({reason}); all ranks end, and the same command resumes"
 
-
-def process_identity(process: int) -> str:
-    """Tells a process from all others, on all hosts and in all containers; empty where the system does not say."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(f'/proc/{process}/ns/pid')} {process} {_fields(process)[19]}"
-    return ""
-
-
-def process_state(identity: str) -> str:
-    """Linux' letter for the state of a process that lives, "T" for a stopped one; empty where it has ended or cannot be seen."""
-    with contextlib.suppress(OSError):
-        if identity and process_identity(process := int(identity.split(" ")[2])) == identity:
-            return _fields(process)[0].strip("ZX")
-    return ""
-
-
-def _fields(process: int) -> list[str]:
-    """/proc/PROCESS/stat from the state on; the name before it may hold anything."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    def _are(self, ranks: list[int]) -> str:
+        return f"{named_ranks(ranks, self._hosts)} {'are' if len(ranks) > 1 else 'is'}"
 
 
 def named_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

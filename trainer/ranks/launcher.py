@@ -28,74 +28,34 @@ from typing import Any, NamedTuple, TextIO
 PROGRAMS = frozenset(
     (
         *("deepspeed", "ds", "torchrun", "slurmstepd", "mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"),
-        *("pdsh", "hydra_pmi_proxy", "hydra_bstrap_proxy", "mpirun_rsh", "mpispawn"),
+        *("hydra_pmi_proxy", "hydra_bstrap_proxy", "mpirun_rsh", "mpispawn"),
     )
 )
 MODULES = frozenset(
     ("deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run", "torch.distributed.launch")
 )
-DEEPSPEED_ON_HOST = "deepspeed.launcher.launch"
-"""What a launcher of DeepSpeed between hosts starts on each of them; nobody types it."""
 INTERVAL = 0.5
 """Seconds between two looks."""
 
 
 class Process(NamedTuple):
-    """A process; `started` (clock ticks since the system's start) differs in a later process with the same number."""
+    """A launcher that was found; see `process_identity`."""
 
-    pid: int
-    started: int
+    identity: str
     name: str
 
 
 def launcher_processes() -> tuple[Process, ...]:
-    """The launchers above this process, the nearest first; none if no launcher started it.
-
-    `deepspeed --hostfile` starts its part on each host by pdsh and ssh. There the shell and sshd's session above that part count
-    too, because they end with pdsh's ssh, and on the host where pdsh itself runs also pdsh and the `deepspeed` above it.
-    """
-    launchers, top = _above(os.getppid(), launcher_name)
-    if launchers and launchers[-1].name == DEEPSPEED_ON_HOST:
-        hosts = [word for word in _command(launchers[-1].pid) if word.startswith("--world_info=")]
-        launchers += _above(top, _carrier_name)[0]
-        found = [process for argument in hosts for process in _with_argument("pdsh", argument)]
-        if found:  # the oldest: its children look the same for a moment
-            launchers += _above(min(found, key=lambda process: process.started).pid, launcher_name)[0]
+    """The launchers above this process, the nearest first; none if no launcher started it."""
+    launchers: list[Process] = []
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # a process has ended, or hides its command
+        while name := launcher_name(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")):
+            if not (identity := process_identity(pid)):
+                break
+            launchers.append(Process(identity, name))
+            pid = int(_fields(pid)[1])
     return tuple(launchers)
-
-
-def _above(pid: int, name_of: Callable[[Sequence[str]], str | None]) -> tuple[list[Process], int]:
-    """The unbroken line of processes with a name, from `pid` upwards, and the process where it ends."""
-    line: list[Process] = []
-    while (status := _status(pid)) is not None and (name := name_of(_command(pid))) is not None:
-        line.append(Process(pid, status[2], name))
-        pid = status[1]
-    return line, pid
-
-
-def _carrier_name(command: Sequence[str]) -> str | None:
-    """A login shell that runs DeepSpeed's part on a host, or the session of sshd above it (one process of sshd has a title)."""
-    if len(command) > 2 and DEEPSPEED_ON_HOST in command[-1]:
-        return _program(command[0])
-    return "sshd" if command[0].startswith("sshd") and "@" in command[0] else None
-
-
-def _with_argument(program: str, argument: str) -> list[Process]:
-    """Processes of this host that run `program` with this argument, as a word of its own or as a part of one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        command, status = _command(int(folder.name)), _status(int(folder.name))
-        if status is not None and _program(command[0]) == program and any(argument in word for word in command):
-            found.append(Process(int(folder.name), status[2], program))
-    return found
-
-
-def _command(pid: int) -> list[str]:
-    """Words of a process's command line; one empty word where it has ended, or hides them."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return [""]
 
 
 def launcher_name(command: Sequence[str]) -> str | None:
@@ -127,10 +87,27 @@ def _program(word: str) -> str:
     return match[0] if match else ""
 
 
-def is_gone(process: Process) -> bool:
-    """Whether a process has ended, even if nobody has asked for its exit code yet."""
-    status = _status(process.pid)
-    return status is None or status[0] in "ZX" or status[2] != process.started
+def process_identity(pid: int) -> str:
+    """Tells a process from all others, on all hosts and in all containers; empty where the system does not say."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {_fields(pid)[19]}"  # where this process counts, and since when
+    return ""
+
+
+def process_state(identity: str) -> str:
+    """Linux' letter for the state of a process that lives, "T" for a stopped one; empty where it has ended, even if nobody has
+    asked for its exit code yet, or cannot be seen.
+    """
+    with contextlib.suppress(OSError):
+        if identity and process_identity(pid := int(identity.split(" ")[2])) == identity:
+            return _fields(pid)[0].strip("ZX")
+    return ""
+
+
+def _fields(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on; the name before it may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def watch(processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None] | None = None) -> None:
@@ -145,9 +122,13 @@ def watch(processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None
     consoles = [stream.fileno() for stream in (sys.stdout, sys.stderr) if _has_reader(stream)]
 
     def look() -> None:
-        while not (any(map(is_gone, processes)) or any(map(_reader_is_gone, consoles))):
+        gone = None
+        while gone is None:
             time.sleep(INTERVAL)
-        gone = next((f"{process.name}, process {process.pid}" for process in processes if is_gone(process)), "console")
+            ended = (one for one in processes if not process_state(one.identity))
+            gone = next((f"{one.name}, process {one.identity.split(' ')[2]}" for one in ended), None)
+            if gone is None and any(map(_reader_is_gone, consoles)):
+                gone = "console"
         (stop or (lambda: os.kill(os.getpid(), signal.SIGUSR1)))()
         if speaks:
             with contextlib.suppress(OSError):  # the console may have gone with the launcher
@@ -186,13 +167,3 @@ def _reader_is_gone(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)  # errors are always reported
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def _status(pid: int) -> tuple[str, int, int] | None:
-    """State, parent, and start in clock ticks; None where there is no such process to be seen."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
-    return fields[0], int(fields[1]), int(fields[19])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from trainer.errors import RemoteError
-from trainer.ranks.heartbeat import process_identity
+from trainer.ranks.launcher import process_identity
 
 _POLL = 0.1
 ANSWER_SECONDS = 10.0
@@ -175,34 +175,29 @@ def meet(
     ranks = [f"here/{r}" for r in range(world_size)]
     try:
         if rank == 0:
-            while not store.check(ranks):
-                if time.monotonic() > deadline:
-                    missing = [str(r) for r in range(world_size) if not store.check([ranks[r]])]
-                    store.set("missing", ", ".join(missing))
-                    time.sleep(1.0)  # for the others to read it
-                    raise RendezvousError(
-                        f"rank {', '.join(missing)} of {world_size} did not come to {place} within {seconds:.0f} s (load here: "
-                        f"{os.getloadavg()[0]:.0f}); see its own output on its host, or give more --rendezvous_seconds"
-                    )
-                time.sleep(_POLL)
-            names = [host.decode() for host in store.multi_get(ranks)]
-            settings = [json.loads(text) for text in store.multi_get([f"settings/{r}" for r in range(world_size)])]
             try:
-                introduction.judge(settings, names)
+                while not store.check(ranks):
+                    if time.monotonic() > deadline:
+                        missing = [str(r) for r in range(world_size) if not store.check([ranks[r]])]
+                        raise RendezvousError(
+                            f"rank {', '.join(missing)} of {world_size} did not come to {place} within {seconds:.0f} s (load "
+                            f"here: {os.getloadavg()[0]:.0f}); see its own output on its host, or give more "
+                            "--rendezvous_seconds"
+                        )
+                    time.sleep(_POLL)
+                settings = [json.loads(text) for text in store.multi_get([f"settings/{r}" for r in range(world_size)])]
+                introduction.judge(settings, [host.decode() for host in store.multi_get(ranks)])
             except Exception as error:
                 store.set("refused", str(error))
                 time.sleep(1.0)  # for the others to read it
                 raise
             store.set("everyone", "1")
-        else:
-            while not store.check(["everyone"]):
-                if store.check(["missing"]):
-                    raise RemoteError(f"missing at the rendezvous: rank {store.get('missing').decode()}", 2)
-                if store.check(["refused"]):
-                    raise RemoteError(store.get("refused").decode(), 2)
-                if time.monotonic() > deadline + 5:
-                    raise RendezvousError(f"rank 0 did not answer at {place} within {seconds + 5:.0f} s")
-                time.sleep(_POLL)
+        while not store.check(["everyone"]):
+            if store.check(["refused"]):
+                raise RemoteError(store.get("refused").decode(), 2)
+            if time.monotonic() > deadline + 5:
+                raise RendezvousError(f"rank 0 did not answer at {place} within {seconds + 5:.0f} s")
+            time.sleep(_POLL)
         return [host.decode() for host in store.multi_get(ranks)]
     except dist.DistError as error:
         raise RendezvousError(f"rank 0 ended before all ranks were at {place}") from error

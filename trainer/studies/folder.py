@@ -174,7 +174,7 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
             mirror=study.budget.mirror,
         )
     ledger = SharedLedger(path)
-    shared = ledger.verified()
+    shared = ledger.read(mended=False)
     opened = shared.opened
     mirror = None if study.budget.mirror is None else str(Path(study.budget.mirror).resolve())
     for key, stated, recorded in (
@@ -216,7 +216,7 @@ def fixed_in_advance(
             groups.setdefault(one.config.privacy.shared_ledger, []).append(one)
     fixed: set[str] = set()
     for path in groups:
-        SharedLedger(path).verified()  # all of them, before a grid is written into one
+        SharedLedger(path).read(mended=False)  # all of them, before a grid is written into one
     for path, group in groups.items():
         if not any(one.config.privacy.fixed_in_advance for one in group):
             continue
@@ -224,5 +224,5 @@ def fixed_in_advance(
         shared = SharedLedger(path)
         frozen = shared.freeze_grid("" if Path(path) == study_ledger else study.name, points, begun=begun)
         if all(points.get(name) == digest for name, digest in frozen.items()):
-            fixed |= frozen.keys() - (shared.verified().names & new)
+            fixed |= frozen.keys() - (shared.read(mended=False).names & new)
     return fixed
