@@ -239,7 +239,7 @@ def require_apart(task: Task, inputs: Mapping[str, Tensor], size: int) -> None:
     stays_B[0], stays_B[size // 2] = False, True
 
     def losses(micro_batch: Inputs, is_hostile: bool) -> Tensor:
-        with torch.no_grad(), no_chance(), must_take(f"{size} examples together"):
+        with torch.no_grad(), must_take(f"{size} examples together"):
             loss_B = task(**micro_batch)
         if loss_B.shape != (size,):
             raise PrivacyConfigError(
@@ -334,9 +334,12 @@ class NotTaken(PrivacyConfigError):
 def must_take(what: str) -> Iterator[None]:
     """Says in one line what the model raises on made-up inputs; clipping's own refusals pass.
 
+    It also refuses code that draws from a global generator: a mask or coin would depend on an example's place in the batch.
+
     Raises:
         NotTaken: the model raised something else.
     """
+    before = _generators()
     try:
         yield
     except PrivacyConfigError:
@@ -347,24 +350,19 @@ def must_take(what: str) -> Iterator[None]:
             f"the model raises {type(error).__name__} on made-up examples of the self-check ({what}): {said}; "
             "give it made-up examples that it takes: made_up= of PrivateLoop, or inputs of check_against_autograd"
         ) from error
-
-
-@contextmanager
-def no_chance() -> Iterator[None]:
-    """Refuses code that draws from a global generator: a mask or coin would depend on an example's place in the batch."""
-
-    def states() -> list[object]:
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        numpy = np.random.get_state(legacy=True)  # noqa: NPY002  # foreign models use it
-        return [random.getstate(), str(numpy), *(x.numpy().tobytes() for x in (torch.get_rng_state(), *devices))]
-
-    before = states()
-    yield
-    if states() != before:
+    if _generators() != before:
         raise PrivacyConfigError(
             "the forward draws random numbers, so an example's gradient depends on its place in the micro-batch: switch "
             "dropout and random masks off (model.eval(), p = 0), or make them of an input that each example brings along"
         )
+
+
+def _generators() -> list[object]:
+    """The states of the generators that code draws from if it names none."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    _, numbers, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # foreign models use it
+    states = [x.numpy().tobytes() for x in (torch.get_rng_state(), *devices)]
+    return [random.getstate(), np.asarray(numbers).tobytes(), rest, *states]
 
 
 @contextmanager

@@ -45,7 +45,6 @@ from .checked import (
     changes,
     compare_losses,
     must_take,
-    no_chance,
     note_passed,
     nothing_is_small,
     shortened,
@@ -194,7 +193,7 @@ def _among_neighbours(
             f"the layer of {min(differing)} is called more or less often among other examples, which moves how the gradient "
             "of every example is rounded: call it as often in every micro-batch, and mask what is not needed"
         )
-    with suppress(NotTaken), torch.no_grad(), no_chance(), must_take("cut to half"):
+    with suppress(NotTaken), torch.no_grad(), must_take("cut to half"):
         short = {name: shortened(x) for name, x in inputs.items()}
         alone_B, among_B = (
             task(**{name: torch.cat([x, others[name]]) for name, x in short.items()}) for others in (short, inputs)
@@ -218,8 +217,7 @@ def _together(model: nn.Module, task: Task, batch: Inputs, weight_B: Tensor) -> 
     seen: list[Tensor] = []
 
     def watched(**inputs: Tensor) -> Tensor:
-        with no_chance():
-            loss_B = task(**inputs)
+        loss_B = task(**inputs)
         seen.append(loss_B.detach())
         return loss_B
 
@@ -317,7 +315,7 @@ def _truth(
     total: dict[str, Tensor] = {}
     for i, share in zip(range(len(next(iter(inputs.values())))), _SHARES, strict=False):
         restore()
-        with torch.enable_grad(), no_chance(), must_take("one alone"), plain_words():
+        with torch.enable_grad(), must_take("one alone"), plain_words():
             loss_B = task(**{name: x[i : i + 1].clone() for name, x in inputs.items()})
         if loss_B.shape != (1,) or not bool(loss_B.isfinite()):
             raise PrivacyConfigError(
