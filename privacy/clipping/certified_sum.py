@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from ..errors import PrivacyConfigError
 from ..lattice import Lattice
 from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
-from .apart import NotTaken, must_take
-from .checked import require_passed
+from .checked import NotTaken, must_take, require_passed
 from .clipped_sum import ClippedSum, Parts, by_parameter
 from .contributions import in_full
 from .factors import Factors, MicroBatchStats, no_examples

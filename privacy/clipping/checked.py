@@ -1,31 +1,48 @@
-"""Which models have passed the self-check (selfcheck.py), and in which shape; `ClippedSum` asks before every micro-batch.
+"""What a model that has passed the self-check (selfcheck.py) is compared with at every micro-batch, and tried on when it is new.
 
-A micro-batch of a size, of shapes or under an autocast that this model has not met yet is tried on made-up examples first
-(apart.py), because a model may take another way there.
+`ClippedSum` asks `require_passed` before every micro-batch. From ids and flags it reads whether the model is what it was. A
+micro-batch of a size, of shapes or under an autocast that this model has not met yet is tried on made-up examples first, because
+a model may take another way there (a limit, groups, a mask that is as long as the batch). It goes forward twice, with the run's
+own number of rows, shapes, precision and device: a third of the rows stay what they are and all others change. Kernels give
+equal bits for equal shapes, whatever the other rows hold, so what mixes is seen as long as rounding does not hide it; NaN,
+infinity and large numbers in some rows make that any strength, unless the model refuses them. Two forwards without gradients
+cost less than one micro-batch of training, wherever that runs.
 """
 
 import functools
 import inspect
+import math
+import random
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from .apart import require_apart
 from .sharded import is_of_fsdp, kind_of, put_away, whole
-from .untouched import SIMPLE, as_it_was, nothing_is_small, on_copies, writes_to
 
 Task = Callable[..., Tensor]
+Inputs = dict[str, Tensor]
 Place = tuple[str, str]
 """Path of a module, and an attribute of it."""
 Structure = dict[Place, object]
+T = TypeVar("T")
 _NOTHING = object()
 
-
+SIMPLE = frozenset([bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
+"""Values that hold nothing else."""
+SMALL = 1e-3
+"""Weights with a root mean square below it hide the gradients of the layers before them."""
+LARGE = 1e4
+"""An example's floating inputs times this are large."""
+IN_ANY_ORDER = 1e-2
+"""Relative difference on accelerators, some of whose kernels add up in no fixed order, in bf16 too."""
 HOW = (
     "call privacy.clipping.selfcheck.check_against_autograd(model, made_up_inputs) before the first micro-batch, on made-up "
     "examples and never on private data; self_check=False is for a model of which a copy has passed"
@@ -33,7 +50,7 @@ HOW = (
 
 
 @dataclass(frozen=True)
-class _Passed:
+class Passed:
     """What a model was when it passed.
 
     Attributes:
@@ -45,22 +62,20 @@ class _Passed:
     """
 
     structure: Structure
-    moved: set[Place]
+    moved: list[Place]
     task: weakref.ref[Any]
-    made_up: dict[str, Tensor]
+    made_up: Inputs
     tried: set[object]
 
 
-_PASSED: weakref.WeakKeyDictionary[nn.Module, list[_Passed]] = weakref.WeakKeyDictionary()
+_PASSED: weakref.WeakKeyDictionary[nn.Module, list[Passed]] = weakref.WeakKeyDictionary()
 
 
-def note_passed(
-    model: nn.Module, task: Task, inputs: Mapping[str, Tensor], structure: Structure, moved: list[Place]
-) -> None:
+def note_passed(model: nn.Module, task: Task, made_up: Inputs, structure: Structure, moved: list[Place]) -> None:
     """The model has passed with this task and these made-up examples; it had this structure, moved by its own forward there."""
     reference = weakref.WeakMethod(task) if inspect.ismethod(task) else weakref.ref(task)
-    made_up = {name: x.detach().clone() for name, x in inputs.items()}
-    _PASSED.setdefault(model, []).append(_Passed(structure, set(moved), reference, made_up, set()))
+    made_up = {name: x.detach().clone() for name, x in made_up.items()}
+    _PASSED.setdefault(model, []).append(Passed(structure, moved, reference, made_up, set()))
 
 
 def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], made_for: list[object]) -> None:
@@ -76,27 +91,21 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
     passed = _PASSED.get(model, [])
     if not passed:
         raise PrivacyConfigError(f"this {type(model).__name__} has not passed the self-check: {HOW}")
-    passed = [p for p in passed if p.task() == task]
+    kinds = _kinds(inputs)
+    passed = [p for p in passed if p.task() == task and _kinds(p.made_up) == kinds]
     if not passed:
+        listed = ", ".join(f"{name} ({dtype}, {ndim} dimensions)" for name, (dtype, ndim) in sorted(kinds.items()))
         raise PrivacyConfigError(
-            "the task of this micro-batch is not the one that passed the self-check, so its loss may mix examples: give the "
-            f"same object to check_against_autograd(model, made_up_inputs, task) and to add_micro_batch; {HOW}"
-        )
-    passed = [p for p in passed if _kinds(p.made_up) == _kinds(inputs)]
-    if not passed:
-        kinds = ", ".join(f"{dtype} of {ndim} dimensions" for _, (dtype, ndim) in sorted(_kinds(inputs).items()))
-        raise PrivacyConfigError(
-            f"the self-check has not seen inputs named {', '.join(sorted(inputs))} ({kinds}), which may take another way through "
-            f"the model: {HOW}"
+            f"the task of this micro-batch is not the one that passed the self-check, or not with inputs named {listed}, so its "
+            f"loss may mix examples: give the same object to check_against_autograd and to add_micro_batch; {HOW}"
         )
     put_away(model)
     now = structure(model, task)
     changed = [[place for place in changes(p.structure, now) if place not in p.moved] for p in passed]
     unchanged = [p for p, places in zip(passed, changed, strict=True) if not places]
     if not unchanged:
-        module, attribute = changed[-1][0]
         raise PrivacyConfigError(
-            f"since the self-check, {f'{module}.{attribute}'.strip('.') or 'the model'} has changed (layers were exchanged, "
+            f"since the self-check, {'.'.join(changed[-1][0]).strip('.') or 'the model'} has changed (layers were exchanged, "
             "frozen or unfrozen, given a hook or another setting, a buffer was written to, or model.train() or model.eval() "
             f"was called): check the model as it is trained; {HOW}"
         )
@@ -109,7 +118,7 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
     if not any(way in p.tried for p in unchanged):
         mine = max(unchanged, key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()))
         made_up = {name: _stretched(mine.made_up[name], x) for name, x in inputs.items()}
-        with whole(model), nothing_is_small(model), as_it_was(model, task), on_copies(model, None):
+        with whole(model), nothing_is_small(model), untouched(model, task):
             require_apart(task, made_up, len(next(iter(inputs.values()))))
         mine.tried.add(way)
 
@@ -133,6 +142,13 @@ def _stretched(made_up: Tensor, like: Tensor) -> Tensor:
     return made_up.to(like.device)
 
 
+def _modules(model: nn.Module, task: object) -> list[tuple[str, nn.Module]]:
+    """Those of the model, and of a task that is another module, or a method of one."""
+    owner = getattr(task, "__self__", task)
+    others = owner.named_modules(prefix="task") if isinstance(owner, nn.Module) and owner is not model else ()
+    return [*model.named_modules(), *others]
+
+
 def structure(model: nn.Module, task: object = None) -> Structure:
     """Reads, from ids and flags, what decides the way of a value or a gradient through the model; never values of tensors.
 
@@ -144,9 +160,7 @@ def structure(model: nn.Module, task: object = None) -> Structure:
     for name, table in vars(torch.nn.modules.module).items():
         if name.startswith("_global_") and isinstance(table, dict):
             found["", name] = _foreign(table)
-    owner = getattr(task, "__self__", task)
-    others = owner.named_modules(prefix="task") if isinstance(owner, nn.Module) and owner is not model else ()
-    for path, module in [*model.named_modules(), *others]:
+    for path, module in _modules(model, task):
         found[path, ""] = (_Same(type(module)), _Same(module))
         is_of_torch = kind_of(module).__module__.startswith("torch.nn.")
         for name, value in vars(module).items():
@@ -174,6 +188,11 @@ def _foreign(hooks: Mapping[int, object] | None) -> list["_Same"]:
     return [_Same(h) for h in (hooks or {}).values() if not (_is_ours(h) or is_of_fsdp(h))]
 
 
+def _is_ours(hook: object) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", "")).startswith(f"{__package__}.")
+
+
 class _Same:
     """Equal for one object only, which it does not keep alive, and never for another at its address."""
 
@@ -197,6 +216,217 @@ def trained(model: nn.Module) -> list[object]:
     return [(id(p), p.dtype) for p in model.parameters() if p.requires_grad]
 
 
-def _is_ours(hook: object) -> bool:
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(function, "__module__", "")).startswith(f"{__package__}.")
+def writes_to(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def require_apart(task: Task, inputs: Mapping[str, Tensor], size: int) -> None:
+    """Tries made-up neighbours in one micro-batch; collective where `task` is.
+
+    Args:
+        task: `task(**inputs)` returns loss_B.
+        inputs: two or more made-up examples, shaped as those of the micro-batch; never private data.
+        size: rows of the micro-batch.
+
+    Raises:
+        PrivacyConfigError: the loss of an example changes with its neighbours, or with chance, or there is not one for each;
+            or the model raises an error on the made-up examples as they were given.
+    """
+    if size < 2:
+        return
+    stays_B = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 1 / 3
+    stays_B[0], stays_B[size // 2] = False, True
+
+    def losses(micro_batch: Inputs, is_hostile: bool) -> Tensor:
+        with torch.no_grad(), must_take(f"{size} examples together"):
+            loss_B = task(**micro_batch)
+        if loss_B.shape != (size,):
+            raise PrivacyConfigError(
+                f"the task returned a tensor of shape {tuple(loss_B.shape)} for {size} examples, not one loss for each"
+            )
+        return loss_B[stays_B.to(loss_B.device)].double()
+
+    row_B = torch.arange(size) % len(next(iter(inputs.values())))
+    first, second = among_neighbours(inputs, row_B, stays_B, losses)
+    where = f"in micro-batches of {size} examples, in the precision of the run, "
+    compare_losses(first, second, 0.0 if first.device.type == "cpu" else IN_ANY_ORDER, where)
+
+
+def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, where: str = "") -> None:
+    """
+    Raises:
+        PrivacyConfigError: the losses of the same examples differ.
+    """
+    largest = float(first_B.nan_to_num(0, 0, 0).abs().max())
+    if not torch.allclose(first_B, second_B, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+        raise PrivacyConfigError(
+            f"{where}the loss of an example changes with the other examples of its micro-batch: every example's loss must "
+            "depend on that example alone, at every size (no mean over the batch, no contrast between examples, no state that "
+            "the forward keeps, no limit or group that examples share, no length that is fitted to the longest, no branch on "
+            "the size or dtype that leads to one)"
+        )
+
+
+def among_neighbours(
+    inputs: Mapping[str, Tensor], row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], T]
+) -> list[T]:
+    """What `run(micro_batch, is_hostile)` gives for examples that stay while the rows around them change, for two kinds of these.
+
+    Args:
+        row_B: which made-up example stands in a row.
+        stays_B: False for the rows that change.
+
+    Raises:
+        NotTaken: `run` raised it for too many kinds. The second and the last are whole examples, whose ids may have to stand
+            where they are.
+    """
+    kind_B = torch.arange(len(stays_B)) % 7
+
+    def hostile(x_B: Tensor) -> Tensor:
+        # A crowd of one example is for limits that count examples, a short one for lengths that are fitted to the longest.
+        y_B = torch.where(_as(kind_B > 4, x_B), x_B[:1], x_B.roll(1, 0))
+        y_B = torch.where(_as(kind_B == 4, x_B), shortened(x_B), y_B)
+        if x_B.is_floating_point():
+            for kind, value in enumerate((torch.nan, -LARGE, torch.inf, LARGE)):
+                y_B = torch.where(_as(kind_B == kind, x_B), y_B * value, y_B)
+        return y_B
+
+    kinds: list[Callable[[Tensor], Tensor]] = [
+        hostile,
+        lambda x_B: x_B.roll(1, 0),
+        lambda x_B: shortened(x_B[:1]).expand_as(x_B),
+        lambda x_B: x_B[:1].expand_as(x_B),
+    ]
+    found: list[T] = []
+    for change in kinds:
+        rows = {name: x[row_B.to(x.device)] for name, x in inputs.items()}
+        try:
+            micro_batch = {name: torch.where(_as(stays_B, x), x, change(x)) for name, x in rows.items()}
+            found.append(run(micro_batch, change is hostile))
+        except NotTaken:  # the model refuses such values itself; it is tried on those that it takes
+            if change is kinds[-1]:
+                raise
+        if len(found) == 2:
+            break
+    return found
+
+
+def _as(is_so_B: Tensor, like: Tensor) -> Tensor:
+    """(B, 1, ...) on the same device."""
+    return is_so_B.to(like.device).view(-1, *[1] * (like.dim() - 1))
+
+
+def shortened(x: Tensor) -> Tensor:
+    """The second half of dimension 1 (tokens, as a rule) is zero."""
+    if x.dim() < 2:
+        return x
+    length = x.shape[1]
+    is_kept = torch.arange(length, device=x.device) < -(-length // 2)
+    return torch.where(is_kept.view(-1, *[1] * (x.dim() - 2)), x, x.new_zeros(()))
+
+
+class NotTaken(PrivacyConfigError):
+    """The model raised an error on made-up inputs."""
+
+
+@contextmanager
+def must_take(what: str) -> Iterator[None]:
+    """Says in one line what the model raises on made-up inputs; clipping's own refusals pass.
+
+    It also refuses code that draws from a global generator: a mask or coin would depend on an example's place in the batch.
+
+    Raises:
+        NotTaken: the model raised something else.
+    """
+    before = _generators()
+    try:
+        yield
+    except PrivacyConfigError:
+        raise
+    except Exception as error:  # a model may raise anything
+        said = " ".join(str(error).split())[:200] or "without a word"
+        raise NotTaken(
+            f"the model raises {type(error).__name__} on made-up examples of the self-check ({what}): {said}; "
+            "give it made-up examples that it takes: made_up= of PrivateLoop, or inputs of check_against_autograd"
+        ) from error
+    if _generators() != before:
+        raise PrivacyConfigError(
+            "the forward draws random numbers, so an example's gradient depends on its place in the micro-batch: switch "
+            "dropout and random masks off (model.eval(), p = 0), or make them of an input that each example brings along"
+        )
+
+
+def _generators() -> list[object]:
+    """The states of the generators that code draws from if it names none."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    _, numbers, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # foreign models use it
+    states = [x.numpy().tobytes() for x in (torch.get_rng_state(), *devices)]
+    return [random.getstate(), np.asarray(numbers).tobytes(), rest, *states]
+
+
+@contextmanager
+def nothing_is_small(model: nn.Module) -> Iterator[None]:
+    """Weights near zero are random inside: one that starts at zero hides the gradients of the layers before it."""
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    small = {p: p.detach().clone() for p in floating if float(p.detach().norm()) < SMALL * math.sqrt(p.numel())}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in small:
+                std = p.shape[-1] ** -0.5 if p.dim() > 1 else 0.02
+                p.copy_(std * torch.randn(p.shape, generator=generator))
+        yield
+    finally:
+        with torch.no_grad():
+            for p, before in small.items():
+                p.copy_(before)
+
+
+@contextmanager
+def untouched(model: nn.Module, task: object, dtype: torch.dtype | None = None) -> Iterator[Callable[[], None]]:
+    """A check of a model leaves nothing behind: parameters, buffers and attributes of its modules are copies inside.
+
+    Floating parameters and buffers are of `dtype`, which is torch's default there too. Of attributes that are dicts, lists,
+    sets or deques (a cache) the entries are put back, not what lies deeper. Yields a function that puts attributes back early.
+
+    Raises:
+        PrivacyConfigError: something inside wrote into a parameter or buffer, or made a buffer: that would reach other
+            micro-batches, and leave the run in checkpoints, without noise.
+    """
+    tensors, default = {**dict(model.named_parameters()), **dict(model.named_buffers())}, torch.get_default_dtype()
+    originals, saved = {name: x.data for name, x in tensors.items()}, set(model.state_dict())
+    tables = [vars(module) for _, module in _modules(model, task)]
+    tables += [x for table in tables for x in table.values() if isinstance(x, dict | list | set | deque)]  # type: ignore[misc]
+    before = [(table, table.copy()) for table in tables]
+
+    def restore() -> None:
+        for table, content in before:
+            table.clear()
+            table.extend(content) if isinstance(table, list | deque) else table.update(content)
+
+    try:
+        for name, x in tensors.items():
+            is_cast = dtype is not None and x.is_floating_point()
+            x.data = originals[name].to(dtype, copy=True) if is_cast else originals[name].clone()
+        torch.set_default_dtype(dtype or default)
+        yield restore
+        after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, x in tensors.items():
+            if after.get(name) is not x or not torch.allclose(
+                x.data, originals[name].to(x.dtype), 0, 0, equal_nan=True
+            ):
+                raise PrivacyConfigError(
+                    f"the forward changes the buffer {name}: what it keeps of one micro-batch would reach others and leave the "
+                    "run without noise; keep no state in the forward"
+                )
+        if new := set(model.state_dict()) - saved:
+            raise PrivacyConfigError(
+                f"the forward makes the buffer {min(new)}, which would leave the run in checkpoints, without noise; make it in "
+                "__init__, or with persistent=False"
+            )
+    finally:
+        torch.set_default_dtype(default)
+        for name, x in tensors.items():
+            x.data = originals[name]
+        restore()

@@ -34,7 +34,7 @@ from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
 from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums, Slot
 from .blanking import needs_blanking
-from .checked import require_passed, trained
+from .checked import require_passed, trained, writes_to
 from .compiled import compiled_weights
 from .contributions import Contribution, in_full, is_short, may_cancel
 from .coverage import claims
@@ -43,7 +43,6 @@ from .functions import ClippingFunction, flat
 from .norms import NormTally
 from .precision import exact, wide, wide_dtype
 from .recorder import Call, Forward, Recorder, Task
-from .untouched import Writes, require_unwritten, writes_to
 
 NEVER_CLIPS = 1e20
 """A C above this clips nothing that does not overflow."""
@@ -53,6 +52,8 @@ which takes no time that can be measured on a model of 132,756 parameters; 2^22 
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
+Writes = list[tuple[str, Tensor, int]]
+"""(name, tensor, how often it had been written to)."""
 
 NOT_REPEATED = (
     "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the same backward gave different "
@@ -378,6 +379,18 @@ class ClippedSum:
         for part in parts:
             (part.without(factors.blank_B) if factors.blank_B is not None else part).add_weighted(weight_B, slot)
         self.accumulator.filled(name)
+
+
+def require_unwritten(writes: Writes, who: str) -> None:
+    """
+    Raises:
+        PrivacyConfigError: a tensor was written to since: the norm would not be that of what is summed.
+    """
+    for name, tensor, before in writes:
+        if writes_to(tensor) != before:
+            raise PrivacyConfigError(
+                f"{who} writes in place to what clipping still needs of {name} (a gradient, an output, an input): write to a copy"
+            )
 
 
 def by_parameter(passed: Forward, use: Callable[[str, Parts], None], marks: list[Tensor] | None = None) -> None:

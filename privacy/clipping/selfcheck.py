@@ -13,37 +13,48 @@ may be a thousand times as large. Three things find that at any size:
 * Everything is computed in float64, on copies of parameters and buffers, where the model can: then rounding is 1e-16 and a part
   of 1e-10 is seen. Where a forward narrows values to float32 itself, or cannot run in float64, a part of 1e-3 is.
 * In further batches, some rows hold what no data set should: NaN, infinity and numbers ten thousand times too large. Any
-  arithmetic that reads another row carries them over, at any strength, and the examples around them must stay what they were.
-  The same is tried in the precision of the run, with its dtypes and under its autocast. Where a model refuses such numbers
-  itself, the neighbours are other examples.
-* Every example alone, and the first hostile batch, meets the model as it was before its first call, so that statistics of a first
+  arithmetic that reads another row carries them over, at any strength, and the examples around them must stay what they were,
+  to the last bit. The same is tried in the precision of the run, with its dtypes and under its autocast. Other rows hold one
+  example again and again, or cut to half of its tokens, for limits that count examples and for work that is fitted to the
+  longest. Where a model refuses such rows itself, the neighbours are other examples.
+* Every example alone, and the first batch, meets the model as it was before its first call, so that statistics of a first
   call are those of one example and differ; the last batches meet it as a hostile one has left it.
-* In a last batch many rows hold one example and another example is cut to half of its tokens, for limits that count examples
-  and for work that is fitted to the longest.
 
-What a run has besides, its number of rows above all, is tried by apart.py, before the first micro-batch of that kind.
+What a run has besides, its number of rows above all, is tried by checked.py, before the first micro-batch of that kind.
 
 The check must not pass for lack of a gradient. Examples must differ, weights near zero (new heads, adapters, layer scales)
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import PrivacyConfigError
-from .apart import NotTaken, must_take, shortened
-from .checked import changes, note_passed, structure
+from .checked import (
+    Inputs,
+    NotTaken,
+    Task,
+    among_neighbours,
+    changes,
+    compare_losses,
+    must_take,
+    note_passed,
+    nothing_is_small,
+    shortened,
+    structure,
+    untouched,
+)
+from .clipped_sum import ClippedSum
+from .functions import ClippingFunction
 from .recorder import plain_words
 from .sharded import put_away, whole
-from .together import KINDS, Together, together, with_neighbours
-from .untouched import as_it_was, held, no_chance, nothing_is_small, on_copies
-
-Inputs = dict[str, Tensor]
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-10}
 """Relative difference of a parameter's gradient, by the narrowest dtype that the forward computes in."""
@@ -54,15 +65,27 @@ ATOMICS_TOLERANCE = 1e-5
 FLOOR = 0.01
 """Differences below FLOOR * tolerance of the largest gradient count as rounding, whatever the parameter's own gradient is."""
 MOST_EXAMPLES = 16
-"""Further examples are not looked at; and how many rows the crowd of one example has."""
-TRIED = (("none", True), ("not finite", True), ("large", False))
-"""The neighbours of the made-up examples in each batch, and whether the model is as before its first call or as it was left."""
+"""Further examples are not looked at."""
+_SHARES = [1 / (1 + row) for row in range(MOST_EXAMPLES)]
+"""What the gradient of each example counts for, in all batches: all differ."""
+FIRST, BEFORE_THE_LAST = 5, 3
+"""Neighbours: on both sides, so that work that is sorted by length, up or down, puts one of them between the examples."""
+
+
+class Together(NamedTuple):
+    """What the clipping rules make of examples that are together."""
+
+    loss_N: Tensor
+    sums: dict[str, Tensor]
+    """By parameter, sum_i share_i grad_i."""
+    num_calls: Mapping[str, int]
+    """By parameter, of its layers."""
 
 
 def check_against_autograd(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
-    task: Callable[..., Tensor] | None = None,
+    task: Task | None = None,
     *,
     unreached: Collection[str] = (),
 ) -> None:
@@ -82,76 +105,152 @@ def check_against_autograd(
 
     Raises:
         PrivacyConfigError: naming the parameter whose gradient differs most, or that no example reaches; or the loss of an
-            example depends on the others or on chance; or the forward changes a buffer, keeps what it computes in another way
-            that reaches later calls, or calls its layers as often as some example asks; or the inputs or dtypes do not do.
+            example depends on the others or on chance; or the forward changes a buffer, or calls its layers as often as some
+            example asks; or the inputs or dtypes do not do.
     """
     task = task or model
-    count = _require_different(inputs)
+    made_up = _different(inputs)
     put_away(model)
     before = structure(model, task)
     with whole(model), nothing_is_small(model):
         for dtype in (torch.float64, None):
-            made_up = {name: _in(dtype, x[:count]) for name, x in inputs.items()}
-            with as_it_was(model, task) as restore:
+            with untouched(model, task, dtype) as restore:
                 inside = structure(model, task)
-                with on_copies(model, dtype):
-                    precision = _precision(model, task, made_up, dtype)
-                    if precision is not None:
-                        _check(model, task, made_up, precision, unreached, restore)
+                wide = {name: _in(dtype, x) for name, x in made_up.items()}
+                precision = _precision(model, task, wide, dtype)
+                if precision is not None:
+                    _check(model, task, wide, precision, unreached, restore)
                 moved = changes(inside, structure(model, task))
             if precision is not None:
                 break
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
-            with as_it_was(model, task) as restore, on_copies(model, None):
-                _check_own_precision(model, task, {name: x[:count] for name, x in inputs.items()}, restore)
-    note_passed(model, task, {name: x[:count] for name, x in inputs.items()}, before, moved)
+            with untouched(model, task) as restore:
+                _among_neighbours(model, task, made_up, restore, is_wide=False)
+    note_passed(model, task, made_up, before, moved)
 
 
 def _check(
     model: nn.Module,
-    task: Callable[..., Tensor],
+    task: Task,
     inputs: Inputs,
     precision: torch.dtype,
     unreached: Collection[str],
     restore: Callable[[], None],
 ) -> None:
-    rows = range(len(next(iter(inputs.values()))))
-    share_of = [1 / (1 + row) for row in rows]  # what example i's gradient counts for, in all batches
-    loss_N, expected = _truth(model, task, inputs, share_of, restore)
-    _require_nothing_gathered(model, task, inputs)
-    seen: list[Together] = []
-    for neighbours, is_fresh in TRIED:
-        if is_fresh:
+    count, tolerance = len(next(iter(inputs.values()))), TOLERANCE[precision]
+    loss_N, expected = _truth(model, task, inputs, restore)
+
+    def require_truth(loss_B: Tensor, found: Together) -> None:
+        compare_losses(loss_B, found.loss_N, tolerance)
+        idle = [n for n in found.sums if n not in unreached and (n not in expected or not expected[n].any())]
+        if idle:
+            listed = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
+            raise PrivacyConfigError(
+                f"no made-up example gives {listed} a gradient, so the self-check would say nothing about it: make up "
+                "examples that reach it, or freeze it (requires_grad_(False)) if the loss never does"
+            )
+        _compare(expected, found.sums, tolerance)
+
+    # In another order, and one more row: the first example's share is split between two copies.
+    order, shares = [*reversed(range(count)), 0], _SHARES[:count]
+    weight_B = torch.tensor([*shares[:0:-1], 0.7 * shares[0], 0.3 * shares[0]], dtype=torch.float64)
+    restore()
+    require_truth(loss_N[order], _together(model, task, {name: x[order] for name, x in inputs.items()}, weight_B))
+    for found in _among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64):
+        require_truth(loss_N, found)
+
+
+def _among_neighbours(
+    model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None], *, is_wide: bool
+) -> list[Together]:
+    """What the clipping rules make of all made-up examples among neighbours of two kinds, which is equal for both."""
+    count = len(next(iter(inputs.values())))
+    stays_B = torch.tensor([*[False] * FIRST, *[True] * (count - 1), *[False] * BEFORE_THE_LAST, True])
+    row_B = torch.arange(len(stays_B)) % count
+    row_B[stays_B] = torch.arange(count)
+    weight_B = torch.zeros(len(stays_B), dtype=torch.float64)
+    weight_B[stays_B] = torch.tensor(_SHARES[:count], dtype=torch.float64)
+
+    taken: list[Together] = []
+
+    def run(batch: Inputs, is_hostile: bool) -> Together:
+        if not taken:  # the second meets the model as the first, a hostile one as a rule, has left it
             restore()
-        if neighbours == "none":
-            # In another order, and one more row: the first example's share is split between two copies.
-            order = [*reversed(rows), 0]
-            shares = [*share_of[:0:-1], 0.7 * share_of[0], 0.3 * share_of[0]]
-            found = together(model, task, {name: x[order] for name, x in inputs.items()}, shares)
-            _compare_losses(loss_N[order], found.loss_N, TOLERANCE[precision])
-        else:
-            found = with_neighbours(model, task, inputs, share_of, neighbours)
-            _compare_losses(loss_N, found.loss_N, TOLERANCE[precision])
-        seen.append(found)
-        _require_gradients([name for name in found.sums if name not in unreached], expected)
-        _compare(expected, found.sums, TOLERANCE[precision])
-    _require_as_many_calls(seen)
-    _compare_neighbours(*seen[1:], is_wide=precision == torch.float64)
-    _check_crowd(task, inputs, loss_N, TOLERANCE[precision])
+        with _tables_give_nan(model, ~stays_B) if is_hostile else nullcontext():
+            taken.append(_together(model, task, batch, weight_B))
+        return taken[-1]
+
+    first, second = among_neighbours(inputs, row_B, stays_B, run)
+    on_cpu = first.loss_N.device.type == "cpu"
+    tolerance = NEIGHBOURS_TOLERANCE if is_wide or on_cpu else ATOMICS_TOLERANCE
+    compare_losses(first.loss_N, second.loss_N, tolerance)
+    _compare(first.sums, second.sums, tolerance)
+    # How often layers are called moves how the gradient of every example is rounded.
+    names = first.num_calls.keys() | second.num_calls.keys()
+    differing = [name for name in names if first.num_calls.get(name) != second.num_calls.get(name)]
+    if differing:
+        raise PrivacyConfigError(
+            f"the layer of {min(differing)} is called more or less often among other examples, which moves how the gradient "
+            "of every example is rounded: call it as often in every micro-batch, and mask what is not needed"
+        )
+    with suppress(NotTaken), torch.no_grad(), must_take("cut to half"):
+        short = {name: shortened(x) for name, x in inputs.items()}
+        alone_B, among_B = (
+            task(**{name: torch.cat([x, others[name]]) for name, x in short.items()}) for others in (short, inputs)
+        )
+        compare_losses(alone_B[:count], among_B[:count], tolerance)
+    return [first, second]
 
 
-def _check_own_precision(
-    model: nn.Module, task: Callable[..., Tensor], inputs: Inputs, restore: Callable[[], None]
-) -> None:
-    """Among different neighbours, losses and gradients are equal in the precision of the run too, however rough that is."""
-    shares = [1.0] * len(next(iter(inputs.values())))
-    seen: list[Together] = []
-    for neighbours in KINDS:
-        restore()
-        seen.append(with_neighbours(model, task, inputs, shares, neighbours))
-    on_cpu = seen[0].loss_N.device.type == "cpu"
-    _compare_losses(seen[0].loss_N, seen[1].loss_N, NEIGHBOURS_TOLERANCE if on_cpu else ATOMICS_TOLERANCE)
-    _compare_neighbours(*seen, is_wide=False)
+@dataclass(frozen=True)
+class _ByPlace(ClippingFunction):
+    """Weights that are given, whatever the norms."""
+
+    weights: tuple[float, ...] = ()
+
+    def weight(self, norm_B: Tensor, bound: float) -> Tensor:
+        return norm_B.new_tensor(self.weights)
+
+
+def _together(model: nn.Module, task: Task, batch: Inputs, weight_B: Tensor) -> Together:
+    """What the clipping rules make of one batch, in which rows count for their weight; those of weight 0 are padding."""
+    seen: list[Tensor] = []
+
+    def watched(**inputs: Tensor) -> Tensor:
+        loss_B = task(**inputs)
+        seen.append(loss_B.detach())
+        return loss_B
+
+    def by_place(names: list[str], bound: float) -> ClippingFunction:
+        return _ByPlace(dict.fromkeys(names, 0), (bound,), weights=tuple(weight_B.tolist()))
+
+    clipped = ClippedSum(model, 1.0, function=by_place, self_check=False)
+    counts_B = (weight_B > 0).to(next(iter(batch.values())).device)
+    try:
+        with must_take(f"{len(counts_B)} examples together"):
+            clipped.add_micro_batch(watched, batch, ~counts_B)
+        return Together(seen[0][counts_B], dict(clipped.sums()), clipped.num_calls)
+    finally:
+        clipped.detach()
+
+
+@contextmanager
+def _tables_give_nan(model: nn.Module, is_hostile_B: Tensor) -> Iterator[None]:
+    """Trained tables return NaN for hostile rows of a batch: inputs that are ids cannot be made hostile themselves."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(is_hostile_B):
+            return None
+        is_hostile = is_hostile_B.to(output.device).view(-1, *[1] * (output.dim() - 1))
+        return torch.where(is_hostile, torch.nan, output)
+
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
+    handles = [table.register_forward_hook(hook) for table in tables]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
@@ -170,13 +269,16 @@ class _Narrowing(TorchFunctionMode):
         return y
 
 
-def _precision(
-    model: nn.Module, task: Callable[..., Tensor], inputs: Inputs, dtype: torch.dtype | None
-) -> torch.dtype | None:
+def _precision(model: nn.Module, task: Task, inputs: Inputs, dtype: torch.dtype | None) -> torch.dtype | None:
     """The narrowest dtype that the forward computes in; None if it cannot run in `dtype`."""
     if dtype is None:
-        _require_wide(model)
-        return min((p.dtype for p in model.parameters() if p.requires_grad), key=lambda d: torch.finfo(d).bits)
+        dtypes = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
+        for own in dtypes.keys() - TOLERANCE.keys():
+            raise PrivacyConfigError(
+                f"the self-check compares gradients in float32 or float64, {dtypes[own]} is {own}, and the model cannot run in "
+                "float64: check a copy of the model before it is cast, and give ClippedSum self_check=False"
+            )
+        return min(dtypes, key=lambda d: torch.finfo(d).bits)
     watch = _Narrowing()
     try:
         with torch.enable_grad(), watch:
@@ -186,61 +288,34 @@ def _precision(
     return torch.float32 if watch.seen else torch.float64
 
 
-def _require_nothing_gathered(model: nn.Module, task: Callable[..., Tensor], inputs: Inputs) -> None:
-    """What a forward keeps may be replaced by the next one, but not grow: a bank may be used only when it is full."""
-    sizes = []
-    for _ in range(3):
-        task(**{name: x[:1].clone() for name, x in inputs.items()})
-        holders, tensors = held(model, task)
-        sizes.append(len(tensors) + sum(map(len, holders)))
-    if sizes[2] > sizes[1]:
-        raise PrivacyConfigError(
-            "the forward keeps more with every call, in a list or another container of the model or its task: what it keeps of "
-            "one micro-batch would reach others; keep no state in the forward"
-        )
-
-
-def _require_wide(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.dtype not in TOLERANCE:
-            raise PrivacyConfigError(
-                f"the self-check compares gradients in float32 or float64, {name} is {p.dtype}, and the model cannot run in "
-                "float64: check a copy of the model before it is cast, and give ClippedSum self_check=False"
-            )
-
-
-def _require_different(inputs: Mapping[str, Tensor]) -> int:
-    """The number of examples to look at."""
+def _different(inputs: Mapping[str, Tensor]) -> Inputs:
+    """The examples to look at."""
     sizes = {name: len(x) for name, x in inputs.items()}
     if len(set(sizes.values())) != 1 or min(sizes.values()) < 2:
         raise PrivacyConfigError(
             f"the self-check needs two or more made-up examples, the same number in each input: {sizes}"
         )
-    count = min(MOST_EXAMPLES, *sizes.values())
-    for i in range(count):
+    made_up = {name: x[:MOST_EXAMPLES] for name, x in inputs.items()}
+    for i in range(len(next(iter(made_up.values())))):
         for j in range(i):
-            if all(torch.equal(x[i], x[j]) for x in inputs.values()):
+            if all(torch.equal(x[i], x[j]) for x in made_up.values()):
                 raise PrivacyConfigError(
                     f"the made-up examples {j} and {i} are equal, so the self-check could not tell one's gradient from the "
                     "other's: make up examples that differ"
                 )
-    return count
+    return made_up
 
 
 def _truth(
-    model: nn.Module,
-    task: Callable[..., Tensor],
-    inputs: Mapping[str, Tensor],
-    share_of: Sequence[float],
-    restore: Callable[[], None],
+    model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(N,) losses of examples that are alone, and sum_i share_i grad_i by torch's backward, where there is a gradient."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses: list[Tensor] = []
     total: dict[str, Tensor] = {}
-    for i, share in enumerate(share_of):
+    for i, share in zip(range(len(next(iter(inputs.values())))), _SHARES, strict=False):
         restore()
-        with torch.enable_grad(), no_chance(), must_take("one alone"), plain_words():
+        with torch.enable_grad(), must_take("one alone"), plain_words():
             loss_B = task(**{name: x[i : i + 1].clone() for name, x in inputs.items()})
         if loss_B.shape != (1,) or not bool(loss_B.isfinite()):
             raise PrivacyConfigError(
@@ -255,61 +330,6 @@ def _truth(
             if g is not None:
                 total[name] = total[name].add_(g, alpha=share) if name in total else share * g
     return torch.cat(losses), total
-
-
-def _check_crowd(task: Callable[..., Tensor], inputs: Mapping[str, Tensor], loss_N: Tensor, tolerance: float) -> None:
-    """The losses among many rows of one example, and of another cut to half: they are all that of the example alone."""
-    crowd = {name: x[:1].expand(MOST_EXAMPLES, *x.shape[1:]) for name, x in inputs.items()}
-    short = {name: shortened(x[-1:]) for name, x in inputs.items()}
-    with torch.no_grad(), no_chance():
-        try:
-            with must_take("cut to half"):
-                short_1 = task(**{name: x.clone() for name, x in short.items()})
-                together_B = task(**{name: torch.cat([crowd[name], x, short[name]]) for name, x in inputs.items()})
-        except NotTaken:  # as for hostile rows
-            short_1 = loss_N[:0]
-            with must_take(f"{MOST_EXAMPLES + len(loss_N)} examples together"):
-                together_B = task(**{name: torch.cat([crowd[name], x]) for name, x in inputs.items()})
-    alone_B = torch.cat([loss_N[:1].expand(MOST_EXAMPLES), loss_N, short_1])
-    known_B = alone_B.isfinite()
-    _compare_losses(alone_B[known_B], together_B[known_B], tolerance)
-
-
-def _compare_losses(alone_B: Tensor, together_B: Tensor, tolerance: float) -> None:
-    largest = float(alone_B.nan_to_num(0, 0, 0).abs().max()) if len(alone_B) else 0.0
-    if not torch.allclose(alone_B, together_B, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
-        raise PrivacyConfigError(
-            "the loss of an example changes with the other examples of its micro-batch: every example's loss must depend on "
-            "that example alone (no mean over the batch, no contrast between examples, no state that the forward keeps, no "
-            "limit that examples share, no length that is fitted to the longest)"
-        )
-
-
-def _require_gradients(names: Iterable[str], gradients: Mapping[str, Tensor]) -> None:
-    idle = [name for name in names if name not in gradients or not gradients[name].any()]
-    if idle:
-        listed = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
-        raise PrivacyConfigError(
-            f"no made-up example gives {listed} a gradient, so the self-check would say nothing about it: make up examples "
-            "that reach it, or freeze it (requires_grad_(False)) if the loss never does"
-        )
-
-
-def _compare_neighbours(first: Together, second: Together, *, is_wide: bool) -> None:
-    """Two batches of one size that differ in the neighbours alone: kernels give equal bits for the others."""
-    in_any_order = not is_wide and any(x.device.type != "cpu" for x in first.sums.values())
-    _compare(first.sums, second.sums, ATOMICS_TOLERANCE if in_any_order else NEIGHBOURS_TOLERANCE)
-
-
-def _require_as_many_calls(batches: Sequence[Together]) -> None:
-    """Contributions are as many in every batch: their number moves how the gradient of every example is rounded."""
-    first, *others = (batch.num_calls for batch in batches)
-    differing = {name for calls in others for name in {**first, **calls} if first.get(name) != calls.get(name)}
-    if differing:
-        raise PrivacyConfigError(
-            f"the layer of {min(differing)} is called more or less often among other examples, which moves how the gradient "
-            "of every example is rounded: call it as often in every micro-batch, and mask what is not needed"
-        )
 
 
 def _compare(expected: Mapping[str, Tensor], sums: Mapping[str, Tensor], tolerance: float) -> None:

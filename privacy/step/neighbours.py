@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..clipping.accumulators import EXAMPLES_PER_PART
-from ..clipping.apart import require_apart
+from ..clipping.checked import require_apart
 from ..clipping.recorder import Task
 from ..errors import PrivacyConfigError
 from . import collectives

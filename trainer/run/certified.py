@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from privacy.clipping.certified_sum import CertifiedSum
-from privacy.clipping.untouched import nothing_is_small
+from privacy.clipping.checked import nothing_is_small
 from privacy.errors import PrivacyConfigError
 from privacy.step.engine import Engine, holds_whole_weights, to_device
 from trainer.ranks import distributed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.untouched import writes_to
+from privacy.clipping.checked import writes_to
 from privacy.errors import PrivacyConfigError
 
 

@@ -1,8 +1,10 @@
-"""The self-check cannot pass for want of a gradient, and ClippedSum takes nothing from a model that has not passed."""
+"""The self-check cannot pass for want of a gradient. ClippedSum wants a model that has passed, and has not changed since."""
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +41,9 @@ def add(total: ClippedSum, task: Callable[..., Tensor], **inputs: Tensor) -> Non
     total.add_micro_batch(task, inputs, torch.zeros(3, dtype=torch.bool))
 
 
+# What has not passed.
+
+
 def test_the_first_micro_batch_is_refused_until_the_check_has_passed() -> None:
     model, x = Net(), torch.randn(3, 4)
     total = ClippedSum(model, 1.0)
@@ -53,112 +58,23 @@ def test_the_first_micro_batch_is_refused_until_the_check_has_passed() -> None:
     add(ClippedSum(twin, 1.0, self_check=False), twin, x=x)
 
 
-@pytest.mark.parametrize("factor", [1e25, 1e160, 1e-60])
-def test_gradients_that_overflow_or_underflow_cannot_be_compared(factor: float) -> None:
-    """In float32 all are infinite or zero; at 1e160 the norms overflow in float64 too."""
-    for model in (Net(), Net(wrong=1.0)):
-        with pytest.raises(PrivacyConfigError, match=r"nothing can be compared: scale the loss|gradient of a\.weight"):
-            check_against_autograd(model, made_up(), lambda x, net=model: net(x) * factor)
-
-
-def test_a_check_that_failed_does_not_count() -> None:
-    model = Net(wrong=1.0)
-    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
-        check_against_autograd(model, made_up())
-    with pytest.raises(PrivacyConfigError, match="has not passed"):
-        add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
-
-
-class Words(nn.Module):
-    """Layers of which attributes decide what they do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.positions = nn.Embedding(9, 4), nn.Embedding(3, 4).requires_grad_(False)
-        self.drop, self.norm, self.last = nn.Dropout(0.0), nn.LayerNorm(4), nn.Linear(4, 3)
-        self.calls, self.cache = 0, {}  # type: ignore[var-annotated]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.calls += 1
-        shift = self.cache.setdefault("shift", torch.ones(4, dtype=self.last.weight.dtype))
-        h = self.table(ids) + self.positions(torch.arange(ids.shape[1])[None]) + shift
-        return self.last(self.norm(self.drop(h))).sin().sum((1, 2))
-
-
-def doubled(module: nn.Module, args: object, y: Tensor) -> Tensor:
-    return 2 * y
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        (lambda m: m.eval(), r"training has changed .*model\.train\(\) or model\.eval"),
-        (lambda m: m.norm.eval(), r"norm\.training"),
-        (lambda m: m.last.bias.requires_grad_(False), r"last\.bias has changed .*frozen or unfrozen"),
-        (lambda m: m.positions.requires_grad_(True), r"positions\.weight"),
-        (lambda m: setattr(m, "last", nn.Linear(4, 3)), r"self-check, last\W.*layers were exchanged"),
-        (lambda m: setattr(m.last, "weight", nn.Parameter(torch.ones(3, 4))), r"last\.weight"),
-        (lambda m: setattr(m.last, "extra", nn.Parameter(torch.ones(3))), r"last\.extra"),
-        (lambda m: setattr(m.table, "max_norm", 0.1), r"table\.max_norm"),
-        (lambda m: setattr(m.positions, "max_norm", 0.1), r"positions\.max_norm"),
-        (lambda m: setattr(m.table, "scale_grad_by_freq", True), r"table\.scale_grad_by_freq"),
-        (lambda m: setattr(m.table, "sparse", True), r"table\.sparse"),
-        (lambda m: setattr(m.table, "padding_idx", 1), r"table\.padding_idx"),
-        (lambda m: setattr(m.drop, "p", 0.5), r"drop\.p"),
-        (lambda m: setattr(m.norm, "eps", 0.1), r"norm\.eps"),
-        (lambda m: setattr(m.last, "forward", lambda x: x[..., :3]), r"last\.forward"),
-        (lambda m: m.last.register_forward_hook(doubled), r"last\._forward_hooks"),
-        (lambda m: m.last.register_forward_pre_hook(lambda m, args: args), r"last\._forward_pre_hooks"),
-        (lambda m: m.norm.register_full_backward_hook(lambda m, g, h: None), r"norm\._"),
-    ],
-)
-def test_the_model_must_be_what_it_was_when_it_passed(change: Callable[[Any], object], line: str) -> None:
-    """But for what its own forward changes."""
-    model, ids = Words(), torch.tensor([[1, 2], [3, 4], [5, 6]])
-    check_against_autograd(model, {"ids": ids})
-    assert model.calls == 0 and not model.cache
-    total = ClippedSum(model, 1.0)
-    for _ in range(2):
-        add(total, model, ids=ids)
-    change(model)
-    with pytest.raises(PrivacyConfigError, match=line):
-        add(total, model, ids=ids)
-    try:  # checked again, it is what it was; what no clipping can follow is refused by the check
-        check_against_autograd(model, {"ids": ids})
-        fresh = ClippedSum(model, 1.0)
-    except PrivacyConfigError:
-        return
-    add(fresh, model, ids=ids)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda m: m.a.bias.requires_grad_(False), lambda m: m.double(), lambda m: setattr(m, "a", nn.Linear(4, 5))],
-)
-def test_a_sum_is_for_the_parameters_that_it_was_made_for(change: Callable[[Any], object]) -> None:
-    model = Net()
-    total = ClippedSum(model, 1.0)
-    change(model)
-    x = torch.randn(3, 4, dtype=model.b.weight.dtype)
-    check_against_autograd(model, {"x": x})
-    with pytest.raises(PrivacyConfigError, match="since this sum was made"):
-        add(total, model, x=x)
-
-
-def test_the_task_and_the_names_of_its_inputs_are_those_of_the_check() -> None:
+def test_the_task_and_the_names_and_kinds_of_its_inputs_are_those_of_the_check() -> None:
     """A loss outside the model may mix examples too; another input may take another way."""
     model, x = nn.Linear(4, 3), torch.randn(3, 4)
 
     def task(x: Tensor, shift: float | Tensor = 0.0) -> Tensor:
-        return (model(x) + shift).square().sum(1)
+        return (model(x.to(model.weight.dtype)) + shift).square().flatten(1).sum(1)
 
     check_against_autograd(model, made_up(), task)
     total = ClippedSum(model, 1.0)
     add(total, task, x=x)
     with pytest.raises(PrivacyConfigError, match="is not the one that passed"):
         add(total, lambda x: task(x) - task(x).mean(), x=x)
-    with pytest.raises(PrivacyConfigError, match="inputs named shift, x"):
+    with pytest.raises(PrivacyConfigError, match=r"inputs named shift .*, x"):
         add(total, task, x=x, shift=torch.zeros(3, 1))
+    for other in (x.double(), x[:, None], x.long()):
+        with pytest.raises(PrivacyConfigError, match=r"inputs named x \("):
+            add(total, task, x=other)
 
 
 def test_a_bound_method_is_one_task() -> None:
@@ -175,6 +91,147 @@ def test_a_bound_method_is_one_task() -> None:
     add(ClippedSum(loss.model, 1.0), loss.of, x=torch.randn(3, 4))
 
 
+# What has changed since: from ids and flags, beside what the model's own forward changes.
+
+
+class Words(nn.Module):
+    """Keeps things, some of which its forward moves; attributes of layers decide what they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(9, 4), nn.Embedding(3, 4).requires_grad_(False)
+        self.drop, self.norm, self.last = nn.Dropout(0.0), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.register_buffer("flag", torch.zeros(2))
+        self.config, self.calls, self.cache, self.seen = SimpleNamespace(calls=0), 0, {}, deque[int](maxlen=1)  # type: ignore[var-annotated]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls, self.config.calls = self.calls + 1, self.config.calls + 1
+        self.register_buffer("shift", torch.zeros(1), persistent=False)
+        if not self.seen:
+            self.norm.register_forward_hook(lambda m, args, y: self.seen.append(len(y)))
+        shift = self.cache.setdefault("shift", torch.ones(4, dtype=self.last.weight.dtype))
+        h = self.table(ids) + self.positions(torch.arange(ids.shape[1])[None]) + shift
+        return self.last(self.norm(self.drop(h))).sin().sum((1, 2))
+
+
+class Loss(nn.Module):
+    """A task that is a module of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.drop = model, nn.Dropout(0.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.model(ids))
+        return y
+
+
+def adapter(m: Any) -> None:
+    m.last = nn.Sequential(m.last, nn.Linear(3, 3))
+
+
+CHANGES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda m: m.eval(), r"training has changed .*model\.train\(\) or model\.eval"),
+    (lambda m: m.norm.eval(), r"norm\.training"),
+    (lambda m: m.last.bias.requires_grad_(False), r"last\.bias has changed .*frozen or unfrozen"),
+    (lambda m: m.positions.requires_grad_(True), r"positions\.weight"),
+    (lambda m: setattr(m, "last", nn.Linear(4, 3)), r"last has.*layers were exchanged"),
+    (adapter, "last"),
+    (lambda m: m.add_module("beside", nn.Identity()), "beside"),
+    (lambda m: setattr(m.last, "__class__", type("Other", (nn.Linear,), {})), "last"),
+    (lambda m: setattr(m.last, "weight", nn.Parameter(torch.ones(3, 4))), r"last\.weight"),
+    (lambda m: setattr(m.last, "extra", nn.Parameter(torch.ones(3))), r"last\.extra"),
+    (lambda m: setattr(m.table, "max_norm", 0.1), r"table\.max_norm"),
+    (lambda m: setattr(m.drop, "p", 0.5), r"drop\.p"),
+    (lambda m: setattr(m.norm, "eps", 0.1), r"norm\.eps"),
+    (lambda m: setattr(m.last, "forward", lambda x: x[..., :3]), r"last\.forward"),
+    (lambda m: m.last.register_forward_hook(lambda m, args, y: 2 * y), r"last\._forward_hooks"),
+    (lambda m: m.last.register_forward_pre_hook(lambda m, args: args), r"last\._forward_pre_hooks"),
+    (lambda m: m.norm.register_full_backward_hook(lambda m, g, h: None), r"norm\._"),
+    (lambda m: m.last.weight.register_hook(lambda g: 2 * g), r"last\.weight"),
+    (lambda m: m.last.weight.register_post_accumulate_grad_hook(lambda p: None), r"last\.weight"),
+    (lambda m: m.flag.fill_(1), "flag"),
+    (lambda m: setattr(m, "flag", torch.zeros(2)), "flag"),
+    (lambda m: m.load_state_dict(m.state_dict()), "flag"),
+]
+
+
+@pytest.mark.parametrize(("change", "line"), CHANGES)
+def test_the_model_must_be_what_it_was_when_it_passed(change: Callable[[Any], object], line: str) -> None:
+    model, ids = Words(), torch.tensor([[1, 2], [3, 4], [5, 6]])
+    check_against_autograd(model, {"ids": ids})
+    assert model.calls == 0 and not model.cache
+    total = ClippedSum(model, 1.0)
+    for _ in range(2):
+        add(total, model, ids=ids)
+        with torch.no_grad():  # which is training
+            model.last.weight.sub_(0.1)
+    change(model)
+    with pytest.raises(PrivacyConfigError, match=f"since the self-check.*{line}"):
+        add(total, model, ids=ids)
+
+
+@pytest.mark.parametrize("change", ["global hook", "hook at a reused address", "mode of the task", "drop of the task"])
+def test_changes_outside_of_the_model_are_noticed_too(change: str) -> None:
+    model, ids = Words(), torch.tensor([[1, 2], [3, 4], [5, 6]])
+    task, first = Loss(model), model.last.register_forward_hook(lambda m, args, y: None)
+    check_against_autograd(model, {"ids": ids}, task)
+    add(ClippedSum(model, 1.0), task, ids=ids)
+    if change == "global hook":
+        first = nn.modules.module.register_module_forward_hook(lambda m, args, y: None)
+    elif change == "mode of the task":
+        task.eval()
+    elif change == "drop of the task":
+        task.drop.p = 0.5
+    else:
+        first.remove()
+        model.last.register_forward_hook(lambda m, args, y: 2 * y)
+    try:
+        with pytest.raises(PrivacyConfigError, match="since the self-check"):
+            add(ClippedSum(model, 1.0), task, ids=ids)
+    finally:
+        first.remove()
+
+
+def test_a_first_use_of_the_compiler_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wraps how modules are made, wherever in the program it comes: before the check, in it or after it."""
+    usual = nn.Module.__init__
+    model = Net()
+    check_against_autograd(model, made_up())
+    monkeypatch.setattr(nn.Module, "__init__", lambda self, *args, **more: usual(self, *args, **more))
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m.a.bias.requires_grad_(False), lambda m: m.double(), lambda m: setattr(m, "a", nn.Linear(4, 5))],
+)
+def test_a_sum_is_for_the_parameters_that_it_was_made_for(change: Callable[[Any], object]) -> None:
+    model = Net()
+    total = ClippedSum(model, 1.0)
+    change(model)
+    x = torch.randn(3, 4, dtype=model.b.weight.dtype)
+    check_against_autograd(model, {"x": x})
+    with pytest.raises(PrivacyConfigError, match="since this sum was made"):
+        add(total, model, x=x)
+
+
+def test_the_check_leaves_everything_as_it_was() -> None:
+    model, inputs = Net(factor=1e-8), made_up()
+    model.register_buffer("seen", torch.tensor([0.0, torch.nan]))
+    state = copy.deepcopy(model.state_dict())
+    generators = torch.get_rng_state(), random.getstate()
+    x = inputs["x"].clone()
+    check_against_autograd(model, inputs)
+    assert all(
+        torch.equal(value.nan_to_num(7), state[name].nan_to_num(7)) for name, value in model.state_dict().items()
+    )
+    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+    assert torch.equal(inputs["x"], x) and all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 # A check that could pass vacuously.
 
 
@@ -184,35 +241,27 @@ def ignores_scale(model: Net) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("make", "inputs", "task", "line"),
+    ("inputs", "task", "line"),
     [
-        (Net, {"x": torch.zeros(2, 4)}, None, "equal"),
-        (Net, {"x": torch.ones(3, 4)}, None, "examples 0 and 1 are equal"),
-        (Net, made_up(1), None, "two or more"),
-        (Net, {**made_up(2), "other": torch.zeros(3)}, None, "the same number"),
-        (Net, {"x": torch.eye(4)[:2] * 0 + torch.tensor([[0.0], [float("nan")]])}, None, "one finite loss"),
-        (Net, made_up(), ignores_scale, "gives scale a gradient"),
-        (Net, made_up(), lambda model: lambda x: model(x) * 0, r"gives scale, a\.weight, a\.bias, .* a gradient"),
-        (Net, made_up(), lambda model: lambda x: model(x).detach(), "was it detached"),
-        (Net, made_up(), lambda model: lambda x: model(x).relu() * -1 + model.a(x)[:, 0] * 0, None),
-        (Net, made_up(), lambda model: lambda x: model(x).mean(), "one finite loss per example|one loss per example"),
+        ({"x": torch.ones(3, 4)}, None, "examples 0 and 1 are equal"),
+        (made_up(1), None, "two or more"),
+        ({**made_up(2), "other": torch.zeros(3)}, None, "the same number"),
+        ({"x": torch.eye(4)[:2] * 0 + torch.tensor([[0.0], [float("nan")]])}, None, "one finite loss"),
+        (made_up(), ignores_scale, "gives scale a gradient"),
+        (made_up(), lambda model: lambda x: model(x) * 0, r"gives scale, a\.weight, a\.bias, .* a gradient"),
+        (made_up(), lambda model: lambda x: model(x).detach(), "was it detached"),
+        (made_up(), lambda model: lambda x: model(x).mean(), "one finite loss per example|one loss per example"),
     ],
 )
 def test_what_the_check_cannot_exercise_is_refused_by_name(
-    make: Callable[[], Net],
-    inputs: dict[str, Tensor],
-    task: Callable[[Net], Callable[..., Tensor]] | None,
-    line: str | None,
-    dtype: torch.dtype,
+    inputs: dict[str, Tensor], task: Callable[[Net], Callable[..., Tensor]] | None, line: str, dtype: torch.dtype
 ) -> None:
-    model = make().to(dtype)
+    model = Net().to(dtype)
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
-    used = task(model) if task is not None else None
-    if line is None:
-        check_against_autograd(model, inputs, used)
-        return
     with pytest.raises(PrivacyConfigError, match=line):
-        check_against_autograd(model, inputs, used)
+        check_against_autograd(model, inputs, task(model) if task is not None else None)
+    with pytest.raises(PrivacyConfigError, match="has not passed"):
+        add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
 
 
 def test_parameters_that_are_named_need_no_gradient() -> None:
@@ -221,16 +270,6 @@ def test_parameters_that_are_named_need_no_gradient() -> None:
     add(ClippedSum(model, 1.0), task, x=torch.randn(3, 4))
     with pytest.raises(PrivacyConfigError, match="gives scale a gradient"):
         check_against_autograd(model, made_up(), task, unreached=["a.weight"])
-
-
-def test_inputs_of_zeros_exercise_no_weight() -> None:
-    model = nn.Linear(4, 3)
-    with pytest.raises(PrivacyConfigError, match="gives weight a gradient"):
-        check_against_autograd(
-            model,
-            {"x": torch.zeros(2, 4), "w": torch.tensor([1.0, 2.0])},
-            lambda x, w: (model(x) - 1).square().sum(1) * w,
-        )
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-7, 1e-4])
@@ -242,15 +281,6 @@ def test_weights_near_zero_hide_nothing(factor: float, dtype: torch.dtype) -> No
     check_against_autograd(Net(factor).to(dtype), inputs)
     with pytest.raises(PrivacyConfigError, match=r"gradient of a\.(weight|bias)"):
         check_against_autograd(Net(factor, wrong=1.0).to(dtype), inputs)
-
-
-def test_a_small_gradient_is_compared_with_itself() -> None:
-    """In float32 a layer whose gradient is a thousandth of the largest one is wrong by five per cent."""
-    torch.manual_seed(0)
-    inputs = {"x": made_up()["x"] * 1e-3}
-    check_against_autograd(Net(), inputs)
-    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
-        check_against_autograd(Net(wrong=0.05), inputs)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1e-6])
@@ -268,11 +298,7 @@ def test_half_precision_is_checked_in_double_precision(wrong: float) -> None:
         else:
             check_against_autograd(model, inputs, used)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-
-
-def test_half_precision_that_cannot_be_widened_is_refused_with_a_way_out() -> None:
-    model, inputs = Net().bfloat16(), {"x": made_up()["x"].bfloat16()}
-    with pytest.raises(PrivacyConfigError, match="before it is cast"):
+    with pytest.raises(PrivacyConfigError, match="before it is cast"):  # it cannot be widened
         check_against_autograd(model, inputs, lambda x: model(x.bfloat16()))
 
 
@@ -291,6 +317,23 @@ def test_a_model_that_only_runs_in_float32_is_checked_in_float32() -> None:
             assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.parametrize("factor", [1e25, 1e160, 1e-60])
+def test_gradients_that_overflow_or_underflow_cannot_be_compared(factor: float) -> None:
+    """In float32 all are infinite or zero; at 1e160 the norms overflow in float64 too."""
+    for model in (Net(), Net(wrong=1.0)):
+        with pytest.raises(PrivacyConfigError, match=r"nothing can be compared: scale the loss|gradient of a\.weight"):
+            check_against_autograd(model, made_up(), lambda x, net=model: net(x) * factor)
+
+
+def test_a_small_gradient_is_compared_with_itself() -> None:
+    """A layer whose gradient is a thousandth of the largest one is wrong by five per cent."""
+    torch.manual_seed(0)
+    inputs = {"x": made_up()["x"] * 1e-3}
+    check_against_autograd(Net(), inputs)
+    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
+        check_against_autograd(Net(wrong=0.05), inputs)
+
+
 @pytest.mark.parametrize("bound", [0.0, -1.0, 1e-45, 1e-13, 1e21, float("nan"), -float("inf")])
 def test_bounds_at_which_norms_underflow_or_overflow_are_refused(bound: float) -> None:
     with pytest.raises(PrivacyConfigError, match="between 1e-12, "):
@@ -307,26 +350,38 @@ def test_no_noise_is_worth_anything_without_clipping() -> None:
         total.releases(1.0)
 
 
+def test_a_model_in_float32_and_float64_is_refused() -> None:
+    """A product of the float64 layer may overflow a sum in fp32."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(PrivacyConfigError, match="dtypes whose sums have different precision"):
+        ClippedSum(model, 1.0, self_check=False)
+
+
 # Every way in which a rule can be wrong, in a rule.
 
-Gradients = dict[str, Contribution]
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def broken(
-    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-) -> Callable[[nn.Module, Tensor, Tensor], Gradients]:
-    def rule(module: nn.Module, x: Tensor, g: Tensor) -> Gradients:
+def broken(change: Change) -> Callable[[nn.Module, Tensor, Tensor], dict[str, Contribution]]:
+    def rule(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
         x, g = change(x, g)
         return {"weight": OuterProducts(x[:, None], g[:, None]), "bias": Dense(g)}
 
     return rule
 
 
+def swapped(count: int) -> list[int]:
+    return [*range(count - 2), count - 1, count - 2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [2, 3, 7])
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_broken_rule_is_found(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, inputs = Net().to(dtype), {name: x.to(dtype) for name, x in made_up(count).items()}
+    monkeypatch.setitem(RULES, nn.Linear, broken(lambda x, g: (x, g)))
+    check_against_autograd(model, inputs)
+    changes: list[Change] = [
         lambda x, g: (x.flip(0), g.flip(0)),
         lambda x, g: (x.roll(1, 0), g.roll(1, 0)),
         lambda x, g: (x[swapped(len(x))], g[swapped(len(x))]),
@@ -336,58 +391,8 @@ def broken(
         lambda x, g: (x, torch.cat([g[:-1], 0 * g[-1:]])),
         lambda x, g: (x * 0, g),
         lambda x, g: (x, g / 0),
-    ],
-    ids=[
-        "reversed",
-        "next",
-        "last_two",
-        "one_per_cent",
-        "mean_input",
-        "mean_gradient",
-        "last_missing",
-        "zero",
-        "infinite",
-    ],
-)
-def test_a_broken_rule_is_found(
-    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    count: int,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    model, inputs = Net().to(dtype), {name: x.to(dtype) for name, x in made_up(count).items()}
-    check_against_autograd(model, inputs)
-    monkeypatch.setitem(RULES, nn.Linear, broken(lambda x, g: (x, g)))
-    check_against_autograd(model, inputs)
-    monkeypatch.setitem(RULES, nn.Linear, broken(change))
-    with pytest.raises(PrivacyConfigError, match="do not see the gradient"):
-        check_against_autograd(model, inputs)
-
-
-def swapped(count: int) -> list[int]:
-    return [*range(count - 2), count - 1, count - 2]
-
-
-def test_the_check_leaves_everything_as_it_was() -> None:
-    class Plain(Net):
-        def __init__(self) -> None:
-            super().__init__(factor=1e-8)
-            self.register_buffer("seen", torch.zeros(4))
-
-    model, inputs = Plain(), made_up()
-    state = copy.deepcopy(model.state_dict())
-    generators = torch.get_rng_state(), random.getstate()
-    x = inputs["x"].clone()
-    check_against_autograd(model, inputs)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
-    assert torch.equal(inputs["x"], x) and all(p.grad is None for p in model.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_model_in_float32_and_float64_is_refused() -> None:
-    """A product of the float64 layer may overflow a sum in fp32."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(PrivacyConfigError, match="dtypes whose sums have different precision"):
-        ClippedSum(model, 1.0, self_check=False)
+    ]
+    for change in changes:
+        monkeypatch.setitem(RULES, nn.Linear, broken(change))
+        with pytest.raises(PrivacyConfigError, match="do not see the gradient"):
+            check_against_autograd(model, inputs)
