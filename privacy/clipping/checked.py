@@ -342,7 +342,7 @@ def must_take(what: str) -> Iterator[None]:
     before = _generators()
     try:
         yield
-    except PrivacyConfigError:
+    except (PrivacyConfigError, MemoryError, torch.OutOfMemoryError):  # the last two speak for themselves
         raise
     except Exception as error:  # a model may raise anything
         said = " ".join(str(error).split())[:200] or "without a word"

@@ -170,9 +170,10 @@ class Recorder:
                 with torch.enable_grad():
                     with plain_words():
                         loss_B = task(**inputs)
-                    if loss_B.shape != (batch_size,):
+                    shape = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
+                    if shape != (batch_size,):
                         raise PrivacyConfigError(
-                            f"the task returned a tensor of shape {tuple(loss_B.shape)} for {batch_size} examples: it must "
+                            f"the task returned {shape} for {batch_size} examples, not a tensor of shape ({batch_size},): it must "
                             'return one loss per example, (B,); a loss function of torch does so with reduction="none"'
                         )
                     if not loss_B.requires_grad:

@@ -317,9 +317,10 @@ def _truth(
         restore()
         with torch.enable_grad(), must_take("one alone"), plain_words():
             loss_B = task(**{name: x[i : i + 1].clone() for name, x in inputs.items()})
-        if loss_B.shape != (1,) or not bool(loss_B.isfinite()):
+        if not isinstance(loss_B, Tensor) or loss_B.shape != (1,) or not bool(loss_B.isfinite()):
+            found = loss_B.tolist() if isinstance(loss_B, Tensor) else type(loss_B).__name__
             raise PrivacyConfigError(
-                f"the task must return one finite loss per example: for one made-up example alone it returned {loss_B.tolist()}"
+                f"the task must return one finite loss per example: for one made-up example alone it returned {found}"
             )
         losses.append(loss_B.detach())
         if not loss_B.requires_grad:

@@ -396,3 +396,44 @@ def test_a_broken_rule_is_found(count: int, dtype: torch.dtype, monkeypatch: pyt
         monkeypatch.setitem(RULES, nn.Linear, broken(change))
         with pytest.raises(PrivacyConfigError, match="do not see the gradient"):
             check_against_autograd(model, inputs)
+
+
+REACHED: dict[str, Callable[[Any], object]] = {
+    "list": lambda m: setattr(m, "parts", [m.a]),
+    "tuple in a dict": lambda m: setattr(m, "parts", {"a": (m.a,)}),
+    "object": lambda m: setattr(m, "parts", SimpleNamespace(layer=m.a)),
+    "plain attribute": lambda m: object.__setattr__(m, "parts", m.a),
+    "plain attribute of a layer": lambda m: object.__setattr__(m.a, "owner", m),
+    "function": lambda m: setattr(m, "parts", lambda: m.a),
+    "bound method": lambda m: setattr(m, "parts", m.a.forward),
+    "class": lambda m: setattr(type(m), "parts", [m.a]),
+}
+
+
+@pytest.mark.parametrize("way", REACHED)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_layer_that_is_reached_in_other_ways_too_is_trained(way: str, early: bool) -> None:
+    """Early: the attribute is there before the layers are registered."""
+
+    class Reached(Net):
+        def __init__(self) -> None:
+            if early:
+                self.parts = None
+            super().__init__()
+
+    model = Reached()
+    REACHED[way](model)
+    check_against_autograd(model, made_up())
+    total = ClippedSum(model, 1.0)
+    for _ in range(2):
+        add(total, model, **made_up(3))
+    add(ClippedSum(model, 1.0), model, **made_up(3))
+
+
+@pytest.mark.parametrize("returned", [None, [1.0], 2.0])
+def test_a_task_that_returns_no_tensor_is_told_so(returned: object) -> None:
+    model = Net()
+    with pytest.raises(PrivacyConfigError, match=f"it returned {type(returned).__name__}"):
+        check_against_autograd(model, made_up(), lambda **inputs: returned)  # type: ignore[arg-type, return-value]
+    with pytest.raises(PrivacyConfigError, match=f"the task returned {type(returned).__name__}"):
+        add(ClippedSum(model, 1.0, self_check=False), lambda **inputs: returned, **made_up(3))  # type: ignore[arg-type, return-value]
