@@ -173,8 +173,8 @@ class Recorder:
                     shape = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
                     if shape != (batch_size,):
                         raise PrivacyConfigError(
-                            f"the task returned {shape} for {batch_size} examples, not a tensor of shape ({batch_size},): it must "
-                            'return one loss per example, (B,); a loss function of torch does so with reduction="none"'
+                            f"the task returned {shape} for {batch_size} examples, not one of shape ({batch_size},): it must "
+                            'return one loss per example; a loss function of torch does so with reduction="none"'
                         )
                     if not loss_B.requires_grad:
                         raise PrivacyConfigError(
