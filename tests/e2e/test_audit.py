@@ -62,7 +62,7 @@ def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
 def test_mechanism_with_the_parameters_of_a_run(finished: tuple[Path, Path]) -> None:
     found = report("mechanism", finished[0], 0, "--engine", "local")
     names = {check["name"] for check in found["checks"]}
-    assert {"sensitivity", "noise_variance", "retry_overlap", "epsilon_lower_bounds"} <= names
+    assert {"sensitivity", "noise_variance", "dealt_members"} <= names
 
 
 def test_canaries_of_a_small_run_refute_nothing(finished: tuple[Path, Path]) -> None:
