@@ -2,7 +2,7 @@
 
 Three witnesses are compared: the product's sampler, a second one that shares no code with it (second_sampler.py), and the private
 record of what the ranks were dealt. What they agree on is then tested as chance, which would also find a mistake that all three
-share: sizes, places, pairs of examples, pairs of batches.
+share: sizes of batches, how often each example is in one, and pairs of examples.
 
 Inside the trust boundary only: who was in which batch is what amplification by sampling keeps secret.
 """
@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import sparse
 
 from ..plan import PrivacyPlan
 from ..sampling.keys import SamplingKey
@@ -28,8 +26,6 @@ MAX_COINS = 10**9
 """Coins that one audit tosses again, twice each (about 20 s); a longer run is audited on a part of its attempts."""
 _WINDOW = 1 << 17
 _MAX_ENTRIES = 1 << 24  # memory: attempts times ids of the tables in which pairs of examples are counted
-_MAX_SIZES = 200_000
-_MAX_PAIRED = 2000  # attempts of which all pairs are compared
 
 
 @dataclass(frozen=True)
@@ -99,9 +95,7 @@ def audit_schedule(
             fact("coins_never_repeat", repeated == 0, earlier, statistic=repeated, threshold=0),
             fact("attempt_numbers", misnumbered == 0, numbers, statistic=misnumbered, threshold=0),
             fact("second_derivation", differing == 0, coins, statistic=differing, threshold=0),
-            *_sizes(plan, n, placed, recorded),
-            *_joint(plan, n, placed),
-            *_overlaps(n, placed),
+            *_chance(plan, n, placed),
         ]
     else:
         dependent = (
@@ -138,14 +132,12 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
     return [attempts[index] for index in sorted({*retried, *even})]
 
 
-def _sizes(
-    plan: PrivacyPlan, n: int, drawn: Sequence[_Drawn], recorded: Mapping[tuple[str, int, int], MembersRecord] | None
-) -> list[Check]:
+def _chance(plan: PrivacyPlan, n: int, drawn: Sequence[_Drawn]) -> list[Check]:
+    """Sizes of batches, how often each example is in one, and how often two are together, against independent coins."""
     q, cap = plan.sample_rate, plan.cap
     counts = np.array([len(item.chosen) for item in drawn])
     total, expected = int(counts.sum()), n * len(counts) * q
     inclusions = f"{total} inclusions in {len(counts)} attempts of {n} examples, {expected:.0f} expected"
-    sizes = f"batch sizes run from {counts.min()} to {counts.max()}, as Binomial(n, q) of mean {n * q:.1f} does"
     window = min(n, 1 << 22)  # memory: one counter per example
     times = np.zeros(window, dtype=np.int64)
     for item in drawn:
@@ -159,77 +151,23 @@ def _sizes(
     total_p = float(st.binomial_p(total, n * len(counts), q))
     ratio, spread_p = st.size_spread_p([len(item.members) for item in drawn], n, q, cap)
     varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
-    checks = [
-        random_check("batch_size_total", total_p, inclusions, statistic=float(counts.mean())),
-        random_check("batch_size_each", st.bonferroni(st.binomial_p(counts, n, q)), sizes),
-        random_check("batch_size_spread", spread_p, varied, statistic=ratio),
-        random_check("inclusion_per_example", st.binomial_counts_p(times, len(counts), q), spread),
-        fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
-    ]
-    if recorded:
-        dealt = [sum(record.counts) for record in recorded.values()]
-        ratio, spread_p = st.size_spread_p(dealt[:: 1 + len(dealt) // _MAX_SIZES], n, q, cap)
-        varied = f"sizes of the {len(dealt)} recorded batches vary {ratio:.3f} times as much as Binomial(n, q) does"
-        checks.append(random_check("recorded_size_spread", spread_p, varied, statistic=ratio))
-    return checks
-
-
-def _joint(plan: PrivacyPlan, n: int, drawn: Sequence[_Drawn]) -> list[Check]:
-    """Are any two examples together in a batch, or in two batches in a row, as often as independent coins put them there?"""
-    q = plan.sample_rate
     # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
-    cap = n if plan.cap is None else plan.cap
-    taken = [item.members if len(item.chosen) <= cap else item.chosen for item in drawn]
-    window = min(n, _WINDOW)
-    rows = np.zeros((min(len(taken), _MAX_ENTRIES // window), window), dtype=bool)
+    taken = [item.members if cap is None or len(item.chosen) <= cap else item.chosen for item in drawn]
+    width = min(n, _WINDOW)
+    rows = np.zeros((min(len(taken), _MAX_ENTRIES // width), width), dtype=bool)
     for row, ids in zip(rows, taken, strict=False):
-        row[ids[ids < window]] = True
-    return joint_checks(taken, rows, n, q)
-
-
-def joint_checks(taken: Sequence[Ids], rows_TN: NDArray[np.bool_], n: int, q: float) -> list[Check]:
-    """Checks of members in batches of `n` examples, and of a table of the first of their ids, row by row in order of time."""
-    together, neighbours = st.neighbours_p(taken, n, q)
-    expected = len(taken) * (n // 2) * q**2
-    pairs = f"examples 2i and 2i + 1 are together in a batch {together} times, {expected:.1f} expected"
-    distance, apart = st.members_at_a_distance_p(rows_TN, q)
-    shift, following = st.members_of_the_next_p(rows_TN, q)
-    window = rows_TN.shape[1]
-    apart_sentence = (
-        f"two examples at any distance below {window} are together as often as independent coins put them there "
+        row[ids[ids < width]] = True
+    distance, apart = st.members_at_a_distance_p(rows, q)
+    pairs = (
+        f"two examples at any distance below {width} are together as often as independent coins put them there "
         f"(furthest from it: distance {distance})"
     )
-    following_sentence = (
-        "an example is in a batch independently of any other in the batch before, at any distance below "
-        f"{window} (furthest from it: {shift})"
-    )
-    places = "every sixteenth of the data has its share of inclusions"
     return [
-        random_check("inclusion_by_place", st.place_p(taken, n, q), places),
-        random_check("neighbours_together", neighbours, pairs, statistic=together),
-        random_check("pairs_at_a_distance", apart, apart_sentence, statistic=distance),
-        random_check("pairs_of_next_batches", following, following_sentence, statistic=shift),
-    ]
-
-
-def _overlaps(n: int, drawn: Sequence[_Drawn]) -> list[Check]:
-    """Members of two attempts, and above all of a step and its retry, overlap as independent samples do."""
-    paired = set(_pick([item.attempt for item in drawn], _MAX_PAIRED))
-    drawn = [item for item in drawn if item.attempt in paired]
-    counts = np.array([len(item.chosen) for item in drawn])
-    rows = np.repeat(np.arange(len(drawn)), counts)
-    ones, columns = np.ones(counts.sum(), dtype=np.int64), np.concatenate([item.chosen for item in drawn])
-    table = sparse.csr_matrix((ones, (rows, columns)), shape=(len(drawn), n))
-    common: NDArray[np.int64] = (table @ table.T).toarray()
-    i, j = np.triu_indices(len(drawn), 1)
-    p_values = st.overlap_p(common[i, j], n, counts[i], counts[j])
-    pairs = f"{len(i)} pairs of attempts share as many members as independent samples do (hypergeometric)"
-    steps = np.array([item.attempt.step for item in drawn])
-    again = steps[i] == steps[j]
-    retries = f"the same for the {int(again.sum())} pairs of attempts at one step: a retry took new coins"
-    return [
-        random_check("overlap_of_attempts", st.bonferroni(p_values), pairs),
-        random_check("overlap_of_retries", st.bonferroni(p_values[again]), retries),
+        random_check("batch_size_total", total_p, inclusions, statistic=float(counts.mean())),
+        random_check("batch_size_spread", spread_p, varied, statistic=ratio),
+        random_check("inclusion_per_example", st.binomial_counts_p(times, len(counts), q), spread),
+        random_check("pairs_at_a_distance", apart, pairs, statistic=distance),
+        fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
     ]
 
 

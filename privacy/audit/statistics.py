@@ -4,7 +4,6 @@ All p-values are two-sided unless the name says otherwise, and `bonferroni` is t
 no independence, and the effects that an audit looks for are so large that a sharper correction buys nothing.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -40,17 +39,6 @@ def binomial_p(count: ArrayLike, trials: ArrayLike, probability: ArrayLike) -> F
     """Exact binomial test (Clopper and Pearson 1934), with doubled tails."""
     lower = stats.binom.cdf(count, trials, probability)
     upper = stats.binom.sf(np.asarray(count) - 1, trials, probability)
-    return two_sided(lower, upper)
-
-
-def overlap_p(overlap: ArrayLike, size: int, first: ArrayLike, second: ArrayLike) -> Floats:
-    """Exact test that two subsets of `size` examples, of the given counts, are independent (hypergeometric).
-
-    Given the two counts, the overlap of two independent Poisson samples is hypergeometric whatever the sample rates
-    were (Fisher 1935's exact test for a two by two table).
-    """
-    lower = stats.hypergeom.cdf(overlap, size, first, second)
-    upper = stats.hypergeom.sf(np.asarray(overlap) - 1, size, first, second)
     return two_sided(lower, upper)
 
 
@@ -174,34 +162,3 @@ def members_at_a_distance_p(rows_TN: NDArray[np.bool_], probability: float) -> t
     even = (n - d) // (2 * d) * d + np.minimum((n - d) % (2 * d), d)
     p_values = two_classes_p(together, num_rows * even, num_rows * (n - d - even), probability**2)
     return int(d[p_values.argmin()]), bonferroni(p_values)
-
-
-def members_of_the_next_p(rows_TN: NDArray[np.bool_], probability: float) -> tuple[int, float]:
-    """(shift, p): is example i + d in the next batch too often, or too rarely, where example i was in this one?
-
-    Pairs that begin in rows of even number have nothing in common, and so have the others.
-    """
-    num_rows, n = rows_TN.shape
-    if num_rows < 2:
-        return 0, 1.0
-    length = fft.next_fast_len(2 * n, real=True)
-    spectra = (fft.rfft(row.astype(float), length) for row in rows_TN)
-    cross = sum(np.conj(before) * after for before, after in itertools.pairwise(spectra))
-    d = np.arange(1 - n, n)
-    together = fft.irfft(cross, length).round().astype(np.int64)[d]
-    even, odd = num_rows // 2, (num_rows - 1) // 2
-    p_values = two_classes_p(together, even * (n - np.abs(d)), odd * (n - np.abs(d)), probability**2)
-    return int(d[p_values.argmin()]), bonferroni(p_values)
-
-
-def neighbours_p(members: Sequence[NDArray[np.int64]], size: int, probability: float) -> tuple[int, float]:
-    """(how often, p): the ids 2i and 2i + 1 are in a batch together, an exact binomial count of independent pairs."""
-    together = sum(int(((ids[:-1] % 2 == 0) & (np.diff(ids) == 1)).sum()) for ids in members)
-    return together, float(binomial_p(together, len(members) * (size // 2), probability**2))
-
-
-def place_p(members: Sequence[NDArray[np.int64]], size: int, probability: float, places: int = 16) -> float:
-    """Are ids of every part of the data chosen equally often? Exact binomial counts in `places` runs of ids."""
-    cuts = np.arange(places + 1) * size // places
-    counts, _ = np.histogram(np.concatenate(members), cuts) if members else (np.zeros(places), None)
-    return bonferroni(binomial_p(counts, len(members) * np.diff(cuts), probability))

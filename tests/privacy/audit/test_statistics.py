@@ -18,13 +18,6 @@ def test_binomial_p_is_the_doubled_tail_and_never_below_scipys() -> None:
         assert st.binomial_p(count, trials, q) >= stats.binomtest(count, trials, q).pvalue - 1e-12
 
 
-def test_overlap_p_is_fishers_exact_test() -> None:
-    size, first, second, common = 60, 20, 25, 14
-    table = [[common, first - common], [second - common, size - first - second + common]]
-    expected = min(stats.fisher_exact(table, alternative=side)[1] for side in ("less", "greater"))
-    assert st.overlap_p(common, size, first, second) == pytest.approx(2 * expected)
-
-
 def test_clopper_pearson_is_scipys_exact_interval() -> None:
     for successes, trials in [(0, 20), (3, 20), (20, 20)]:
         low, high = st.clopper_pearson(successes, trials, 0.025)
@@ -93,10 +86,6 @@ def test_ids_that_share_coins_are_found_at_any_distance(distance: int) -> None:
     together[:, first + distance] = rows[:, first]
     assert st.members_at_a_distance_p(rows, 0.1)[1] > 1e-4
     assert st.members_at_a_distance_p(together, 0.1) == (distance, pytest.approx(0, abs=1e-8))
-    following = rows.copy()
-    following[1::2] = np.roll(rows[::2], distance, axis=1)
-    assert st.members_of_the_next_p(rows, 0.1)[1] > 1e-4
-    assert st.members_of_the_next_p(following, 0.1)[1] < 1e-8
 
 
 NULLS = {
@@ -108,12 +97,6 @@ NULLS = {
     "spread": lambda rng: st.size_spread_p(rng.binomial(3000, 0.1, 30), 3000, 0.1)[1],
     "spread_capped": lambda rng: st.size_spread_p(np.minimum(rng.binomial(900, 0.1, 40), 92), 900, 0.1, 92)[1],
     "distance": lambda rng: st.members_at_a_distance_p(rng.random((12, 301)) < 0.2, 0.2)[1],
-    "next": lambda rng: st.members_of_the_next_p(rng.random((9, 300)) < 0.2, 0.2)[1],
-    "neighbours": lambda rng: st.neighbours_p(rows_of(rng, 12, 301, 0.2), 301, 0.2)[1],
-    "place": lambda rng: st.place_p(rows_of(rng, 12, 301, 0.2), 301, 0.2),
-    "overlap": lambda rng: float(
-        st.overlap_p(((a := rng.random(2000) < 0.1) & (b := rng.random(2000) < 0.1)).sum(), 2000, a.sum(), b.sum())
-    ),
 }
 
 
