@@ -1279,7 +1279,7 @@ def check_card(folder: Folder) -> str:
     card = leaves(object_in(folder.path / "report" / "privacy_card.json"))
     last, lines = card.get("provenance.ledger.last_line_sha256"), card.get("provenance.ledger.lines")
     require(last in ledger.hashes, "the card is of a line that the ledger lacks: ledger or card were replaced")
-    position = ledger.hashes.index(last) + 1
+    position = ledger.hashes.index(str(last)) + 1
     whole_lines = len(ledger.hashes)
     was_torn = lines == position + 1 and position in {line for line, _ in ledger.torn}
     if lines == position + 1 <= whole_lines and not was_torn:
@@ -1290,14 +1290,16 @@ def check_card(folder: Folder) -> str:
     expected = folder.within("what the card says", functools.partial(card_fields, folder, at))
     found = {place: compare("the card", card.get(place, ...), value, place) for place, value in expected.items()}
     larger = [place for place, outcome in found.items() if outcome == "larger"]
-    wrong = {place: outcome for place, outcome in found.items() if outcome not in ("", "larger")}
+    differing = {place: outcome for place, outcome in found.items() if outcome not in ("", "larger")}
     version, ours = card.get("accounting.accountant"), accountant()
-    for place, outcome in wrong.items():
+    for place, outcome in differing.items():
         rounding = isinstance(expected[place], Computed | Bound) and type(card.get(place)) is float
         close = rounding and math.isclose(card[place], expected[place], rel_tol=1e-3)
         require(version != ours and close, outcome)
-    if wrong:
-        raise Undecided(f"{'; '.join([*wrong.values()][:9])}: it was computed with {shown(version)}, this with {ours}")
+    if differing:
+        raise Undecided(
+            f"{'; '.join([*differing.values()][:9])}: it was computed with {shown(version)}, this with {ours}"
+        )
     attested = {*expected, "provenance.ledger.lines", "provenance.ledger.last_line_sha256"}
     folder.not_attested = [place for place in card if place not in attested]
     if at.charged() != ledger.charged():

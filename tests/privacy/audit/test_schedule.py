@@ -126,17 +126,6 @@ def test_a_forgotten_cap_is_found() -> None:
         assert "cap" in audit(own, trained(own, ATTEMPTS)).failed()
 
 
-def test_members_that_depend_on_the_world_size_are_found() -> None:
-    own, decide = plan(), PoissonSampler.decide
-
-    def from_zero(self: PoissonSampler, key: bytes, step: int, start: int = 0, stop: int | None = None) -> object:
-        found = decide(self, key, step, 0, (stop or self.num_examples) - start)
-        return found._replace(ids=found.ids + start)
-
-    with mock.patch.object(PoissonSampler, "decide", from_zero):
-        assert "world_size_invariance" in audit(own, trained(own, ATTEMPTS)).failed()
-
-
 def test_a_repeated_attempt_is_found() -> None:
     assert "coins_never_repeat" in audit(plan(), None, [*ATTEMPTS, ATTEMPTS[-1]]).failed()
 
