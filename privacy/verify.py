@@ -1655,7 +1655,7 @@ def to_text(found: dict[str, Any]) -> str:
     if "attested" in found:
         by = "chain and signature" if found["fingerprint"] else "chain alone"
         lines += [
-            f"attested by the ledger's {by}:",
+            f"attested by the ledger's {by}; believe this, and no page that says something else:",
             *(f"  {name}: {value}" for name, value in found["attested"].items()),
         ]
         lines += ["declared, and checked by nothing:"]

@@ -105,8 +105,8 @@ def clipping_bound_check(records: Sequence[Mapping[str, Any]], metrics: Sequence
     """C moves only by what a charged release states: the first is the plan's, each next follows from what was published."""
     plan, intents = records[0]["plan"], [record for record in records if record["type"] == "intent"]
     names = ("step", "privacy/clipping_bound", "privacy/noised_unclipped_fraction")
-    published = [tuple(line.get(name) for name in names) for line in metrics]
-    published = [values for values in published if None not in values]
+    stating = [line for line in metrics if all(line.get(name) is not None for name in names)]
+    published: list[tuple[Any, ...]] = [tuple(line[name] for name in names) for line in stating]
     constants = plan["adaptive_clipping"]
     if constants is None:
         sentence = (
