@@ -30,8 +30,11 @@ FP32 = 1e-6
 """Relative: published numbers are rounded to fp32, and what follows from one of them is compared with another."""
 
 
-def ledger_audit(run_dir: Path) -> AuditReport:
+def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditReport:
     """`audit.py ledger`: verify.py's judgement, and the private part of the folder where it is there.
+
+    Args:
+        data_manifest: what identifies the data, of which the ledger holds an HMAC; None where nothing is there to compare.
 
     Raises:
         ConfigError: no ledger there, or a folder that cannot be judged.
@@ -50,7 +53,7 @@ def ledger_audit(run_dir: Path) -> AuditReport:
     checks += [
         fact("legal_order", True, f"{state.num_lines} lines are in legal order, as the trainer reads them"),
         clipping_bound_check(snapshot.records, read_metrics(run_dir)),
-        _key_check(run_dir, state),
+        _key_check(run_dir, state, data_manifest),
         attempts_check(run_dir, state, before),
         _mirror_check(run_dir, ledger, state),
     ]
@@ -134,15 +137,17 @@ def clipping_bound_check(records: Sequence[Mapping[str, Any]], metrics: Sequence
     return fact("clipping_bound", not bad, sentence)
 
 
-def _key_check(run_dir: Path, state: LedgerState) -> Check:
-    """The sampling key is the one to which the ledger was committed before the first coin."""
+def _key_check(run_dir: Path, state: LedgerState, data_manifest: bytes | None) -> Check:
+    """The sampling key is the one to which the ledger was committed before the first coin, and the data are those it names."""
     path = RunFolder(run_dir).key
     if not path.exists():
         return fact("sampling_key", True, "there is no sampling key here to compare with the ledger's commitment")
     try:
-        SamplingKey.load(path, state.opened["key_commitment"])
+        key = SamplingKey.load(path, state.opened["key_commitment"])
     except PrivacyStateRefused as error:
         return fact("sampling_key", False, str(error))
+    if data_manifest is not None and key.hmac(data_manifest) != state.opened.get("data_hmac"):
+        return fact("sampling_key", False, "the index in private/ is of other data than the ledger was opened with")
     return fact("sampling_key", True, "private/sampling.key is the key that the ledger is committed to")
 
 

@@ -76,7 +76,6 @@ class SandboxRecord:
         neighbours: L2 distance of the sums of two neighbouring batches that round as differently as possible.
         present_N: secret coins: whether an example is in the data at all.
         hostile_N: examples with NaN, Inf or enormous gradients, which may contribute anything up to C.
-        replica_digests: per step, each rank's digest of its whole replica; None where no rank holds one.
         silent_steps: S.
         session_starts: index of the first attempt of each session.
         counts: under adaptive clipping: sigma_b, and for each attempt the noised centred count and the number drawn for it, NaN
@@ -102,7 +101,6 @@ class SandboxRecord:
     hostile_N: NDArray[np.bool_]
     silent_steps: int
     session_starts: tuple[int, ...]
-    replica_digests: tuple[tuple[str, ...], ...] | None = None
     facts: dict[str, str | int | float] = field(default_factory=dict)
     counts: tuple[float, Floats, Floats] | None = None
 
@@ -152,10 +150,6 @@ def audit_mechanism(record: SandboxRecord) -> AuditReport:
         *charge_checks(record.events),
         stated_check(record),
     ]
-    if record.replica_digests is not None:
-        differing = sum(len(set(digests)) > 1 for digests in record.replica_digests)
-        sentence = f"the ranks' replicas differ after {differing} of {len(record.replica_digests)} steps"
-        checks.append(fact("replicas", differing == 0, sentence, statistic=differing, threshold=0))
     return AuditReport.of("mechanism", checks, **record.facts)
 
 

@@ -151,7 +151,6 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         folder_durable=np.concatenate([tape["folder_durable"] for tape in tapes])[:, 0],
         least_entropy=np.min([tape["least_entropy"] for tape in tapes], axis=0),
     )
-    digests = tuple(zip(*(tape["digests"].tolist() for tape in tapes), strict=True))
     # The least that any canary contributes after clipping.
     function = FUNCTIONS[run.clipping_function](list(sizes), run.max_grad_norm)
     bound = min(function.bounds)
@@ -186,7 +185,6 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         hostile_N=canaries.hostile_N,
         silent_steps=settings.silent_steps + 1,  # the killed step has two attempts
         session_starts=settings.session_starts,
-        replica_digests=None if "" in digests[0] else digests,
         facts={"sandbox": f"{ranks} ranks, engine {settings.engine}, {steps}, q = {SAMPLE_RATE}, {clipping}"},
         counts=counts,
     )

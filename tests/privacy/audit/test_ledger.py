@@ -63,6 +63,8 @@ def test_the_key_is_the_one_that_the_ledger_is_committed_to(tmp_path: Path) -> N
     with ledger:
         ledger.start_session(ENVIRONMENT)
     assert outcomes(tmp_path)["sampling_key"] == outcomes(tmp_path)["attempts"] == "ok"
+    assert "sampling_key" not in ledger_audit(tmp_path, b"x").failed()
+    assert "sampling_key" in ledger_audit(tmp_path, b"other data").failed()
     (private / "sampling.key").unlink()
     SamplingKey.create(private / "sampling.key")
     members.unlink()
