@@ -6,7 +6,8 @@
     python launch_scripts/audit.py canaries  --output data/canaries --num_canaries 1000
     python launch_scripts/audit.py run       --run_dir runs/quickstart --canaries data/canaries [--json]
 
-ledger     hash chain, legal order, charges, and every epsilon in the folder recomputed from the ledger alone
+ledger     what verify.py checks, with every epsilon in the folder recomputed from the ledger alone; where private/ is there, the
+           sampling key, the data, the mirror and the record of attempts too
 schedule   with the sampling key: the members of every batch drawn again, by independent code too, and tested. Inside the trust
            boundary: what it prints shows batch sizes; with --json it keeps them to itself
 mechanism  a short run on canaries in a folder of its own, through the code that trains: clipping, noise, coins, order of charges
@@ -116,9 +117,16 @@ def main() -> int:
 
             report = run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
         else:
+            from data.index.tar_index import ExampleTable
             from privacy.audit.folder import ledger_audit, schedule_audit
 
-            report = schedule_audit(run_dir) if isinstance(options, ScheduleOptions) else ledger_audit(run_dir)
+            index = run_dir / "private" / "index"
+            if isinstance(options, ScheduleOptions):
+                report = schedule_audit(run_dir)
+            elif (index / "manifest.json").is_file():
+                report = ledger_audit(run_dir, ExampleTable.open(index, run_dir, check_shards=False).manifest_digest())
+            else:
+                report = ledger_audit(run_dir)
     # The date and the ledger that was looked at: an audit of another ledger says nothing about this one.
     digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
     today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before

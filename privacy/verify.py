@@ -14,12 +14,12 @@ plan         the plan is consistent, every intent states its noise and sensitivi
 budget       no more attempts are charged than planned and reserved
 epsilon      is recomputed from the ledger alone by privacy loss distributions (zero-out neighbours), the cap of the batches and
              every charged attempt included, and composed with the ledgers of private runs whose weights the run started from
-card         every field of report/privacy_card.json follows from the ledger, or is listed as not attested; counts are equal,
-             and an epsilon may be larger than the one that is computed here, never smaller
-pages        every number of privacy_card.md and .html is the one that privacy_card.json gives for its line
+card         the fields of report/privacy_card.json that follow from the ledger do; the others are listed as not attested. An
+             epsilon may be larger than the one that is computed here, never smaller
 checkpoints  every manifest is the one that the ledger recorded, remembers a line of it, and its files have their hashes
 metrics      metrics.jsonl and held-out results show no step and no charge that the ledger lacks, and no smaller epsilon
 
+Claim and mechanism are printed: believe them and not the pages of the card, which nothing here reads.
 The documentation of the ledger's format is docs/running.md of the project. This is a second implementation of it.
 Exit codes: 0 consistent; 5 violated: something contradicts the ledger; 6 inconclusive: nothing does, but something is missing
 that a check needs, as config.toml, a ledger in behind/, a checkpoint's file or a signature; 2 bad input. A folder from a
@@ -41,7 +41,6 @@ if (
 import argparse
 import functools
 import hashlib
-import html
 import io
 import json
 import logging
@@ -53,9 +52,8 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -109,21 +107,18 @@ RECIPE_KEYS = {
 }  # fmt: skip
 """What [privacy] of config.toml may hold."""
 TABLES = {"name", "model", "init", "data", "heldout", "privacy", "optimizer", "schedule", "train"}
-ENVIRONMENT = ("commit", "modified", "python", "packages")
 SLACK, HEAD_SLACK = 1e-3, 1e-6
 """r of floating-point sums, of gradients and of a head's statistics: how far rounding may carry a contribution above C."""
 HAIR = 1e-9
 """How much two machines' rounding of one computation may differ."""
 FP32 = 1e-7
 """Metrics are published as fp32 numbers: a little more than half a unit of the last place of one."""
-FINE, COARSE = 1e-4, 1e-3
-"""Grids of privacy loss distributions."""
+FINE = 1e-4
+"""Grid of privacy loss distributions."""
 SMALLEST_DELTA = 1e-12
 """Below it, distributions are not trusted, and the claim is by Renyi DP."""
-DETAILED = 50.0
-"""Above this epsilon a card leaves out what surrounds its claim."""
-
-
+LARGE = 50.0
+"""Above this epsilon the grid is coarser."""
 OPEN = "open"
 """The state of a run that no `close` has ended."""
 
@@ -146,10 +141,6 @@ class Computed(float):
 
 class Bound(float):
     """An upper bound, of epsilon or of what an attack can reach: whoever states more is careful, and nobody may state less."""
-
-
-class Rough(Bound):
-    """A bound on a curve, whose smallest values different machines round differently."""
 
 
 # ---------------------------------------------------------------- Reading files that a stranger wrote
@@ -309,10 +300,6 @@ class Plan:
         return int(self["num_steps"]) + int(self["reserved_attempts"])
 
     @property
-    def shuffled(self) -> bool:
-        return bool(self["sampling"] == "shuffle")
-
-    @property
     def bands(self) -> int:
         """b, the number of groups of examples that take turns under correlated noise; 1 without."""
         return int(self.fields.get("bands", 1))
@@ -321,30 +308,22 @@ class Plan:
         """How many of `count` charges the group with most of them has."""
         return -(-count // self.bands)
 
-    def participations(self, last_step: int, replays: int) -> int:
-        """The most releases that one example of shuffled data can be in: epochs, rounded up, and repeats."""
-        per_epoch: int = -(-self["num_examples"] // self["expected_batch_size"])
-        return -(-last_step // per_epoch) + replays
-
     def gradient_multiplier(self) -> float:
         """Noise multiplier of the clipped sum alone, where a noised count shares sigma with it (adaptive clipping)."""
         sigma, count_std = self["noise_multiplier"], self["adaptive_clipping"]["unclipped_num_std"]
         return float(sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2))
 
     def releases(self, count: int) -> "Group":
-        """`count` charges, as the accountant sees them; shuffled, the first ones are all different steps."""
-        if self.shuffled:
-            steps = min(count, self["num_steps"])
-            return Group(1.0, self.accounted, self["num_examples"], None, self.participations(steps, count - steps))
+        """`count` charges, as the accountant sees them."""
         largest = -(-self["num_examples"] // self.bands)
         return Group(self.rate, self.accounted, largest, self["cap"], self.turns(count))
 
-    def noise_tail(self, copies: int = 1) -> float:
+    def noise_tail(self) -> float:
         """What the bounded support of the noise costs in delta: Box-Muller from 63 bits ends at sqrt(128 ln 2) sigma.
 
         One coordinate moved by a / sigma passes the edge e with probability at most g(a) = Q(e - a / sigma) - Q(e); over the at
         most 2^36 coordinates of a vector of norm j that is at most j 2^18 g'(0) + g(j). An example moves a step that it is in by
-        a vector of norm 1, several together by one of norm j where j of them are drawn. Correlated noise spreads an example
+        a vector of norm 1. Correlated noise spreads an example
         over the fresh noise of b steps, which has b times as many coordinates.
         """
         if self.reasons or self.fields.get("arithmetic") == "certified":  # whose noise is exact, without an edge
@@ -362,14 +341,7 @@ class Plan:
 
             # Who pushes another one out of a batch that is cut moves its sum by up to 2.
             cuts = one.rate * one.count * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate)) * passes(2)
-        if copies == 1:
-            return min(1.0, cuts + one.rate * one.count * passes(1))
-        from scipy.stats import binom
-
-        certain = min(copies, int((edge - 1) * self.accounted))  # more than these pass the edge for certain
-        chances = [float(chance) for chance in binom.pmf(range(certain + 1), copies, one.rate)]
-        tail = math.fsum(chances[drawn] * passes(drawn) for drawn in range(1, certain + 1))
-        return min(1.0, cuts + one.count * (tail + float(binom.sf(certain, copies, one.rate))))
+        return min(1.0, cuts + one.rate * one.count * passes(1))
 
 
 def read_plan(fields: Any, head: bool) -> Plan:
@@ -433,7 +405,7 @@ def read_plan(fields: Any, head: bool) -> Plan:
     require(isinstance(informal, list) and all(isinstance(why, str) for why in informal), "informal_reasons are words")
     reasons = [] if fields["enabled"] else ["privacy is disabled (privacy.enabled = false)"]
     reasons += ["the noise multiplier is 0"] if fields["enabled"] and sigma == 0 else []
-    if fields["sampling"] == "shuffle" and not fields["shuffle_as_gaussian"]:
+    if fields["sampling"] == "shuffle":
         reasons.append("sampling is 'shuffle', not Poisson, and shuffle_as_gaussian is not set")
     reasons += informal or []
     require(fields["formal_guarantee"] == (not reasons), "formal_guarantee does not follow from the rest of the plan")
@@ -614,11 +586,7 @@ class Ledger:
     def groups(self, count: int | None = None) -> "list[Group]":
         """The first charges, or all, for the accountant."""
         count = self.charged() if count is None else count
-        group = self.plan.releases(count)
-        if not count or not self.plan.shuffled:
-            return [group] if count else []
-        steps = {step for line, step, _, _ in self.intents if line <= self.charges[count - 1]}
-        return [replace(group, count=self.plan.participations(max(steps, default=0), count - len(steps)))]
+        return [self.plan.releases(count)] if count else []
 
 
 def check_description(opened: dict[str, Any]) -> None:
@@ -822,8 +790,8 @@ class Group:
     count: int
 
 
-def claimed(groups: list[Group], delta: float) -> tuple[float, float | None]:
-    """(an upper bound of epsilon at `delta` of all groups together, the grid of its distribution), as the project reports them.
+def epsilon(groups: list[Group], delta: float) -> float:
+    """An upper bound of epsilon at `delta` of all groups together, as the project reports it.
 
     Without sampling all releases are one Gaussian, whose epsilon is exact. Below delta 1e-12 the bound is by Renyi DP, with the
     probability of any batch above its cap charged in delta. Else it is by privacy loss distributions, on a grid of 1e-4, or a
@@ -833,15 +801,15 @@ def claimed(groups: list[Group], delta: float) -> tuple[float, float | None]:
 
     groups = [group for group in groups if group.count and group.rate]
     if not groups:
-        return 0.0, None
+        return 0.0
     if any(group.sigma == 0 for group in groups) or delta <= 0:
-        return math.inf, None
+        return math.inf
     if all(group.rate == 1 and group.cap is None for group in groups):
         mu = math.sqrt(math.fsum(group.count / group.sigma**2 for group in groups))
         if mu * mu > 1e6:
             raise Undecided("epsilon is so large that none is computed: it protects nobody")
         gaussian = GaussianPrivacyLoss(1 / mu)
-        return smallest(lambda value: float(gaussian.get_delta_for_epsilon(value)) <= delta, 1e6), None
+        return smallest(lambda value: float(gaussian.get_delta_for_epsilon(value)) <= delta, 1e6)
     upper = renyi(tuple(groups), delta)
     if upper > 1000:
         raise Undecided("epsilon is so large that none is computed: it protects nobody")
@@ -851,25 +819,19 @@ def claimed(groups: list[Group], delta: float) -> tuple[float, float | None]:
         capped = [group for group in groups if group.cap is not None]
         tau = math.fsum(group.count * float(binom.sf(group.cap, group.num_examples, group.rate)) for group in capped)
         value = upper
-        while (
-            tau > 0
-        ):  # the capped run is (value, delta)-DP if the uncapped one is (value, delta - tau (1 + e^value))-DP
+        while tau > 0:  # the capped run is (value, delta)-DP if the uncapped is (value, delta - tau (1 + e^value))-DP
             candidate = value * (1 + 1e-6)
             left = delta - tau * (1 + math.exp(min(candidate, 700.0)))
             following = renyi(tuple(groups), left) if left > 0 else math.inf
             if following <= candidate or following == math.inf:
-                return candidate if following <= candidate else math.inf, None
+                return candidate if following <= candidate else math.inf
             value = following
-        return value, None
-    grid = FINE if upper <= DETAILED else FINE * 10 ** math.ceil(math.log10(upper / DETAILED))
+        return value
+    grid = FINE if upper <= LARGE else FINE * 10 ** math.ceil(math.log10(upper / LARGE))
     value = float(composed(tuple(groups), grid).get_epsilon_for_delta(delta))
-    if grid == FINE or value > DETAILED:
-        return value, grid
-    return float(composed(tuple(groups), FINE).get_epsilon_for_delta(delta)), FINE
-
-
-def epsilon(groups: list[Group], delta: float) -> float:
-    return claimed(groups, delta)[0]
+    if grid == FINE or value > LARGE:
+        return value
+    return float(composed(tuple(groups), FINE).get_epsilon_for_delta(delta))
 
 
 def smallest(holds: Callable[[float], bool], largest: float) -> float:
@@ -883,13 +845,9 @@ def smallest(holds: Callable[[float], bool], largest: float) -> float:
     return high
 
 
+@functools.lru_cache(maxsize=64)
 def renyi(groups: tuple[Group, ...], delta: float) -> float:
     """Epsilon by Renyi DP, without caps."""
-    return float(renyi_accountant(groups).get_epsilon(delta)) if groups else 0.0
-
-
-@functools.lru_cache(maxsize=64)  # one run is asked for at many values of delta
-def renyi_accountant(groups: tuple[Group, ...]) -> Any:
     from dp_accounting import NeighboringRelation
     from dp_accounting import dp_event as event
     from dp_accounting.rdp import RdpAccountant
@@ -898,28 +856,16 @@ def renyi_accountant(groups: tuple[Group, ...]) -> Any:
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     for group in groups:
         accountant.compose(event.PoissonSampledDpEvent(group.rate, event.GaussianDpEvent(group.sigma)), group.count)
-    return accountant
+    return float(accountant.get_epsilon(delta)) if groups else 0.0
 
 
 @functools.lru_cache(maxsize=8)
-def composed(groups: tuple[Group, ...], grid: float, relation: str = "REPLACE_SPECIAL") -> Any:
-    """The privacy loss distribution of all groups (Koskela et al. 2020); None of none."""
-    whole_loss: Any = None
-    for group in groups:
-        part = one_release(group.rate, group.sigma, group.num_examples, group.cap, grid, relation)
-        part = part.self_compose(group.count)
-        whole_loss = part if whole_loss is None else whole_loss.compose(part)
-    return whole_loss
-
-
-@functools.lru_cache(maxsize=8)
-def one_release(
-    rate: float, sigma: float, num_examples: int, cap: int | None, grid: float, relation: str = "REPLACE_SPECIAL"
-) -> Any:
+def one_release(rate: float, sigma: float, num_examples: int, cap: int | None, grid: float) -> Any:
+    """The privacy loss distribution of one release."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    neighbours = NeighboringRelation[relation]
+    neighbours = NeighboringRelation.REPLACE_SPECIAL
     if cap is None:
         return pld.from_gaussian_mechanism(
             sigma, value_discretization_interval=grid, sampling_prob=rate, neighboring_relation=neighbours
@@ -929,75 +875,14 @@ def one_release(
     )
 
 
-def epsilon_of_copies(groups: list[Group], delta: float, copies: int, grid: float) -> float:
-    """Epsilon of several examples of one owner, all zeroed out; caps are left out (Schuchardt et al. 2024)."""
-    from dp_accounting import NeighboringRelation
-    from dp_accounting import dp_event as event
-    from dp_accounting.pld import PLDAccountant
-    from scipy.stats import binom
-
-    if all(group.rate == 1 and group.cap is None for group in groups):  # one Gaussian, of a larger shift
-        return epsilon([replace(group, sigma=group.sigma / copies) for group in groups], delta)
-    accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, grid)
-    for group in groups:
-        chances = [float(chance) for chance in binom.pmf(range(copies + 1), copies, group.rate)]
-        chances[0] = 1 - math.fsum(chances[1:])
-        shifts = [float(hits) for hits in range(copies + 1)]
-        mixture = event.MixtureOfGaussiansDpEvent(group.sigma, shifts, chances)
-        accountant.compose(event.SelfComposedDpEvent(mixture, group.count))
-    return float(accountant.get_epsilon(delta))
-
-
-def epsilon_of_any(groups: list[Group], delta: float, copies: int) -> float:
-    """Epsilon of `copies` examples, which may be in groups that take turns: generic group privacy (Dwork and Roth 2014).
-
-    If one example has (e, d), all have (copies e, d (1 + exp(e) + ... + exp((copies - 1) e))); d is found by halving.
-    """
-    low, high, best = math.log(delta) - 700.0, math.log(delta), math.inf
-    for _ in range(20):
-        middle = (low + high) / 2
-        one = renyi(tuple(groups), math.exp(middle)) if math.exp(middle) > 0 else math.inf
-        if one == math.inf:
-            break
-        # log(1 + exp(one) + ... + exp((copies - 1) one)), without overflow
-        growth = (
-            (copies - 1) * one + math.log((1 - math.exp(-copies * one)) / (1 - math.exp(-one)))
-            if one
-            else math.log(copies)
-        )
-        if middle + growth <= math.log(delta):
-            low, best = middle, copies * one
-        else:
-            high = middle
-    return best
-
-
-def curves(groups: list[Group], claim: float, tail: float) -> dict[str, Any]:
-    """[epsilon, delta] of everything charged, and what that leaves to any membership inference attack (Dong et al. 2022)."""
-    import numpy as np
-
-    epsilons, deltas = np.zeros(1), np.full(1, tail)
-    if groups:
-        distribution = composed(tuple(groups), COARSE)
-        last = distribution.get_epsilon_for_delta(1e-11)
-        epsilons = (last if math.isfinite(last) else 2 * claim) * np.linspace(0, 1, 96) ** 1.5
-        deltas = np.clip(np.asarray(distribution.get_delta_for_epsilon(epsilons), dtype=np.float64), 1e-12, 1)
-        deltas = np.minimum(np.minimum.accumulate(deltas + tail), 1.0)
-
-    def true_positive(rate: float) -> Rough:
-        growth = np.exp(epsilons)
-        bounds = np.minimum(deltas + growth * rate, 1 - (1 - deltas - rate) / growth)
-        return Rough(min(max(rate, bounds.min()), 1.0))
-
-    rates = [float(rate) for rate in np.unique(np.concatenate([np.geomspace(1e-5, 1, 101), [1e-3, 1e-2]]))]
-    return {
-        "delta_by_epsilon": [[Rough(one), Rough(two)] for one, two in zip(epsilons, deltas, strict=True)],
-        "attack": {
-            "advantage": Rough(deltas[0]),
-            "true_positive": {f"{rate:g}": true_positive(rate) for rate in (1e-3, 1e-2)},
-            "curve": [[Computed(rate), true_positive(rate)] for rate in rates],
-        },
-    }
+@functools.lru_cache(maxsize=8)
+def composed(groups: tuple[Group, ...], grid: float) -> Any:
+    """The privacy loss distribution of all groups (Koskela et al. 2020)."""
+    parts = [
+        one_release(group.rate, group.sigma, group.num_examples, group.cap, grid).self_compose(group.count)
+        for group in groups
+    ]
+    return functools.reduce(lambda one, other: one.compose(other), parts)
 
 
 # ---------------------------------------------------------------- The checks, each of which ends in one sentence
@@ -1044,7 +929,7 @@ class Folder:
 
 JUDGED = re.compile(
     r"(ledger|metrics|evaluation/heldout)\.jsonl|config\.toml|verify\.py|head\.json|behind/ledger-[0-9]{1,3}\.jsonl"
-    r"|report/privacy_card\.(json|md|html)|checkpoints/(LATEST|step-.*)"
+    r"|report/privacy_card\.json|checkpoints/(LATEST|step-.*)"
 )
 """The files that some check looks at; all others are named at the end."""
 USUAL = {"behind", "checkpoints", "evaluation", "evaluation/tensorboard", "private", "report", "tensorboard"}
@@ -1268,267 +1153,133 @@ def check_epsilon(folder: Folder) -> str:
     return f"{sentence}; a delta of 1/n or more protects nobody" if useless else sentence
 
 
-# ---------------------------------------------------------------- The privacy card, field by field
-
-SAID = object()
-"""In the place of what nothing in the folder proves."""
-STATED = {"text": SAID, "file": SAID, "attested": False}
+# ---------------------------------------------------------------- The privacy card
 
 
-def expected_card(folder: Folder, at: Ledger) -> dict[str, Any]:
-    """What a card of the ledger `at` holds. Every field is here: one that is not is violated, so that none is forgotten."""
-    plan, opened, claims, head = at.plan, at.opened, not at.plan.reasons, at.head
-    n, sigma, batch = plan["num_examples"], plan["noise_multiplier"], plan["expected_batch_size"]
-    fields, releases = plan.fields, dict[str, list[tuple[float, float]]]()
-    for *_, one in at.intents:
-        for name, std, sensitivity in one:
-            releases.setdefault(name, []).append((std / sensitivity, sensitivity))
-    bounds = [one[0][2] for *_, one in at.intents]
-    adaptive = plan["adaptive_clipping"]
-    finished = plan["num_steps"] if at.closed == "finished" else None
-    last = at.checkpoints[-1] if at.checkpoints else None
-    mirrors = [record["mirror"] for _, record in at.sessions]
-    deduplication, tuning = (
-        {"text": opened[name], "file": "ledger.jsonl", "attested": True} if opened.get(name) else STATED
-        for name in ("deduplication", "tuning")
-    )
-    accounting = accounting_of(folder, at)
-    composition = composition_of(folder, at, accounting["epsilon"]) if folder.chain and claims else None
-    return {
-        "card_format": 1, "run_dir": SAID, "run_name": SAID, "formal_guarantee": claims, "reasons": list(plan.reasons),
-        "epsilon": accounting["epsilon"] if composition is None else composition["epsilon"],
-        "delta": plan["target_delta"] if composition is None else composition["delta"],
-        "steps_done": at.last_done() if plan["enabled"] else finished, "steps_planned": plan["num_steps"],
-        "attempts_charged": at.charged(), "warnings": SAID, "not_stated": SAID, "setting": SAID,
-        "released": {
-            "statement": SAID, "checkpoints_recorded": len(at.checkpoints), "post_processing": SAID,
-            "last_checkpoint": None if last is None else {
-                "step": last[1], "name": last[2], "manifest_sha256": last[3], "manifest_matches": SAID,
-            },
-        },
-        "unit_of_privacy": {
-            "unit": opened.get("unit", "one labelled example" if head else "one image-text pair"), "num_examples": n,
-            "statement": SAID, "deduplication": deduplication,
-            "data_set": dict.fromkeys(("name", "owner", "purpose", "licence"), STATED),
-        },
-        "adjacency": {"relation": "zero_out", "statement": SAID},
-        "mechanism": {
-            "name": SAID, "statement": SAID, "head": {"covers": None, **opened["head"]} if head else None,
-            "clipping_function": None if head else fields.get("clipping_function"),
-            "max_grad_norm": None if head else plan["max_grad_norm"],
-            "adaptive_clipping": None if adaptive is None else {
-                **adaptive, "gradient_noise_multiplier": Computed(plan.gradient_multiplier()),
-                "smallest_bound": min(bounds, default=None), "largest_bound": max(bounds, default=None),
-                "last_bound": bounds[-1] if bounds else None,
-            },
-            "arithmetic": fields.get("arithmetic"), "lattice_exponent": fields.get("lattice_exponent"),
-            "sensitivity_slack": plan["sensitivity_slack"], "noise_multiplier": sigma,
-            "noise_multiplier_accounted": Computed(plan.accounted),
-            "expected_batch_size": batch,
-            "correlated_noise": None if plan.bands == 1 else {
-                "bands": plan.bands, "strategy": plan["strategy"], "coefficients": plan["correlated"]["coefficients"],
-                "segments": len(at.sessions),
-            },
-            "releases": [
-                {
-                    "name": name, "count": len(found), "smallest_noise_multiplier": Computed(min(ratio for ratio, _ in found)),
-                    "largest_sensitivity": max(sensitivity for _, sensitivity in found),
-                }
-                for name, found in releases.items()
-            ],
-        },
-        "sampling": {
-            "scheme": "full batch" if head else plan["sampling"], "sample_rate": plan.rate, "expected_batch_size": batch,
-            "groups": None if plan.bands == 1 else {
-                "number": plan.bands, "of_example": GROUP_OF_EXAMPLE, "of_attempt": GROUP_OF_ATTEMPT,
-                "largest": -(-n // plan.bands), "turns_charged": plan.turns(at.charged()),
-            },
-            "cap": plan["cap"], "matches_accounting": claims, "key_commitment_sha256": opened["key_commitment"],
-            "data_hmac_sha256": opened.get("data_hmac"), "statement": SAID,
-        },
-        "accounting": accounting, "composition": composition,
-        "tuning": {
-            "included": False, "statement": SAID, "stated": tuning,
-            "shared_ledger": {"identity": opened.get("shared_ledger"), "summary": SAID},
-        },
-        "public_data": SAID, "logged_without_noise": SAID, "not_covered": SAID, "audits": SAID, "utility": SAID,
-        "provenance": {
-            "commit": opened.get("commit"), "opened_utc": opened["time_utc"], "closed": at.closed,
-            "ledger": {
-                "file": "ledger.jsonl", "format": 1, "lines": len(at.hashes) + at.unterminated,
-                "last_line_sha256": at.hashes[-1], "mirrored_sessions": sum(mirrors), "signer_fingerprint": at.fingerprint,
-                "signed_lines": max(0, at.signed - 1),
-            },
-            "sessions": [
-                {"mirror": record["mirror"], **{name: environment.get(name) for name in ENVIRONMENT}}
-                for _, record in at.sessions for environment in [record["environment"]]
-            ],
-        },
+def accountant() -> str:
+    from importlib.metadata import version
+
+    return f"dp-accounting {version('dp-accounting')}"
+
+
+def card_fields(folder: Folder, at: Ledger) -> dict[str, Any]:
+    """The fields of a card of the ledger `at` that follow from it, by their places; all others are listed as not attested."""
+    plan, opened, adaptive, last = at.plan, at.opened, at.plan["adaptive_clipping"], at.checkpoints[-1:]
+    n, head, claims = plan["num_examples"], at.head, not plan.reasons
+    fields: dict[str, Any] = {
+        "formal_guarantee": claims, "reasons": list(plan.reasons), "epsilon": None, "delta": plan["target_delta"],
+        "steps_done": at.last_done() if plan["enabled"] else plan["num_steps"] if at.closed == "finished" else None,
+        "steps_planned": plan["num_steps"], "attempts_charged": at.charged(),
+        "released.checkpoints_recorded": len(at.checkpoints),
+        "unit_of_privacy.unit": opened.get("unit", "one labelled example" if head else "one image-text pair"),
+        "unit_of_privacy.num_examples": n, "adjacency.relation": "zero_out",
+        "mechanism.clipping_function": None if head else plan["clipping_function"],
+        "mechanism.max_grad_norm": None if head else plan["max_grad_norm"],
+        "mechanism.arithmetic": plan["arithmetic"], "mechanism.lattice_exponent": plan["lattice_exponent"],
+        "mechanism.sensitivity_slack": plan["sensitivity_slack"], "mechanism.noise_multiplier": plan["noise_multiplier"],
+        "mechanism.noise_multiplier_accounted": Computed(plan.accounted),
+        "mechanism.expected_batch_size": plan["expected_batch_size"],
+        "sampling.scheme": "full batch" if head else plan["sampling"], "sampling.sample_rate": plan.rate,
+        "sampling.expected_batch_size": plan["expected_batch_size"], "sampling.cap": plan["cap"],
+        "sampling.matches_accounting": claims, "sampling.key_commitment_sha256": opened["key_commitment"],
+        "sampling.data_hmac_sha256": opened.get("data_hmac"),
+        "accounting.epsilon": None, "accounting.delta": plan["target_delta"],
+        "accounting.delta_times_n": Computed(plan["target_delta"] * n),
+        "accounting.max_examples_per_owner": opened.get("max_examples_per_owner"),
+        "accounting.attempts.charged": at.charged(), "accounting.attempts.allowed": plan.most_charges,
+        "accounting.attempts.done": len(at.done), "accounting.attempts.torn_lines": len(at.torn),
+        "accounting.attempts.repeats": sum(attempt > 0 for _, _, attempt, _ in at.intents),
+        "accounting.attempts.torn_lines_charged": sum(charged for _, charged in at.torn),
+        "tuning.included": False, "tuning.shared_ledger.identity": opened.get("shared_ledger"),
+        "provenance.commit": opened.get("commit"), "provenance.opened_utc": opened["time_utc"],
+        "provenance.closed": at.closed, "provenance.ledger.format": 1, "provenance.ledger.signer_fingerprint": at.fingerprint,
+        "provenance.ledger.signed_lines": max(0, at.signed - 1),
     }  # fmt: skip
-
-
-def accounting_of(folder: Folder, at: Ledger) -> dict[str, Any]:
-    """The card's account of this run alone: its claim, and what surrounds the claim where that protects anybody."""
-    plan, owner = at.plan, at.opened.get("max_examples_per_owner")
-    delta, tail = plan["target_delta"], plan.noise_tail()
-    found: dict[str, Any] = {
-        "delta": delta, "delta_times_n": Computed(delta * plan["num_examples"]), "statement": SAID, "accountant": SAID,
-        "accountant_at_opening": at.opened.get("accountant"), "accountant_python": SAID, "max_examples_per_owner": owner,
-        **dict.fromkeys((
-            "epsilon", "value_interval", "noise_tail_delta", "epsilon_target", "epsilon_planned", "epsilon_with_reserve",
-            "epsilon_rdp", "epsilon_prv", "prv_accountant", "epsilon_replace_one", "epsilon_owner", "attack", "tan",
-        )),
-        "epsilon_group": {"2": None, "5": None}, "epsilon_by_delta": [], "epsilon_by_attempts": [], "delta_by_epsilon": [],
-        "attempts": {
-            "charged": at.charged(), "allowed": plan.most_charges, "done": len(at.done), "torn_lines": len(at.torn),
-            "repeats": sum(attempt > 0 for _, _, attempt, _ in at.intents),
-            "torn_lines_charged": sum(charged for _, charged in at.torn),
-        },
-    }  # fmt: skip
+    if last:
+        ((_, step, name, digest),) = last
+        place = "released.last_checkpoint."
+        fields |= {f"{place}step": step, f"{place}name": name, f"{place}manifest_sha256": digest}
+    if adaptive is not None:
+        multiplier = Computed(plan.gradient_multiplier())
+        adapted = adaptive | {"gradient_noise_multiplier": multiplier}
+        fields |= {f"mechanism.adaptive_clipping.{name}": value for name, value in adapted.items()}
+    if plan.bands > 1:
+        place, noise = "mechanism.correlated_noise.", plan["correlated"]
+        fields |= {f"{place}{name}": noise[name] for name in ("bands", "strategy", "coefficients")}
+        fields |= {"sampling.groups.number": plan.bands, "sampling.groups.turns_charged": plan.turns(at.charged())}
     if plan.reasons:
-        return found
-    groups, left = at.groups(), delta - tail
-    claim, grid = claimed(groups, left)
-    planned, reserve = (epsilon([plan.releases(count)], left) for count in (plan["num_steps"], plan.most_charges))
-    eta = math.fsum((group.rate / group.sigma) ** 2 * group.count / 2 for group in groups)
-    found |= {
-        "epsilon": Bound(claim), "value_interval": None if grid is None else Computed(grid), "noise_tail_delta": Computed(tail),
-        "epsilon_target": plan["target_epsilon"], "epsilon_planned": Bound(planned), "epsilon_with_reserve": Bound(reserve),
-        "epsilon_rdp": Bound(renyi(tuple(groups), left)), "tan": Computed(1 / math.sqrt(eta)) if eta else None,
+        return fields
+    delta = plan["target_delta"] - plan.noise_tail()
+    own, planned, reserve = (
+        Bound(epsilon(groups, delta))
+        for groups in (at.groups(), [plan.releases(plan["num_steps"])], [plan.releases(plan.most_charges)])
+    )
+    fields |= {
+        "epsilon": own, "accounting.epsilon": own, "accounting.noise_tail_delta": Computed(plan.noise_tail()),
+        "accounting.epsilon_target": plan["target_epsilon"], "accounting.epsilon_planned": planned,
+        "accounting.epsilon_with_reserve": reserve, "accounting.epsilon_rdp": Bound(renyi(tuple(at.groups()), delta)),
     }  # fmt: skip
-    if claim > DETAILED:
-        return found
-    found |= {"epsilon_by_attempts": SAID} if planned <= DETAILED else {}
-    found |= curves(groups, claim, tail)
-    if left < SMALLEST_DELTA:
-        return found
-    others = [other for other in (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10) if other > 2 * tail]
-    guide = min(max(claim / 400, COARSE), 2e-2)
-
-    def coarse(delta: float, grid: float, relation: str = "REPLACE_SPECIAL") -> Bound:
-        return Bound(composed(tuple(groups), grid, relation).get_epsilon_for_delta(delta) if groups else 0.0)
-
-    def of_copies(copies: int) -> Bound:
-        rest = delta - plan.noise_tail(copies)
-        if rest < SMALLEST_DELTA:
-            return Bound(math.inf)
-        if plan.bands > 1:  # they may be in groups that take different turns
-            return Bound(epsilon_of_any(groups, rest, copies))
-        return Bound(epsilon_of_copies(groups, rest, copies, guide))
-
-    by_delta = {one: coarse(one - tail, COARSE) for one in others} | {delta: Bound(claim)}
-    return found | {
-        "epsilon_owner": None if owner is None else of_copies(owner),
-        "epsilon_replace_one": coarse(left, guide, "REPLACE_ONE"),
-        "epsilon_group": {str(size): of_copies(size) for size in (2, 5)},
-        "epsilon_by_delta": [[one, by_delta[one]] for one in sorted(by_delta, reverse=True)],
-        "epsilon_prv": SAID, "prv_accountant": SAID,
-    }  # fmt: skip
+    if folder.chain:
+        runs = [at, *folder.chain]
+        least = min(run.plan["target_delta"] for run in runs)
+        spent = Bound(epsilon_of(folder, runs, least))
+        fields |= {"epsilon": spent, "delta": least, "composition.epsilon": spent, "composition.delta": least}
+        for number, run in enumerate(runs):
+            place, delta = f"composition.runs[{number}].", run.plan["target_delta"]
+            fields |= {f"{place}delta": delta, f"{place}attempts_charged": run.charged()}
+            fields[f"{place}epsilon"] = Bound(epsilon_of(folder, [run], delta))
+    return fields
 
 
-def composition_of(folder: Folder, at: Ledger, own: float) -> dict[str, Any]:
-    """What the card says of the runs behind the initial weights."""
-    chain, names = [at, *folder.chain], [("this run", "ledger.jsonl")]
-    names += [(place["run"], place["file"]) for place in at.opened["behind"]]
-    disjoint = [run.opened.get("disjoint_from_start") is True for run in chain]
-    delta = min(run.plan["target_delta"] for run in chain)
-    return {
-        "epsilon": Bound(epsilon_of(folder, chain, delta)), "delta": delta, "disjoint_by_declaration": any(disjoint[:-1]),
-        "statement": SAID,
-        "runs": [
-            {
-                "name": name, "file": file, "delta": run.plan["target_delta"], "attempts_charged": run.charged(),
-                "epsilon": own if run is at else Bound(epsilon_of(folder, [run], run.plan["target_delta"])),
-                "disjoint_from_those_before": declared,
-            }
-            for (name, file), run, declared in zip(names, chain, disjoint, strict=True)
-        ],
-    }  # fmt: skip
+def leaves(tree: Any, place: str = "") -> dict[str, Any]:
+    """Every field of a card that is no object, by its place."""
+    found: dict[str, Any] = {}
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            found |= leaves(value, f"{place}.{name}" if place else name)
+    elif isinstance(tree, list) and tree and isinstance(tree[0], dict):
+        for number, value in enumerate(tree):
+            found |= leaves(value, f"{place}[{number}]")
+    else:
+        found[place] = tree
+    return found
 
 
-@dataclass
-class Comparison:
-    """Counts what agrees, and collects what nothing attests, what a version explains, and bounds that are larger than need be.
-
-    Attributes:
-        other_version: why a small difference is no contradiction; None where it is one.
-    """
-
-    what: str
-    other_version: str | None = None
-    agreed: int = 0
-    not_attested: list[str] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
-    larger: list[str] = field(default_factory=list)
-
-    def compare(self, stated: Any, expected: Any, place: str = "") -> None:
-        """Raises Violated at the first field that is unknown, lacking or another."""
-        if expected is SAID:
-            self.not_attested.append(place)  # an emptied field too: that nothing stands there is a statement
-        elif isinstance(stated, dict) and isinstance(expected, dict):
-            for name in [*stated, *expected]:
-                where = f"{place}.{name}" if place else name
-                require(name in expected, f"{self.what} states {shown(where)}, which this verifier does not know")
-                require(name in stated, f"{self.what} lacks {where}")
-            for name, value in expected.items():
-                self.compare(stated[name], value, f"{place}.{name}" if place else name)
-        elif isinstance(stated, list) and isinstance(expected, list):
-            require(len(stated) == len(expected), f"{self.what} lists {len(stated)} {place}, not {len(expected)}")
-            for number, (one, other) in enumerate(zip(stated, expected, strict=True)):
-                self.compare(one, other, f"{place}[{number}]")
-        else:
-            if isinstance(expected, Computed | Bound) and type(stated) in (int, float):
-                self._compare_computed(float(stated), expected, place)
-            elif isinstance(expected, Bound) and math.isinf(expected):
-                require(stated is None, f"{self.what}'s {place} is {shown(stated)}, and no finite epsilon holds")
-            else:
-                same = type(stated) is type(expected) or {type(stated), type(expected)} == {int, float}
-                same = same and type(expected) not in (Computed, Bound, Rough) and stated == expected
-                said = f"{self.what}'s {shown(place)} is {shown(stated)}, and the ledger gives {shown(expected)}"
-                require(same, said)
-            self.agreed += 1
-
-    def _compare_computed(self, stated: float, computed: Computed | Bound, place: str) -> None:
-        """A bound may be larger than the one that is computed here, but for rounding never smaller."""
-        hair = (
-            1e-2 if isinstance(computed, Rough) and computed < 1e-8 else 1e-6 if isinstance(computed, Rough) else HAIR
-        )
-        if math.isclose(stated, computed, rel_tol=hair):
-            return
-        if isinstance(computed, Bound) and stated > computed:
-            self.larger += [place] if stated > computed * (1 + 1e-6) else []
-            return
-        said = f"{self.what}'s {shown(place)} is {stated:.12g}, and "
-        require(
-            self.other_version is not None and math.isclose(stated, computed, rel_tol=1e-3),
-            f"{said}the ledger gives {computed:.12g}",
-        )
-        self.undecided.append(f"{said}{computed:.12g} here: {self.other_version}")
+def compare(what: str, stated: Any, expected: Any, place: str) -> str:
+    """How far a stated field is the expected one: "" where it is, "larger" for a bound, or what is wrong with it."""
+    if isinstance(expected, Computed | Bound) and type(stated) in (int, float):
+        if math.isclose(stated, expected, rel_tol=HAIR):
+            return ""
+        if isinstance(expected, Bound) and stated > expected:
+            return "larger" if stated > expected * (1 + 1e-6) else ""
+        return f"{what}'s {place} is {stated:.12g}, and the ledger gives {expected:.12g}"
+    infinite = isinstance(expected, Bound) and math.isinf(expected) and stated is None
+    same = infinite or (equal(stated, expected) and not isinstance(expected, Computed | Bound))
+    return "" if same else f"{what}'s {place} is {shown(stated)}, and the ledger gives {shown(expected)}"
 
 
 def check_card(folder: Folder) -> str:
-    """Every field of privacy_card.json, and of a head's statement; a card may be older than the ledger."""
+    """privacy_card.json where it follows from the ledger, and a head's statement; a card may be older than the ledger."""
     ledger, agreed = folder.ledger, 0
     if folder.has("head.json"):
         if not ledger.plan.reasons and folder.epsilon is None:
             raise Undecided("the epsilon of head.json was not computed")
         statement = {"epsilon": None if folder.epsilon is None else Bound(folder.epsilon), "delta": folder.delta}
         statement |= {"num_examples": ledger.plan["num_examples"], **ledger.opened.get("head", {})}
-        heads = Comparison("head.json")
-        heads.compare(object_in(folder.path / "head.json"), statement)
-        agreed = heads.agreed
+        head = object_in(folder.path / "head.json")
+        require(head.keys() == statement.keys(), "head.json has other fields than a head")
+        for name, value in statement.items():
+            wrong = compare("head.json", head[name], value, name)
+            require(wrong in ("", "larger"), wrong)
+        agreed = len(statement)
     if not folder.has("report", "privacy_card.json"):
         return f"there is no privacy card, and {agreed} fields of head.json agree with the ledger"
     if not ledger.plan.reasons and folder.epsilon is None:
         raise Undecided("its first number was not computed")
-    card = object_in(folder.path / "report" / "privacy_card.json")
-    try:
-        last, lines = (card["provenance"]["ledger"][name] for name in ("last_line_sha256", "lines"))
-        version, ours = card["accounting"]["accountant"], accountant()
-    except (KeyError, TypeError) as error:
-        raise Violated("the card lacks provenance.ledger or accounting.accountant") from error
+    card = leaves(object_in(folder.path / "report" / "privacy_card.json"))
+    last, lines = card.get("provenance.ledger.last_line_sha256"), card.get("provenance.ledger.lines")
     require(last in ledger.hashes, "the card is of a line that the ledger lacks: ledger or card were replaced")
-    position = ledger.hashes.index(last) + 1
+    position = ledger.hashes.index(str(last)) + 1
     whole_lines = len(ledger.hashes)
     was_torn = lines == position + 1 and position in {line for line, _ in ledger.torn}
     if lines == position + 1 <= whole_lines and not was_torn:
@@ -1536,498 +1287,30 @@ def check_card(folder: Folder) -> str:
     require(type(lines) is int and (lines == position or was_torn), "the card counts other lines")
     current = lines == whole_lines + ledger.unterminated
     at = ledger if current else read_ledger(folder.path / "ledger.jsonl", lines)
-    comparison = Comparison("the card")
-    if version != ours:
-        comparison.other_version = f"the card was computed with {shown(version)}, this with {ours}"
-    expected = folder.within("what the card says", functools.partial(expected_card, folder, at))
-    expected["provenance"]["ledger"] |= {"lines": lines, "last_line_sha256": last}
-    comparison.compare(card, expected)
-    folder.not_attested = comparison.not_attested
-    if comparison.undecided:
-        raise Undecided("; ".join(comparison.undecided[:9]))
+    expected = folder.within("what the card says", functools.partial(card_fields, folder, at))
+    found = {place: compare("the card", card.get(place, ...), value, place) for place, value in expected.items()}
+    larger = [place for place, outcome in found.items() if outcome == "larger"]
+    differing = {place: outcome for place, outcome in found.items() if outcome not in ("", "larger")}
+    version, ours = card.get("accounting.accountant"), accountant()
+    for place, outcome in differing.items():
+        rounding = isinstance(expected[place], Computed | Bound) and type(card.get(place)) is float
+        close = rounding and math.isclose(card[place], expected[place], rel_tol=1e-3)
+        require(version != ours and close, outcome)
+    if differing:
+        raise Undecided(
+            f"{'; '.join([*differing.values()][:9])}: it was computed with {shown(version)}, this with {ours}"
+        )
+    attested = {*expected, "provenance.ledger.lines", "provenance.ledger.last_line_sha256"}
+    folder.not_attested = [place for place in card if place not in attested]
     if at.charged() != ledger.charged():
         raise Undecided(
             f"the card is of the first {lines} lines; {ledger.charged() - at.charged()} attempts were charged since"
         )
-    sentence = f"{comparison.agreed + agreed} fields agree with the ledger; {len(folder.not_attested)} are not attested"
-    if comparison.larger:
-        sentence += f"; larger than they need be are the bounds {shown_list(comparison.larger)}"
-    return sentence
+    sentence = f"{len(attested) + agreed} fields agree with the ledger; {len(folder.not_attested)} are not attested"
+    return f"{sentence}; larger than they need be are the bounds {shown_list(larger)}" if larger else sentence
 
 
-# ---------------------------------------------------------------- The card's pages, line by line
-
-
-def page_lines(card: dict[str, Any]) -> Iterator[str]:
-    """Every line of the pages that holds a number or is marked as attested, as the card's fields give it."""
-    for section in (claim_lines, mechanism_lines, accounting_lines, other_lines):
-        yield from section(card)
-
-
-def word(value: object) -> str:
-    return "unknown" if value in (None, "") else str(value)
-
-
-def number_word(value: int | None) -> str:
-    return "unknown" if value is None else f"{value:,}"
-
-
-def epsilon_word(value: float | None) -> str:
-    return "none" if value is None else rounded_up(value, 3)
-
-
-def percent(value: float) -> str:
-    """A rate in percent, never below its value."""
-    return f"{math.ceil(min(Fraction(repr(float(value))), Fraction(1)) * 10**4) / 100:.2f} %"
-
-
-def attested(name: str, value: str) -> str:
-    return f"{name} | {value} | attested"
-
-
-def claim_lines(card: dict[str, Any]) -> Iterator[str]:
-    """The claim, and what stands before the first section."""
-    numbers, composition, ledger = card["accounting"], card["composition"], card["provenance"]["ledger"]
-    unit = card["unit_of_privacy"]
-    progress = f"{number_word(card['steps_done'])} of {number_word(card['steps_planned'])} steps are done and "
-    progress += f"{number_word(card['attempts_charged'])} attempts are charged."
-    protected = f"for {unit['unit']} out of {unit['num_examples']:,}, under zero-out adjacency."
-    if not card["formal_guarantee"]:
-        yield f"The run has no formal guarantee, and no epsilon is claimed. {progress}"
-        yield from card["reasons"]
-    elif card["epsilon"] is None:
-        yield f"The accountant gives no finite epsilon at delta = {card['delta']:.6g} {protected}"
-    else:
-        what = "The run" if composition is None else "What is released"
-        claim = f"(epsilon = {epsilon_word(card['epsilon'])}, delta = {card['delta']:.6g})"
-        yield f"{what} is {claim}-differentially private {protected}"
-    if card["formal_guarantee"]:
-        yield f"The run has a formal guarantee; {progress}"
-        more = "" if composition is None else ", and from the ledgers in behind/ that it names by their hashes"
-        yield (
-            f"Every number of sections 1 to 8 and 12 is computed from ledger.jsonl alone{more}; where another file is used, the "
-            "card names it. Epsilons are rounded up."
-        )
-        signed = " and signed" if ledger["signer_fingerprint"] else ""
-        yield (
-            f"attested marks what follows from the lines of the ledger, which are chained{signed}: python verify.py in this "
-            "folder recomputes it without the trainer. declared marks the words of whoever ran the training, which nothing "
-            "checks. That the program did what the ledger says is declared, too (section 13)."
-        )
-    if card["formal_guarantee"] and composition is not None:
-        others, own = len(composition["runs"]) - 1, epsilon_word(numbers["epsilon"])
-        yield (
-            f"This includes what the private runs behind the initial weights had spent ({others} of them), and holds if no "
-            "schedule among them was chosen after looking at what the earlier ones had released (section 7). This run alone has "
-            f"epsilon {own} at delta {numbers['delta']:.6g}."
-        )
-
-
-def mechanism_lines(card: dict[str, Any]) -> Iterator[str]:
-    """Sections 2 to 6: what is released, protected, done to the data and sampled."""
-    released, unit, mechanism, sampling = (
-        card[name] for name in ("released", "unit_of_privacy", "mechanism", "sampling")
-    )
-    adaptive, head = mechanism["adaptive_clipping"], mechanism["head"]
-
-    yield attested("checkpoints in the ledger", number_word(released["checkpoints_recorded"]))
-    if (last := released["last_checkpoint"]) is not None:
-        file = {None: "", True: " (the file in the run folder matches)", False: " (the file in the run folder differs)"}
-        yield attested("last checkpoint", f"{last['name'] or 'unknown'}, step {number_word(last['step'])}")
-        yield attested("SHA-256 of its manifest", last["manifest_sha256"] + file[last["manifest_matches"]])
-    many = f"the number of examples is n = {unit['num_examples']:,} (attested)"
-    yield f"The unit of privacy is {unit['unit']} (declared), and {many}. {unit['statement']}"
-
-    if head is None and adaptive is None:
-        yield attested("clipping bound C", f"{mechanism['max_grad_norm']:g}")
-    elif head is None:
-        moved = " and no step is taken yet"
-        if adaptive["last_bound"] is not None:
-            low, high, now = (f"{adaptive[f'{which}_bound']:.4g}" for which in ("smallest", "largest", "last"))
-            moved = f", is now {now} and was between {low} and {high}"
-        yield attested("clipping bound C", f"adaptive: C starts at {mechanism['max_grad_norm']:g}{moved}")
-        yield attested("target quantile of unclipped examples", f"{adaptive['target_unclipped_quantile']:g}")
-        yield attested("learning rate of C", f"{adaptive['clipbound_learning_rate']:g}")
-        what = "noise on the count of unclipped examples (standard deviation)"
-        yield attested(what, f"{adaptive['unclipped_num_std']:g}")
-        yield attested("noise multiplier of the sum alone", f"{adaptive['gradient_noise_multiplier']:.6g}")
-    yield attested("noise multiplier sigma", f"{mechanism['noise_multiplier']:.6g}")
-    if head is None:
-        exponent = mechanism["lattice_exponent"]
-        lattice = "" if exponent is None else f", multiples of 2^{-exponent}"
-        yield attested("clipping function", word(mechanism["clipping_function"]))
-        yield attested("arithmetic", mechanism["arithmetic"] + lattice)
-        yield attested("divisor (expected batch size B)", number_word(mechanism["expected_batch_size"]))
-    else:
-        yield attested("number of classes", number_word(head["num_classes"]))
-        options = (name for name in head if name not in ("method", "num_classes", "covers"))
-        yield from (f"option {name} | {word(head[name])} | declared" for name in options)
-    yield attested("slack r of the sensitivity", f"{mechanism['sensitivity_slack']:g}")
-    yield attested("sigma / (1 + r), as accounted", f"{mechanism['noise_multiplier_accounted']:.6g}")
-    if (correlated := mechanism["correlated_noise"]) is not None:
-        segments = f"sigma is that of the fresh noise; {correlated['segments']:,} segments"
-        said = f"{correlated['bands']:,} bands, {correlated['strategy']} coefficients; {segments}"
-        yield attested("correlated noise", said)
-    for one in mechanism["releases"]:
-        ratio, most = (f"{one[name]:.6g}" for name in ("smallest_noise_multiplier", "largest_sensitivity"))
-        said = f"{one['count']:,} times; standard deviation / sensitivity is at least {ratio}; the sensitivity is at most {most}"
-        yield attested(f"released: {one['name']}", said)
-
-    yield attested("scheme", sampling["scheme"])
-    yield attested("the accountant assumes this scheme", "yes" if sampling["matches_accounting"] else "no")
-    yield attested("sample rate q", f"{sampling['sample_rate']:.6g}")
-    if (groups := sampling["groups"]) is None:
-        yield attested("expected batch size B = q n", number_word(sampling["expected_batch_size"]))
-    else:
-        yield attested("expected batch size B = q n / b", number_word(sampling["expected_batch_size"]))
-        whose = f"an example's is {groups['of_example']}, an attempt's {groups['of_attempt']}"
-        turns = f"{groups['number']:,} of at most {groups['largest']:,} examples; {whose}"
-        yield attested("groups b that take turns", turns)
-        yield attested("charged attempts of the group with most of them", number_word(groups["turns_charged"]))
-    yield attested("cap of a batch", "none" if sampling["cap"] is None else f"{sampling['cap']:,} examples")
-    yield attested("commitment to the sampling key (SHA-256)", sampling["key_commitment_sha256"])
-    yield attested("identity of the data (HMAC-SHA256 under that key)", str(sampling["data_hmac_sha256"]))
-
-
-def accounting_lines(card: dict[str, Any]) -> Iterator[str]:
-    """Section 7."""
-    numbers, composition, n = card["accounting"], card["composition"], card["unit_of_privacy"]["num_examples"]
-    attempts, delta = numbers["attempts"], numbers["delta"]
-    if card["formal_guarantee"]:
-        yield f"at delta = {delta:.6g} | epsilon"
-        yield f"the claim: {attempts['charged']:,} attempts charged | {epsilon_word(numbers['epsilon'])}"
-        yield f"planned, {number_word(card['steps_planned'])} steps without a crash | {epsilon_word(numbers['epsilon_planned'])}"
-        yield f"with the whole reserve, {attempts['allowed']:,} attempts | {epsilon_word(numbers['epsilon_with_reserve'])}"
-        if numbers["epsilon_target"] is not None:
-            yield f"target that sigma was calibrated to | {numbers['epsilon_target']:g}"
-        if numbers["epsilon_prv"] is not None:
-            low, high = numbers["epsilon_prv"]
-            low = "none" if low is None else f"{math.floor(low * 1000) / 1000:.3f}"
-            yield f"cross-check: PRV bracket, without the cap | {low} to {epsilon_word(high)}"
-        yield f"cross-check: RDP upper bound, without the cap | {epsilon_word(numbers['epsilon_rdp'])}"
-        above, tail = "at most" if numbers["delta_times_n"] <= 1 else "above", numbers["noise_tail_delta"]
-        paid = f"The bounded support of the noise pays for {tail:.3g} of delta. " if tail else ""
-        prv = f", {numbers['prv_accountant']}" if numbers["prv_accountant"] else ""
-        yield (
-            f"The delta is {above} 1/n: 1/n = {1 / n:.4g}, delta times n = {numbers['delta_times_n']:.4g}. {paid}This card was "
-            f"computed with {numbers['accountant']}{prv} and Python {numbers['accountant_python']}; the run was planned with "
-            f"{numbers['accountant_at_opening'] or 'an unknown accountant'}."
-        )
-    if composition is not None:
-        for place, run in enumerate(composition["runs"], start=1):
-            relation = "declared disjoint" if run["disjoint_from_those_before"] else "may overlap: all compose"
-            relation = "none before" if place == len(composition["runs"]) else relation
-            spent = f"{epsilon_word(run['epsilon'])} | {run['delta']:.6g} | {run['attempts_charged']:,}"
-            yield f"{run['name']} | {spent} | {run['file']} | {relation}"
-        yield f"what is released | {epsilon_word(composition['epsilon'])} | {composition['delta']:.6g} | | |"
-    yield attested(
-        "highest step done, of planned", f"{number_word(card['steps_done'])} of {number_word(card['steps_planned'])}"
-    )
-    yield attested("attempts charged, of allowed", f"{attempts['charged']:,} of {attempts['allowed']:,}")
-    yield attested("attempts whose update was applied", number_word(attempts["done"]))
-    yield attested("repeats of a step", number_word(attempts["repeats"]))
-    yield attested("torn lines (of them charged)", f"{attempts['torn_lines']:,} ({attempts['torn_lines_charged']:,})")
-    owner, replaced = numbers["max_examples_per_owner"], numbers["epsilon_replace_one"]
-    if replaced is not None:
-        yield f"one example exchanged for an arbitrary other one (replace-one) | {epsilon_word(replaced)}"
-        for size, value in numbers["epsilon_group"].items():
-            yield f"{size} examples of one person, or copies | {epsilon_word(value)}"
-        if owner is not None:
-            spent = epsilon_word(numbers["epsilon_owner"])
-            yield f"one owner of at most {owner} examples, as the recipe states | {spent}"
-        limit = ", but the most examples of one owner is declared" if owner is not None else ""
-        tan = numbers["tan"]
-        noise = "" if tan is None else f" The total amount of noise (TAN, Sander et al. 2023) is {tan:.4g}."
-        how = "They are PLD upper bounds on a coarser grid; the groups leave out the cap."
-        if card["sampling"]["groups"] is not None:
-            how = "Several examples may be in groups that take different turns: theirs is generic group privacy, by Renyi DP, "
-            how += "without the cap. "
-            how += "Replace-one is a PLD upper bound on a coarser grid."
-        if None in numbers["epsilon_group"].values() or (owner is not None and numbers["epsilon_owner"] is None):
-            how += " None is stated where that many examples together may pass the edge of the noise, or no bound is finite."
-        yield f"All of these follow from the ledger (attested){limit}. {how}{noise}"
-    if numbers["epsilon_by_delta"]:
-        yield "delta | " + " | ".join(f"{one:.6g}" for one, _ in numbers["epsilon_by_delta"])
-        yield "epsilon | " + " | ".join(epsilon_word(value) for _, value in numbers["epsilon_by_delta"])
-    if numbers["attack"] is not None:
-        for rate, bound in numbers["attack"]["true_positive"].items():
-            yield f"true-positive rate at false-positive rate {rate} | at most {percent(bound)}"
-        advantage = percent(numbers["attack"]["advantage"])
-        yield f"advantage: true-positive less false-positive rate, anywhere | at most {advantage}"
-        yield "The bounds follow from epsilon(delta) for all delta (trade-off function, Dong et al. 2022)."
-
-
-def other_lines(card: dict[str, Any]) -> Iterator[str]:
-    """Sections 8 to 14: tuning, public data, ledger and sessions, utility."""
-    ledger, sessions, shared = (
-        card["provenance"]["ledger"],
-        card["provenance"]["sessions"],
-        card["tuning"]["shared_ledger"],
-    )
-    if (found := shared["summary"]) is not None:
-        reserved = f"epsilon {epsilon_word(found['epsilon_reserved'])} (by {found['accounting']})"
-        yield (
-            f"The run belongs to the data owner's shared ledger {shared['identity']} (hash of its first line, in the run's "
-            f"ledger). All runs together reserved {reserved} out of a total of {found['epsilon']:g} at delta "
-            f"{found['delta']:.6g} for {found['unit']}."
-        )
-        for run in found["runs"]:
-            chosen = "yes" if run["chosen_after_outputs"] else "no"
-            this = " (this run)" if run["is_this_run"] else ""
-            yield f"{run['name']}{this} | {run['time_utc']} | {epsilon_word(run['epsilon'])} | {chosen}"
-        informal = "; ".join(f"{run['name']} ({run['reason']})" for run in found["informal_runs"])
-        if informal:
-            more = f"{len(found['informal_runs'])} more runs on the same data have no guarantee"
-            yield f"{more}, and no epsilon here covers them: {informal}."
-    if (public := card["public_data"])["file"]:
-        standing = "which matches the SHA-256 in the ledger" if public["attested"] else "not attested"
-        yield f"{public['statement']} The card reads this from {public['file']} ({standing}):"
-    for fact, value in public["facts"].items():
-        if isinstance(value, dict):
-            items = (
-                (name, json.dumps(item) if isinstance(item, dict | list) else item) for name, item in value.items()
-            )
-            value = ", ".join(f"{name} {item}" for name, item in items)
-        yield f"{fact} | {'none' if value is None else value}"
-
-    state = f"closed: {card['provenance']['closed']}" if card["provenance"]["closed"] else "open: the run may go on"
-    yield attested("state", state)
-    chained = f"{ledger['file']}, {ledger['lines']:,} lines, format {ledger['format']}, hash chain verified"
-    yield attested("ledger", chained)
-    yield attested("SHA-256 of its last line", ledger["last_line_sha256"])
-    signature = "none"
-    if ledger["signer_fingerprint"] is not None:
-        signature = f"{ledger['signed_lines']:,} of {ledger['lines']:,} lines, by the key with the fingerprint "
-        signature += (
-            f"{ledger['signer_fingerprint']}; it says who signed only to somebody who kept the fingerprint elsewhere "
-        )
-        signature += "when the run began"
-    yield attested("signature", signature)
-    mirrored = f"in {ledger['mirrored_sessions']:,} of {len(sessions):,} sessions"
-    if ledger["mirrored_sessions"]:
-        yield f"mirror of the ledger | {mirrored} | declared"
-    for place, one in enumerate(sessions, start=1):
-        changed = {None: "unknown", True: "yes", False: "no"}[one["modified"]]
-        versions = "".join(f", {name} {version}" for name, version in (one["packages"] or {}).items())
-        code, mirror = word((one["commit"] or "")[:12]), "yes" if one["mirror"] else "no"
-        yield f"{place} | {code} | {changed} | {mirror} | python {word(one['python'])}{versions}"
-
-    utility = card["utility"] or {"heldout_loss": [], "samples": None}
-    points = utility["heldout_loss"]
-    baselines = any(point[name] for point in points for name in ("blind_loss", "shuffled_loss"))
-    for point in points if len(points) <= 12 else [points[0], points[-1]]:
-        losses = ["not a number" if point["loss"] is None else f"{point['loss']:.4f}"]
-        for name in ("blind_loss", "shuffled_loss") if baselines else ():
-            losses.append("" if point[name] is None else f"{point[name]:.4f}")
-        yield f"{point['step']:,} | {' | '.join(losses)}"
-    if utility["samples"] is not None:
-        file, step = utility["samples"]["file"], utility["samples"]["step"]
-        yield f"Samples of held-out examples after step {step:,} are in {file}."
-
-
-PLOT_WORDS = (
-    "charged so far (upper bound)", "charged attempts", "the claim", "delta (log scale)", "epsilon", "guessing",
-    "no attack can be above", "false-positive rate (log scale)", "true-positive rate, upper bound", "the model",
-    "without looking", "with another picture", "not attested", "step", "held-out loss",
-    "Epsilon by delta. Every point of the curve holds at once, for everything that the ledger charges.",
-)  # fmt: skip
-"""Titles, axes and legends of plots that hold no number."""
-
-
-def plot_lines(card: dict[str, Any]) -> Iterator[str]:
-    """All that the plots and pictures say, other than the numerals at the axes."""
-    yield from PLOT_WORDS
-    numbers, attempts = card["accounting"], card["accounting"]["attempts"]
-    charged = f"{attempts['charged']:,} of {attempts['allowed']:,} allowed attempts are charged, as the ledger says."
-    yield f"Epsilon over charged attempts. {charged}"
-    yield f"epsilon at delta = {numbers['delta']:.6g}"
-    yield f"1/n, n = {card['unit_of_privacy']['num_examples']:,}"
-    for name, value in (("budget with the reserve", "epsilon_with_reserve"), ("planned", "epsilon_planned")):
-        yield "" if numbers[value] is None else f"{name}: {rounded_up(numbers[value], 3)}"
-    if numbers["attack"] is not None:
-        rates = numbers["attack"]["true_positive"]
-        yield from map(percent, rates.values())
-        yield (
-            "What an attack can reach. The curve bounds membership inference on one example, whatever the attacker knows, from "
-            f"the ledger alone; the dots are at the false-positive rates {' and '.join(rates)}."
-        )
-    if card["utility"] is not None and card["utility"]["heldout_file"] is not None:
-        losses = f"The losses come from {card['utility']['heldout_file']}, which nothing protects against changes."
-        yield f"Held-out loss. {losses}"
-    if card["utility"] is not None and card["utility"]["samples"] is not None:
-        file, step = (card["utility"]["samples"][name] for name in ("file", "step"))
-        shows = f"The picture shows what the model makes of held-out examples after step {step:,} ({file})."
-        yield f"Samples. {shows} It is not attested."
-
-
-def plain(text: object) -> str:
-    """Text without the marks of Markdown and HTML, on one line."""
-    line = re.sub(r"[*`\\]", "", printable(" ".join(str(text).split())))
-    while (read := html.unescape(line)) != line:
-        line = read
-    return " ".join(line.split())
-
-
-def squeezed(value: Any) -> Any:
-    """A card whose texts are on one line each, as pages show them."""
-    if isinstance(value, dict):
-        return {" ".join(name.split()): squeezed(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [squeezed(inner) for inner in value]
-    return " ".join(value.split()) if isinstance(value, str) else value
-
-
-def words_of(card: Any) -> Iterator[str]:
-    """Every text of a card."""
-    if isinstance(card, str):
-        yield card
-    for inner in card.values() if isinstance(card, dict) else card if isinstance(card, list) else ():
-        yield from words_of(inner)
-
-
-def figures(text: str) -> set[str]:
-    """The words of a text that hold a numeral, of whatever script."""
-    return {word.strip(".,;:()[]|'\"%") for word in text.split() if any(letter.isnumeric() for letter in word)}
-
-
-def markdown_lines(text: str) -> Iterator[str]:
-    for line in text.split("\n"):
-        row = line.removeprefix("|").rstrip().removesuffix("|") if line.startswith("|") else line
-        yield plain(re.sub(r"^(> ?|\* |#+ )", "", row))
-
-
-INLINE = {"code", "em", "strong", "td", "th", "tspan"}
-PLOTTED = {"circle", "clippath", "defs", "g", "line", "path", "rect", "style", "svg", "text", "use"}
-TAGS = INLINE | PLOTTED | {
-    "blockquote", "body", "div", "figcaption", "figure", "h1", "h2", "head", "html", "img", "li", "main", "meta", "p", "table",
-    "tbody", "thead", "title", "tr", "ul",
-}  # fmt: skip
-"""What pages of cards are made of: within a line, in a plot, and all."""
-ATTRIBUTES = {
-    "alt", "aria-label", "charset", "class", "clip-path", "content", "cx", "cy", "d", "height", "href", "id", "lang", "name", "r",
-    "role", "src", "style", "transform", "type", "version", "viewbox", "width", "x", "x1", "x2", "xlink:href", "xmlns",
-    "xmlns:xlink", "y", "y1", "y2",
-}  # fmt: skip
-STYLES = {
-    "clip-path", "fill", "fill-opacity", "font", "font-family", "font-size", "font-weight", "opacity", "stroke",
-    "stroke-dasharray", "stroke-dashoffset", "stroke-linecap", "stroke-linejoin", "stroke-miterlimit", "stroke-opacity",
-    "stroke-width", "text-anchor",
-}  # fmt: skip
-SHEETS = {
-    "2fd0f9d938fc015650966d8c11ea27365aece0ab0a6387f79b8a831f059186c8",
-    "d88aaee0c5b43f89fbf5ba959930df2d684ef134bb331c11267ec754d0ebec44",
-}
-"""SHA-256 of the style sheets that a page and its plots have: another one could show, hide or turn around text."""
-HEADING = re.compile(
-    r"\d{1,2}\. (Setting and trust boundary|What is released|Unit of privacy|Adjacency|Mechanism|Sampling|Accounting|"
-    r"Hyper-parameter tuning|Public pre-training data|What was logged without noise, and where|What is not covered|"
-    r"Code, ledger and sessions|Audit|Utility \(not attested\))"
-)
-
-
-class Page(HTMLParser):
-    """The text of a card's HTML page: a line for each paragraph, row and label.
-
-    Raises:
-        Violated: a tag or an attribute that no page of a card has, and that could show other text than this.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self.plots: list[str] = []
-        self._open, self._sheet, self._cells, self._in_plot, self._in_figure = "", False, 0, False, False
-        self.feed(text)
-        self.close()
-        self._end()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        require(tag in TAGS, f"a page of a card has no <{shown(tag)}>")
-        for name, value in attrs:
-            inside = name not in ("href", "src", "xlink:href") or str(value).startswith(("#", "data:image/png;base64,"))
-            require(inside and name in ATTRIBUTES, f"a page of a card has no {shown(name)} of this kind")
-            if name in ("alt", "aria-label", "title"):
-                (self.plots if tag == "svg" else self.lines).append(plain(value))
-            elif name == "style":
-                named = {part.partition(":")[0].strip() for part in str(value).split(";")}
-                known = self._in_plot and tag in PLOTTED | {"tspan"} and named <= STYLES | {""}
-                fetches = re.search(r"\\|url\((?!#)", str(value))
-                require(known and not fetches, f"a page of a card has no <{tag}> of this style")
-        self._in_figure = tag == "figure" or self._in_figure
-        require(tag != "svg" or self._in_figure, "a plot of a card's page lies in a figure")
-        if tag not in INLINE:
-            self._end()
-            self._in_plot = tag == "svg" or (self._in_plot and tag in PLOTTED)
-        elif tag in ("td", "th"):
-            self._open += " | " if self._cells else ""
-            self._cells += 1
-        self._sheet = tag == "style"
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in INLINE:
-            self._end()
-        self._in_figure = tag != "figure" and self._in_figure
-        self._sheet = False
-
-    def handle_data(self, data: str) -> None:
-        if self._sheet:
-            known = hashlib.sha256(data.encode()).hexdigest() in SHEETS
-            require(known, "the style sheet of a card's page is another one, and may show or hide text")
-        else:
-            self._open += data
-
-    def unknown_decl(self, data: str) -> None:
-        raise Violated("a page of a card has no section of this kind")
-
-    def handle_comment(self, data: str) -> None:
-        raise Violated("a page of a card has no comments, in which programs do not agree where they end")
-
-    def handle_pi(self, data: str) -> None:
-        raise Violated("a page of a card has no instructions to programs")
-
-    def _end(self) -> None:
-        lines = [self._open] if self._cells else self._open.split("\n")
-        (self.plots if self._in_plot else self.lines).extend(map(plain, lines))
-        self._open, self._cells = "", 0
-
-
-def check_pages(folder: Folder) -> str:
-    """Every number on privacy_card.md and .html is the one that privacy_card.json gives for its line."""
-    pages = [name for name in ("privacy_card.md", "privacy_card.html") if folder.has("report", name)]
-    if not pages:
-        return "the card has no page here"
-    if not folder.has("report", "privacy_card.json"):
-        raise Undecided(f"report/{pages[0]} is here without privacy_card.json, of which it was made")
-    card = squeezed(object_in(folder.path / "report" / "privacy_card.json"))
-    expected, drawn = ({plain(line) for line in of(card)} for of in (page_lines, plot_lines))
-    said = {text: figures(text) for text in map(plain, words_of(card))}
-    for name in pages:
-        text = read_file(folder.path / "report" / name).decode()
-        page = Page(text) if name.endswith("html") else None
-        bare = re.sub(r"(?<![\\`])`[^`\n]+`(?!`)", "", text)  # what code spans hold is shown as it stands
-        hides = page is None and re.search("<[a-zA-Z!/?]", bare)
-        require(not hides, f"{name} holds HTML, which may hide what follows")
-        found = list(markdown_lines(text)) if page is None else page.lines
-        plotted = [] if page is None else page.plots
-        labels = {line for line in plotted if not re.fullmatch(r"[-\N{MINUS SIGN}0-9.,e+ ]*", line)}  # not of an axis
-        missing = sorted(expected.difference(found))
-        require(not missing, f"{name} lacks {shown(missing[:1])}, which the card gives")
-        invented = sorted(labels - drawn)
-        require(not invented, f"a plot of {name} says {shown(invented[:1])}, and no plot of a card does")
-        for line in sorted({*found} - expected - drawn):
-            quoted = (there for text, there in said.items() if text in line)
-            odd = set() if HEADING.fullmatch(line) else figures(line).difference(*quoted)
-            require(not odd, f"{name} says {shown(sorted(odd)[:1])} in {shown(line)}, and the card does not")
-            marked = line.endswith("| attested")
-            require(not marked, f"{name} calls attested what the card does not hold: {shown(line)}")
-    names = " and ".join(pages)
-    return f"{len(expected)} lines of {names} are as privacy_card.json gives them, and no other has a number of its own"
-
-
-def accountant() -> str:
-    from importlib.metadata import version
-
-    return f"dp-accounting {version('dp-accounting')}"
+# ---------------------------------------------------------------- Checkpoints and metrics
 
 
 def check_checkpoints(folder: Folder) -> str:
@@ -2109,24 +1392,15 @@ def check_checkpoints(folder: Folder) -> str:
     return f"{len(names)} manifests are those that the ledger recorded, and {hashed} files have their hashes"
 
 
-def torn_entry(line: bytes) -> dict[str, Any] | None:
-    """The whole fields of an entry that a crash cut off; None for what is not the beginning of an entry."""
+def torn_entry(line: bytes, where: str) -> dict[str, Any]:
+    """The whole fields of an entry that a crash cut off, those that end in a comma."""
     text = line.decode(errors="replace").removesuffix("\n")
-    start = '{"step": '
-    if start.startswith(text):
-        return {}
-    if not text.startswith(start):
-        return None
-    pair = r'"[^"\\]*("(:( (-?[0-9.eE+-]*|[A-Za-z]*|"([^"\\]|\\.)*\\?|\[.*))?)?)?'
-    for end in (place for place in range(len(text), 0, -1) if place == len(text) or text[place] == ","):
-        try:
-            entry = parsed(f"{text[:end]}}}".encode(), with_nan=True)
-        except ValueError:
-            continue
-        rest = text[end + 1 :].removeprefix(" ")
-        whole = rest == "" or re.fullmatch(pair, rest) is not None
-        return entry if whole and isinstance(entry, dict) else None
-    return {} if re.fullmatch(r"[0-9]*", text.removeprefix(start)) else None
+    value = r'("[^"\\]*"|\[[^\]]*\]|[^,"{}\[\]]+)'
+    begun = rf'\{{"step": [0-9]*(, "[^"\\]+": {value})*(, ?("[^"\\]*("(: ?(["\[][^"\]]*|[^,"{{}}]*))?)?)?)?'
+    known = '{"step": '.startswith(text) or re.fullmatch(begun, text) is not None
+    require(known, f"{where} is neither an entry nor the beginning of one")
+    whole_fields: dict[str, Any] = parsed(f"{text.rpartition(',')[0] or '{'}}}".encode(), with_nan=True)
+    return whole_fields
 
 
 def checked_counts(counts: list[int]) -> set[int]:
@@ -2153,22 +1427,21 @@ def check_metrics(folder: Folder) -> str:
             try:
                 entry = parsed(line, with_nan=True)
             except json.JSONDecodeError as error:
-                cut, torn, torn_here = torn_entry(line), torn + 1, torn_here + 1
-                later = line.rfind(b'{"step": ')
-                if cut is None and later > 0 and file != "metrics.jsonl" and torn_entry(line[:later]) is not None:
-                    cut = torn_entry(line[later:])  # held-out results go on in the line that a crash has cut off
-                    try:
-                        cut = parsed(line[later:], with_nan=True) if cut is None else cut
-                    except ValueError:
-                        cut = None
+                *begun, rest = re.split(
+                    rb'(?<=.)(?=\{"step": )', line
+                )  # an entry may go on in the line that a crash cut off
+                for part in begun:
                     require(
-                        b"privacy/" not in line[:later], f"{where} is torn, and states what no held-out result does"
+                        not torn_entry(part, where).keys() & set(KNOWN_METRICS), f"{where} is torn, and states a claim"
                     )
-                require(cut is not None, f"{where} is neither an entry nor the beginning of one")
+                torn, torn_here = torn + 1, torn_here + 1
                 restarts = len(ledger.sessions) - 1 + (not line.endswith(b"\n"))
                 explained = not plan["enabled"] or torn_here <= restarts
                 require(explained, f"{where} is torn, and no restart of the ledger explains it: {error.msg}")
-                entry = cut or {}
+                try:
+                    entry = parsed(rest, with_nan=True)
+                except ValueError:
+                    entry = torn_entry(rest, where)
                 if "step" not in entry:
                     continue
                 if "privacy/epsilon" in entry and "privacy/charged_attempts" not in entry:
@@ -2218,7 +1491,7 @@ def check_metrics(folder: Folder) -> str:
 
 
 CHECKS = (
-    check_files, check_signature, check_order, check_plan, check_budget, check_behind, check_epsilon, check_card, check_pages,
+    check_files, check_signature, check_order, check_plan, check_budget, check_behind, check_epsilon, check_card,
     check_checkpoints, check_metrics,
 )  # fmt: skip
 
@@ -2233,7 +1506,7 @@ def shown_list(names: list[str]) -> str:
 
 def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
     """(what, the words or None where nothing is stated, who says so): nothing here can check them."""
-    config, ledger, operator = folder.config or {}, folder.ledger, "whoever ran the training, in config.toml"
+    config, ledger, opened = folder.config or {}, folder.ledger, folder.ledger.opened
 
     def said(section: str, key: str) -> str | None:
         table = config.get(section)
@@ -2241,79 +1514,54 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
         return None if value in (None, "") else shown(value)
 
     origins = dict.fromkeys(filter(None, (said("data", "provenance"), folder.facts.get("training_data"))))
-    signer = "the holder of the signing key" if ledger.fingerprint else "whoever wrote the ledger"
-    words = [
-        ("that the program did what the ledger says", "see audit.py of the project", signer),
-        (
-            "time of the first start; all records repeat it, since clocks depend on the data",
-            shown(ledger.opened["time_utc"]),
-            signer,
-        ),
-        ("commit of the code", shown(ledger.opened["commit"]) if ledger.opened.get("commit") else None, signer),
-        ("what one example is", shown(ledger.opened.get("unit", "one example")), signer),
-        ("the most examples of one owner", said("privacy", "max_examples_per_owner"), operator),
-        ("in ledger.jsonl", shown_list(sorted(ledger.loose)), signer),
-        ("provenance of the training data", " in config.toml, and in a manifest ".join(origins) or None, operator),
-    ]
-    for name in ("name", "owner", "purpose", "licence"):
-        words.append((f"{name} of the training data", said("data", f"dataset_{name}"), operator))
-    words += [
-        ("how duplicates were removed", said("data", "deduplication"), operator),
-        ("how hyper-parameters were chosen", said("privacy", "tuning"), operator),
-        ("that the held-out data are public", said("heldout", "is_public"), operator),
-    ]
-    if ledger.opened.get("behind"):
-        disjoint = "yes, so one example bears one of them" if ledger.opened.get("disjoint_from_start") is True else None
-        words.append(("that the data are disjoint from those behind the initial weights", disjoint, operator))
-        fixed = "the composed epsilon takes it for granted; a shared ledger's RDP filter does without it"
-        words.append(
-            ("that no later schedule was chosen after looking at outputs of the earlier runs", fixed, operator)
-        )
-    publisher = "whoever publishes the folder"
-    words += [(what, how, publisher) for what, how in folder.partly]
-    unchecked = "all values but step, charged attempts and epsilon"
-    for name in ("metrics.jsonl", "evaluation/heldout.jsonl"):
-        if folder.has(*name.split("/")):
-            words.append((f"in {name}", unchecked, publisher))
-    if folder.config is not None:
-        compared = (
-            "all but [privacy] as far as the plan holds it, train.num_steps, data.num_examples and init.disjoint_data"
-        )
-        words.append(("in config.toml", compared, publisher))
-    if folder.has("verify.py"):
-        words.append(
-            ("verify.py", "judges nothing about itself: take it from the project, not from the folder", publisher)
-        )
-    if folder.has("private"):
-        words.append(("private/", "nothing here looks at it, and it is not for publication", publisher))
-    if any(folder.has("report", f"privacy_card.{kind}") for kind in ("md", "html")):
-        words.append(
-            (
-                "in privacy_card.md and .html",
-                "words outside of plots, looks, pictures, and the curves and numerals at the axes of plots",
-                publisher,
-            )
-        )
-    if folder.has("checkpoints"):
-        kept = "all but step, charges, guarantee, place in the ledger and the hashes of files"
-        words.append(("in checkpoints/*/manifest.json", kept, signer))
-    if folder.elsewhere:
-        linked = (
-            f"each has a further name (a hard link) by which somebody can change it: {shown_list(folder.elsewhere)}"
-        )
-        words.append(("files with two names", linked, publisher))
-    if folder.not_attested:
-        named = dict.fromkeys(re.sub(r"\[\d+\]", "[]", place) for place in folder.not_attested)
-        words.append(("in privacy_card.json", shown_list(list(named)), publisher))
+    disjoint = "yes, so one example bears one of them" if opened.get("disjoint_from_start") is True else None
     audits = [name for name in folder.unread if re.fullmatch(r"report/audit[^/]*", name)]
-    for name in audits[:20]:
-        words.append(
-            (shown(name), "make it again with audit.py of the project, which needs private/ for most of it", publisher)
+    fields = dict.fromkeys(re.sub(r"\[\d+\]", "[]", place) for place in folder.not_attested)
+    again = "make them again with audit.py of the project, which needs private/ for most of it"
+    signer = [
+        ("that the program did what the ledger says", "see audit.py of the project"),
+        ("time of the first start; all records repeat it, since clocks depend on the data", shown(opened["time_utc"])),
+        ("commit of the code", shown(opened["commit"]) if opened.get("commit") else None),
+        ("what one example is", shown(opened.get("unit", "one example"))),
+        ("in ledger.jsonl", shown_list(sorted(ledger.loose))),
+    ]  # fmt: skip
+    operator = [
+        ("the most examples of one owner", said("privacy", "max_examples_per_owner")),
+        ("provenance of the training data", " in config.toml, and in a manifest ".join(origins) or None),
+        *((f"{name} of the training data", said("data", f"dataset_{name}")) for name in ("name", "owner", "purpose", "licence")),
+        ("how duplicates were removed", said("data", "deduplication")),
+        ("how hyper-parameters were chosen", said("privacy", "tuning")),
+        ("that the held-out data are public", said("heldout", "is_public")),
+    ]  # fmt: skip
+    if opened.get("behind"):
+        fixed = "the composed epsilon takes it for granted; a shared ledger's RDP filter does without it"
+        operator += [
+            ("that the data are disjoint from those behind the initial weights", disjoint),
+            ("that no later schedule was chosen after looking at outputs of the earlier runs", fixed),
+        ]
+    publisher: list[tuple[str, str]] = [*folder.partly]
+    for there, what, words in (
+        (folder.has("metrics.jsonl"), "in metrics.jsonl", "all values but step, charged attempts and epsilon"),
+        (folder.has("evaluation", "heldout.jsonl"), "in evaluation/heldout.jsonl", "all values but step"),
+        (config, "in config.toml", "all but [privacy] as the plan holds it, number of steps and examples, init.disjoint_data"),
+        (folder.has("verify.py"), "verify.py", "judges nothing about itself: take it from the project, not from the folder"),
+        (folder.has("private"), "private/", "nothing here looks at it, and it is not for publication"),
+        (folder.has("checkpoints"), "in checkpoints/*/manifest.json", "all but step, charges, guarantee, line and hashes"),
+        (folder.elsewhere, "files that somebody can change by another name (a hard link)", shown_list(folder.elsewhere)),
+        (fields, "in privacy_card.json", shown_list([*fields])),
+        (audits, f"audits: {again}", shown_list(audits)),
+        (set(folder.unread) - {*audits}, "what other files say", shown_list([f for f in folder.unread if f not in audits])),
+    ):  # fmt: skip
+        publisher += [(what, words)] if there else []
+    return [
+        (what, words, who)
+        for who, stated in (
+            ("the holder of the signing key" if ledger.fingerprint else "whoever wrote the ledger", signer),
+            ("whoever ran the training, in config.toml", operator),
+            ("whoever publishes the folder", publisher),
         )
-    others = [name for name in folder.unread if name not in audits]
-    if others:
-        words.append(("what other files say", shown_list(others), publisher))
-    return words
+        for what, words in stated
+    ]
 
 
 def verify(
@@ -2407,7 +1655,7 @@ def to_text(found: dict[str, Any]) -> str:
     if "attested" in found:
         by = "chain and signature" if found["fingerprint"] else "chain alone"
         lines += [
-            f"attested by the ledger's {by}:",
+            f"attested by the ledger's {by}; believe this, and no page that says something else:",
             *(f"  {name}: {value}" for name, value in found["attested"].items()),
         ]
         lines += ["declared, and checked by nothing:"]

@@ -39,7 +39,6 @@ def audit_canaries(
     strict = 1 - ALPHA
     bounds = {
         "epsilon_one_run": one_run.epsilon_one_run(guesses, delta, CONFIDENCE),
-        "epsilon_one_run_fdp": one_run.epsilon_one_run_fdp(guesses, delta, CONFIDENCE),
         "epsilon_clopper_pearson": one_run.epsilon_clopper_pearson(inside, outside, median, delta, CONFIDENCE),
     }
     proven = max(
@@ -50,8 +49,8 @@ def audit_canaries(
     numbers = {**bounds, "claimed": claimed, "delta": delta, "confidence": CONFIDENCE, "largest_provable": ceiling}
     sentence = (
         f"{guesses.correct} of {guesses.guesses} guesses about {scores.size} canaries are right: epsilon is at least "
-        f"{bounds['epsilon_one_run']:.2f} (one run), {bounds['epsilon_clopper_pearson']:.2f} (Clopper-Pearson), about "
-        f"{bounds['epsilon_one_run_fdp']:.2f} (one run, if Gaussian) with 95 % confidence; claimed are {claimed:.2f}"
+        f"{bounds['epsilon_one_run']:.2f} (one run), {bounds['epsilon_clopper_pearson']:.2f} (Clopper-Pearson) "
+        f"with 95 % confidence; claimed are {claimed:.2f}"
     )
     if proven <= claimed and ceiling <= claimed:
         note = f"; so few canaries could not prove more than {ceiling:.2f} even if every guess were right"

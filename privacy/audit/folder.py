@@ -1,58 +1,64 @@
-"""Audits of a run folder's records: reads the files, and privacy/audit judges them."""
+"""Audits of a run folder's records.
+
+What the ledger alone decides is judged by privacy/verify.py, as anybody can judge it. Here stands what only the holder of
+`private/` can check: the sampling key, the mirror, and the private record of attempts, which is the ledger's second witness.
+"""
 
 import contextlib
-import hashlib
-import json
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .. import verify
+from ..adaptive_clipping import RANGE
 from ..card.folder import read_recipe
 from ..card.report import read_snapshot
-from ..checkpoints.read import MANIFEST
-from ..configured_plan import contradiction
 from ..errors import ConfigError, PrivacyStateRefused
 from ..files.public import read_metrics
-from ..ledger.records import LedgerState, read_state
+from ..ledger.records import LedgerState
 from ..sampling.keys import SamplingKey
 from ..step.folder import RunFolder
-from .charges import read_lines as read_ledger_lines
-from .charges import stated_noise_check
-from .ledger import (
-    BoundClaim,
-    CheckpointClaim,
-    EpsilonClaim,
-    FolderClaims,
-    RecordedAttempts,
-    attempts_check,
-    audit_ledger,
-)
-from .members import LedgerMark, attempts_by_name, read_lines
-from .report import AuditReport
+from .members import LedgerMark, attempts_by_name, not_in_ledger, not_recorded, read_lines
+from .report import AuditReport, Check, fact, undecided
 from .schedule import MAX_COINS, audit_schedule
 from .second_sampler import read_attempts
 
+FP32 = 1e-6
+"""Relative: published numbers are rounded to fp32, and what follows from one of them is compared with another."""
 
-def ledger_audit(run_dir: Path) -> AuditReport:
-    """`audit.py ledger`: needs no secret.
+
+def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditReport:
+    """`audit.py ledger`: verify.py's judgement, and the private part of the folder where it is there.
+
+    Args:
+        data_manifest: what identifies the data, of which the ledger holds an HMAC; None where nothing is there to compare.
 
     Raises:
-        ConfigError: no ledger there.
+        ConfigError: no ledger there, or a folder that cannot be judged.
     """
-    before = recorded_attempts(run_dir)
-    data = _ledger(run_dir).read_bytes()
-    claims = folder_claims(run_dir)
+    ledger, before = _ledger(run_dir), recorded_attempts(run_dir)
     try:
-        state, _ = read_state(data, "ledger.jsonl")
-    except PrivacyStateRefused:  # the audit names the line
-        return audit_ledger(data, claims)
-    attempts = compared_attempts(run_dir, state, before)
-    report = audit_ledger(
-        data, replace(claims, attempts=attempts, configured=contradiction(read_recipe(run_dir), state.plan))
-    )
-    stated = stated_noise_check(state.opened["plan"], [record for _, record in read_ledger_lines(data)])
-    return replace(report, checks=(*report.checks, stated))
+        _, found = verify.verify(run_dir, None)
+    except verify.BadInput as error:
+        raise ConfigError(str(error)) from error
+    checks = [Check(one["name"], one["outcome"], one["sentence"]) for one in found["checks"]]
+    try:
+        snapshot = read_snapshot(ledger)
+    except PrivacyStateRefused as error:
+        return AuditReport.of("ledger", [*checks, fact("legal_order", False, str(error))])
+    state = snapshot.state
+    checks += [
+        fact("legal_order", True, f"{state.num_lines} lines are in legal order, as the trainer reads them"),
+        clipping_bound_check(snapshot.records, read_metrics(run_dir)),
+        _key_check(run_dir, state, data_manifest),
+        attempts_check(run_dir, state, before),
+        _mirror_check(run_dir, ledger, state),
+    ]
+    claim = {name: found.get(name) for name in ("formal_guarantee", "epsilon", "delta", "fingerprint")}
+    return AuditReport.of("ledger", checks, attempts_charged=state.num_charged, **claim)
 
 
 def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
@@ -65,14 +71,13 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
     before = recorded_attempts(run_dir)
     folder, snapshot = RunFolder(run_dir), read_snapshot(_ledger(run_dir))
     key = SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
-    attempts = compared_attempts(run_dir, snapshot.state, before)
-    recorded = None
-    if isinstance(attempts, RecordedAttempts):  # without what a run in progress added after the ledger was read
-        recorded = attempts_by_name(line for line in attempts.after if line.seq < snapshot.state.num_lines)
+    after, recorded = recorded_attempts(run_dir), None
+    if after is not None:  # without what a run in progress added after the ledger was read
+        recorded = attempts_by_name(line for line in after if line.seq < snapshot.state.num_lines)
     report = audit_schedule(
         snapshot.state.plan, read_attempts(snapshot.records), key, folder.key.read_bytes(), recorded, max_coins
     )
-    return replace(report, checks=(*report.checks, attempts_check(snapshot.state, attempts)))
+    return replace(report, checks=(*report.checks, attempts_check(run_dir, snapshot.state, before)))
 
 
 def recorded_attempts(run_dir: Path) -> list[LedgerMark] | None:
@@ -81,17 +86,85 @@ def recorded_attempts(run_dir: Path) -> list[LedgerMark] | None:
     return list(read_lines(path)) if path.exists() else None
 
 
-def compared_attempts(
-    run_dir: Path, state: LedgerState, before: Sequence[LedgerMark] | None
-) -> RecordedAttempts | str | None:
-    """The record as it was `before` the ledger was read and as it is now; or a sentence that says what is wrong with it."""
-    after = recorded_attempts(run_dir)
+def attempts_check(run_dir: Path, state: LedgerState, before: Sequence[LedgerMark] | None) -> Check:
+    """Recorded attempts and charges are the same, but for the last of a session, which may have ended before its charge.
+
+    A run in progress writes while it is audited: what was recorded before the ledger was read must be in it, and what it charges
+    must be recorded now.
+    """
+    folder, after = RunFolder(run_dir), recorded_attempts(run_dir)
     if before is not None and after is not None:
-        return RecordedAttempts(before, after)
-    folder = RunFolder(run_dir)
+        wrong = not_in_ledger(before, state) or not_recorded(state, after)
+        return fact(
+            "attempts", wrong is None, wrong or f"{len(state.intents)} charges are those of the attempts in private/"
+        )
     if folder.private.is_dir() and "head" not in state.opened:  # a private head samples nobody
-        return f"{folder.members} is gone: it records every attempt, and is made before the ledger"
-    return None
+        gone = f"{folder.members} is gone: it records every attempt, and is made before the ledger"
+        return fact("attempts", False, gone)
+    return fact("attempts", True, "there is no private/ here, so charges are not compared with the record of attempts")
+
+
+def clipping_bound_check(records: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Check:
+    """C moves only by what a charged release states: the first is the plan's, each next follows from what was published."""
+    plan, intents = records[0]["plan"], [record for record in records if record["type"] == "intent"]
+    names = ("step", "privacy/clipping_bound", "privacy/noised_unclipped_fraction")
+    stating = [line for line in metrics if all(line.get(name) is not None for name in names)]
+    published: list[tuple[Any, ...]] = [tuple(line[name] for name in names) for line in stating]
+    constants = plan["adaptive_clipping"]
+    if constants is None:
+        sentence = (
+            f"C is constant by the plan, and {len(published)} lines publish a noised count that no intent released"
+        )
+        return fact("clipping_bound", not published, sentence)
+    stated: dict[int, list[float]] = {}
+    for intent in intents:
+        stated.setdefault(intent["step"], []).append(intent["releases"][0]["sensitivity"])
+    bad = [f"step 1 clips to {bound:g}" for bound in stated.get(1, []) if bound != plan["max_grad_norm"]]
+    bad += [
+        f"step {step} clipped to {bound:g}, which no intent says"
+        for step, bound, _ in published
+        if not any(math.isclose(bound, said, rel_tol=FP32) for said in stated.get(step, []))
+    ]
+    rate, quantile = constants["clipbound_learning_rate"], constants["target_unclipped_quantile"]
+    low, high = plan["max_grad_norm"] / RANGE, plan["max_grad_norm"] * RANGE
+    for (step, bound, fraction), (following, after, _) in itertools.pairwise(published):
+        exponent = min(max(-rate * (fraction - quantile), -50.0), 50.0)
+        expected = min(max(bound * math.exp(exponent), low), high)
+        if following == step + 1 and not math.isclose(after, expected, rel_tol=FP32):
+            bad.append(f"step {following} clips to {after:g} where {expected:g} follows")
+    wrong = "; ".join(bad[:3]) or "none"
+    sentence = f"{len(published)} published values of C and of the noised count were compared; wrong: {wrong}"
+    return fact("clipping_bound", not bad, sentence)
+
+
+def _key_check(run_dir: Path, state: LedgerState, data_manifest: bytes | None) -> Check:
+    """The sampling key is the one to which the ledger was committed before the first coin, and the data are those it names."""
+    path = RunFolder(run_dir).key
+    if not path.exists():
+        return fact("sampling_key", True, "there is no sampling key here to compare with the ledger's commitment")
+    try:
+        key = SamplingKey.load(path, state.opened["key_commitment"])
+    except PrivacyStateRefused as error:
+        return fact("sampling_key", False, str(error))
+    if data_manifest is not None and key.hmac(data_manifest) != state.opened.get("data_hmac"):
+        return fact("sampling_key", False, "the index in private/ is of other data than the ledger was opened with")
+    return fact("sampling_key", True, "private/sampling.key is the key that the ledger is committed to")
+
+
+def _mirror_check(run_dir: Path, ledger: Path, state: LedgerState) -> Check:
+    """Ledger first, then mirror: between the two writes the mirror is a prefix, and never more."""
+    if not state.mirrored:
+        sentence = "the ledger has no mirror: a rollback of the whole run folder cannot be detected"
+        return fact("mirror", True, sentence)
+    name, mirror = read_recipe(run_dir).get("privacy", {}).get("ledger_mirror"), None
+    if isinstance(name, str) and name:
+        with contextlib.suppress(OSError):
+            mirror = Path(name).read_bytes()
+    if mirror is None:
+        return undecided("mirror", "the ledger has a mirror, which could not be read")
+    is_prefix = ledger.read_bytes().startswith(mirror)
+    relation = "a prefix of the ledger" if is_prefix else "longer or different: a rollback"
+    return fact("mirror", is_prefix, f"the mirror is {relation}")
 
 
 def _ledger(run_dir: Path) -> Path:
@@ -99,57 +172,3 @@ def _ledger(run_dir: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
     return path
-
-
-def folder_claims(run_dir: Path) -> FolderClaims:
-    """What metrics, checkpoints, privacy card, a private head and mirror say."""
-    metrics, checkpoints, bounds = read_metrics(run_dir), [], []
-    stated = [line for line in metrics if line.get("privacy/epsilon") is not None]
-    # Two lines are compared, the middle and the last: seconds of PLD each.
-    compared = sorted({len(stated) // 2 - 1, len(stated) - 1} - {-1})
-    epsilons = [
-        EpsilonClaim(
-            f"metrics.jsonl (step {line['step']})", line.get("privacy/charged_attempts", 0), line["privacy/epsilon"]
-        )
-        for line in (stated[index] for index in compared)
-    ]
-    card = _json(run_dir / "report" / "privacy_card.json")
-    if isinstance(card.get("attempts_charged"), int) and card.get("epsilon") is not None:
-        epsilons.append(EpsilonClaim("report/privacy_card.json", card["attempts_charged"], float(card["epsilon"])))
-    head = _json(run_dir / "head.json").get("epsilon")  # a private head (evaluation/private_head/) is one release
-    if head is not None:
-        epsilons.append(EpsilonClaim("head.json", 1, float(head)))
-    for line in metrics:
-        bound, fraction = line.get("privacy/clipping_bound"), line.get("privacy/noised_unclipped_fraction")
-        if bound is not None and fraction is not None:
-            bounds.append(BoundClaim("metrics.jsonl", line["step"], bound, fraction))
-    for path in sorted(RunFolder(run_dir).checkpoints.glob(f"step-*/{MANIFEST}")):
-        manifest = _json(path)
-        position = manifest.get("ledger") or {}
-        checkpoints.append(
-            CheckpointClaim(
-                name=path.parent.name,
-                step=manifest.get("step", 0),
-                seq=position.get("seq"),
-                line_hash=position.get("hash"),
-                digest=hashlib.sha256(path.read_bytes()).hexdigest(),
-                charged=manifest.get("charged_attempts"),
-                formal_guarantee=manifest.get("formal_guarantee"),
-            )
-        )
-    mirror: bytes | None = None
-    name = read_recipe(run_dir).get("privacy", {}).get("ledger_mirror")
-    if isinstance(name, str) and name:
-        with contextlib.suppress(OSError):
-            mirror = Path(name).read_bytes()
-    furthest = {"metrics.jsonl": max((line["step"] for line in metrics), default=0)}
-    return FolderClaims(epsilons, checkpoints, furthest, mirror, bounds)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Empty for a file that is missing or damaged: then it claims nothing."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

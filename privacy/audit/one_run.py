@@ -56,47 +56,6 @@ def epsilon_one_run(observed: Guesses, delta: float, confidence: float = 0.95) -
     return _largest_refuted(lambda epsilon: one_run_p_value(observed, epsilon, delta) < 1 - confidence, LARGEST_EPSILON)
 
 
-def refutes_gaussian(observed: Guesses, mu: float, confidence: float) -> bool:
-    """Whether the guesses refute mu-Gaussian DP.
-
-    Mahloujifar, Melis and Chaudhuri 2024, "Auditing f-Differential Privacy in One Run" (arXiv 2410.22235), the recursion
-    on (r, h) of their algorithm for membership inference (alphabet of two) with abstentions.
-    """
-    m, guesses, correct = observed.canaries, observed.guesses, observed.correct
-    tau = (1 - confidence) * guesses / m
-    h, r = tau * (guesses - correct) / guesses, tau * correct / guesses
-    for i in range(correct - 1, -1, -1):
-        higher = max(h, float(special.ndtr(special.ndtri(r) - mu)))
-        r += i / (guesses - i) * (higher - h)
-        h = higher
-        if r + h > guesses / m:
-            return True
-    return False
-
-
-def epsilon_one_run_fdp(observed: Guesses, delta: float, confidence: float = 0.95) -> float:
-    """Lower bound of Mahloujifar et al. 2024 on epsilon at `delta`, if the mechanism's curve is a Gaussian one.
-
-    Sharper than `epsilon_one_run`, under that assumption, which composed subsampled Gaussians meet approximately
-    (Dong, Roth and Su 2022): treat it as an estimate.
-    """
-    if not observed.guesses:
-        return 0.0
-    mu = _largest_refuted(lambda mu: refutes_gaussian(observed, mu, confidence), 20.0)
-    return gaussian_epsilon(mu, delta) if mu > 0 else 0.0
-
-
-def gaussian_delta(mu: float, epsilon: float) -> float:
-    """delta(epsilon) of mu-Gaussian DP (Balle and Wang 2018, theorem 8; Dong, Roth and Su 2022, corollary 2.13)."""
-    tail = math.exp(min(700.0, epsilon + special.log_ndtr(-epsilon / mu - mu / 2)))
-    return float(special.ndtr(-epsilon / mu + mu / 2)) - tail
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """epsilon(delta) of mu-Gaussian DP."""
-    return _largest_refuted(lambda epsilon: gaussian_delta(mu, epsilon) > delta, 1e3)
-
-
 def epsilon_clopper_pearson(
     in_scores: Scores, out_scores: Scores, threshold: float, delta: float, confidence: float = 0.95
 ) -> float:

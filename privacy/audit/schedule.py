@@ -2,45 +2,39 @@
 
 Three witnesses are compared: the product's sampler, a second one that shares no code with it (second_sampler.py), and the private
 record of what the ranks were dealt. What they agree on is then tested as chance, which would also find a mistake that all three
-share: sizes, places, pairs of examples, pairs of batches.
+share: sizes of batches, how often each example is in one, and pairs of examples.
 
 Inside the trust boundary only: who was in which batch is what amplification by sampling keeps secret.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import sparse
 
 from ..plan import PrivacyPlan
 from ..sampling.keys import SamplingKey
-from ..sampling.poisson import Ids, slice_bounds
+from ..sampling.poisson import Ids
 from . import statistics as st
 from .members import MembersRecord
 from .report import AuditReport, Check, fact, random_check, undecided
 from .second_sampler import Attempt, SecondSampler, count_attempts, places_in_group
 
-WORLD_SIZES = (1, 2, 3, 4, 8)
 MAX_COINS = 10**9
 """Coins that one audit tosses again, twice each (about 20 s); a longer run is audited on a part of its attempts."""
 _WINDOW = 1 << 17
 _MAX_ENTRIES = 1 << 24  # memory: attempts times ids of the tables in which pairs of examples are counted
-_MAX_SIZES = 200_000
-_MAX_PAIRED = 2000  # attempts of which all pairs are compared
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What the product's sampler says of one attempt, and where the second one says something else."""
+    """What the product's sampler says of one attempt, before the cap and after it, and whom the second one makes members."""
 
     attempt: Attempt
-    chosen: Ids  # before the cap
+    chosen: Ids
     members: Ids
-    second: Ids | None  # members by the second sampler; None where it knows no such scheme
-    differing: int
+    second: Ids
 
 
 def audit_schedule(
@@ -60,69 +54,38 @@ def audit_schedule(
     """
     if not attempts:
         return AuditReport.of("schedule", [undecided("attempts", "nothing was charged yet")])
-    sampler, second = (
-        plan.sampler,
-        SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands),
-    )
-    drawn = []
-    for attempt in _pick(attempts, max(2, max_coins // plan.num_examples)):
-        turn = sampler.of_attempt(attempt.before)
-        decided = turn.decide(turn.coin_key(key, attempt.nonce, attempt.attempt), attempt.step)
-        members, again, differing = sampler.merge([decided]), None, 0
-        if plan.sampling == "poisson":
-            chosen, again = second.members(attempt)
-            for mine, other in ((chosen, decided.ids), (again, members)):
-                differing += 0 if np.array_equal(mine, other) else max(1, len(np.setxor1d(mine, other)))
-        drawn.append(_Drawn(attempt, decided.ids, members, again, differing))
-    if plan.sampling == "poisson":
-        repeated = len(attempts) - len(set(attempts))
-        earlier = (
-            f"{repeated} of {len(attempts)} attempts have session nonce, step and attempt number of an earlier one"
-        )
-        misnumbered = sum(a != b for a, b in zip(attempts, count_attempts(attempts), strict=True))
-        numbers = (
-            f"{misnumbered} of {len(attempts)} attempts have another number than that of earlier charges of their step"
-        )
-        # As chance: where members stand in their group, which is the member itself where there is one group.
-        n, bands = plan.num_examples // plan.bands, plan.bands
-        placed = [
-            replace(
-                item,
-                chosen=places_in_group(item.chosen, plan.num_examples, bands),
-                members=places_in_group(item.members, plan.num_examples, bands),
-            )
-            for item in drawn
-        ]
-        differing = sum(item.differing for item in drawn)
-        coins = f"{differing} examples are members by one of two independent derivations of coins and cap, and not by the other"
-        checks = [
-            fact("coins_never_repeat", repeated == 0, earlier, statistic=repeated, threshold=0),
-            fact("attempt_numbers", misnumbered == 0, numbers, statistic=misnumbered, threshold=0),
-            fact("second_derivation", differing == 0, coins, statistic=differing, threshold=0),
-            *_sizes(plan, n, placed, recorded),
-            *_joint(plan, n, placed),
-            *_overlaps(n, placed),
-        ]
-    else:
+    if plan.sampling != "poisson":
         dependent = (
             f"the run samples by {plan.sampling!r}: its coins are meant to depend on each other and are not tested"
         )
-        checks = [undecided("sampling", dependent)]
-    # Slices decided by any number of ranks join to the same members.
-    differing = 0
-    for item in (drawn[0], drawn[len(drawn) // 2], drawn[-1]):
-        turn, coin_key = (
-            sampler.of_attempt(item.attempt.before),
-            sampler.coin_key(key, item.attempt.nonce, item.attempt.attempt),
-        )
-        for world_size in WORLD_SIZES:
-            bounds = [slice_bounds(sampler.num_examples, world_size, rank) for rank in range(world_size)]
-            parts = [turn.decide(coin_key, item.attempt.step, *bound) for bound in bounds]
-            differing += not np.array_equal(sampler.merge(parts), item.members)
-    sizes = ", ".join(map(str, WORLD_SIZES))
-    sentence = f"members differ for {differing} of {3 * len(WORLD_SIZES)} choices of attempt and world size ({sizes})"
-    checks.append(fact("world_size_invariance", differing == 0, sentence, statistic=differing, threshold=0))
-    checks += [_recorded(attempts, recorded), _trained(second, drawn, recorded)]
+        return AuditReport.of("schedule", [undecided("sampling", dependent), _recorded(attempts, recorded)])
+    sampler = plan.sampler
+    second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
+    drawn, differing = [], 0
+    for attempt in _pick(attempts, max(2, max_coins // plan.num_examples)):
+        turn = sampler.of_attempt(attempt.before)
+        decided = turn.decide(turn.coin_key(key, attempt.nonce, attempt.attempt), attempt.step)
+        chosen, members = second.members(attempt)
+        for mine, other in ((chosen, decided.ids), (members, sampler.merge([decided]))):
+            differing += 0 if np.array_equal(mine, other) else max(1, len(np.setxor1d(mine, other)))
+        drawn.append(_Drawn(attempt, decided.ids, sampler.merge([decided]), members))
+    repeated = len(attempts) - len(set(attempts))
+    earlier = f"{repeated} of {len(attempts)} attempts have session nonce, step and attempt number of an earlier one"
+    misnumbered = sum(a != b for a, b in zip(attempts, count_attempts(attempts), strict=True))
+    numbers = (
+        f"{misnumbered} of {len(attempts)} attempts have another number than that of earlier charges of their step"
+    )
+    coins = (
+        f"{differing} examples are members by one of two independent derivations of coins and cap, and not by the other"
+    )
+    checks = [
+        fact("coins_never_repeat", repeated == 0, earlier, statistic=repeated, threshold=0),
+        fact("attempt_numbers", misnumbered == 0, numbers, statistic=misnumbered, threshold=0),
+        fact("second_derivation", differing == 0, coins, statistic=differing, threshold=0),
+        *_chance(plan, drawn),
+        _recorded(attempts, recorded),
+        _trained(second, drawn, recorded),
+    ]
     return AuditReport.of("schedule", checks, attempts_charged=len(attempts), attempts_recomputed=len(drawn))
 
 
@@ -138,98 +101,48 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
     return [attempts[index] for index in sorted({*retried, *even})]
 
 
-def _sizes(
-    plan: PrivacyPlan, n: int, drawn: Sequence[_Drawn], recorded: Mapping[tuple[str, int, int], MembersRecord] | None
-) -> list[Check]:
+def _chance(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
+    """Sizes of batches, how often each example is in one, and how often two are together, against independent coins."""
     q, cap = plan.sample_rate, plan.cap
-    counts = np.array([len(item.chosen) for item in drawn])
+    # As chance: where members stand in their group, which is the member itself where there is one group.
+    n = plan.num_examples // plan.bands
+    chosen, members = (
+        [places_in_group(ids, plan.num_examples, plan.bands) for ids in batches]
+        for batches in ([item.chosen for item in drawn], [item.members for item in drawn])
+    )
+    counts = np.array([len(ids) for ids in chosen])
     total, expected = int(counts.sum()), n * len(counts) * q
     inclusions = f"{total} inclusions in {len(counts)} attempts of {n} examples, {expected:.0f} expected"
-    sizes = f"batch sizes run from {counts.min()} to {counts.max()}, as Binomial(n, q) of mean {n * q:.1f} does"
     window = min(n, 1 << 22)  # memory: one counter per example
     times = np.zeros(window, dtype=np.int64)
-    for item in drawn:
-        times[item.chosen[item.chosen < window]] += 1
+    for ids in chosen:
+        times[ids[ids < window]] += 1
     spread = (
         f"how often each of {window} examples was chosen ({times.min()} to {times.max()} times) is spread as "
         "Binomial(attempts, q)"
     )
-    largest = max(len(item.members) for item in drawn)
+    largest = max(map(len, members))
     capped = f"the largest batch has {largest} examples, the cap is {cap}"
     total_p = float(st.binomial_p(total, n * len(counts), q))
-    ratio, spread_p = st.size_spread_p([len(item.members) for item in drawn], n, q, cap)
+    ratio, spread_p = st.size_spread_p([len(ids) for ids in members], n, q, cap)
     varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
-    checks = [
-        random_check("batch_size_total", total_p, inclusions, statistic=float(counts.mean())),
-        random_check("batch_size_each", st.bonferroni(st.binomial_p(counts, n, q)), sizes),
-        random_check("batch_size_spread", spread_p, varied, statistic=ratio),
-        random_check("inclusion_per_example", st.binomial_counts_p(times, len(counts), q), spread),
-        fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
-    ]
-    if recorded:
-        dealt = [sum(record.counts) for record in recorded.values()]
-        ratio, spread_p = st.size_spread_p(dealt[:: 1 + len(dealt) // _MAX_SIZES], n, q, cap)
-        varied = f"sizes of the {len(dealt)} recorded batches vary {ratio:.3f} times as much as Binomial(n, q) does"
-        checks.append(random_check("recorded_size_spread", spread_p, varied, statistic=ratio))
-    return checks
-
-
-def _joint(plan: PrivacyPlan, n: int, drawn: Sequence[_Drawn]) -> list[Check]:
-    """Are any two examples together in a batch, or in two batches in a row, as often as independent coins put them there?"""
-    q = plan.sample_rate
     # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
-    cap = n if plan.cap is None else plan.cap
-    taken = [item.members if len(item.chosen) <= cap else item.chosen for item in drawn]
-    window = min(n, _WINDOW)
-    rows = np.zeros((min(len(taken), _MAX_ENTRIES // window), window), dtype=bool)
+    taken = [kept if cap is None or len(ids) <= cap else ids for ids, kept in zip(chosen, members, strict=True)]
+    width = min(n, _WINDOW)
+    rows = np.zeros((min(len(taken), _MAX_ENTRIES // width), width), dtype=bool)
     for row, ids in zip(rows, taken, strict=False):
-        row[ids[ids < window]] = True
-    return joint_checks(taken, rows, n, q)
-
-
-def joint_checks(taken: Sequence[Ids], rows_TN: NDArray[np.bool_], n: int, q: float) -> list[Check]:
-    """Checks of members in batches of `n` examples, and of a table of the first of their ids, row by row in order of time."""
-    together, neighbours = st.neighbours_p(taken, n, q)
-    expected = len(taken) * (n // 2) * q**2
-    pairs = f"examples 2i and 2i + 1 are together in a batch {together} times, {expected:.1f} expected"
-    distance, apart = st.members_at_a_distance_p(rows_TN, q)
-    shift, following = st.members_of_the_next_p(rows_TN, q)
-    window = rows_TN.shape[1]
-    apart_sentence = (
-        f"two examples at any distance below {window} are together as often as independent coins put them there "
+        row[ids[ids < width]] = True
+    distance, apart = st.members_at_a_distance_p(rows, q)
+    pairs = (
+        f"two examples at any distance below {width} are together as often as independent coins put them there "
         f"(furthest from it: distance {distance})"
     )
-    following_sentence = (
-        "an example is in a batch independently of any other in the batch before, at any distance below "
-        f"{window} (furthest from it: {shift})"
-    )
-    places = "every sixteenth of the data has its share of inclusions"
     return [
-        random_check("inclusion_by_place", st.place_p(taken, n, q), places),
-        random_check("neighbours_together", neighbours, pairs, statistic=together),
-        random_check("pairs_at_a_distance", apart, apart_sentence, statistic=distance),
-        random_check("pairs_of_next_batches", following, following_sentence, statistic=shift),
-    ]
-
-
-def _overlaps(n: int, drawn: Sequence[_Drawn]) -> list[Check]:
-    """Members of two attempts, and above all of a step and its retry, overlap as independent samples do."""
-    paired = set(_pick([item.attempt for item in drawn], _MAX_PAIRED))
-    drawn = [item for item in drawn if item.attempt in paired]
-    counts = np.array([len(item.chosen) for item in drawn])
-    rows = np.repeat(np.arange(len(drawn)), counts)
-    ones, columns = np.ones(counts.sum(), dtype=np.int64), np.concatenate([item.chosen for item in drawn])
-    table = sparse.csr_matrix((ones, (rows, columns)), shape=(len(drawn), n))
-    common: NDArray[np.int64] = (table @ table.T).toarray()
-    i, j = np.triu_indices(len(drawn), 1)
-    p_values = st.overlap_p(common[i, j], n, counts[i], counts[j])
-    pairs = f"{len(i)} pairs of attempts share as many members as independent samples do (hypergeometric)"
-    steps = np.array([item.attempt.step for item in drawn])
-    again = steps[i] == steps[j]
-    retries = f"the same for the {int(again.sum())} pairs of attempts at one step: a retry took new coins"
-    return [
-        random_check("overlap_of_attempts", st.bonferroni(p_values), pairs),
-        random_check("overlap_of_retries", st.bonferroni(p_values[again]), retries),
+        random_check("batch_size_total", total_p, inclusions, statistic=float(counts.mean())),
+        random_check("batch_size_spread", spread_p, varied, statistic=ratio),
+        random_check("inclusion_per_example", st.binomial_counts_p(times, len(counts), q), spread),
+        random_check("pairs_at_a_distance", apart, pairs, statistic=distance),
+        fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
     ]
 
 
@@ -261,7 +174,7 @@ def _trained(
         if record is None:
             continue
         compared += 1
-        world_size, members = len(record.digests), item.members if item.second is None else item.second
+        world_size, members = len(record.digests), item.second
         numbers = list(dict.fromkeys(record.nodes))
         fits = not numbers or (len(record.nodes) == world_size and numbers == list(range(len(numbers))))
         if record.rows_per_rank * world_size < len(members) or not fits:

@@ -4,13 +4,12 @@ All p-values are two-sided unless the name says otherwise, and `bonferroni` is t
 no independence, and the effects that an audit looks for are so large that a sharper correction buys nothing.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import fft, special, stats
+from scipy import fft, stats
 
 Floats = NDArray[np.float64]
 
@@ -28,12 +27,6 @@ def two_sided(lower: ArrayLike, upper: ArrayLike) -> Floats:
     return doubled
 
 
-def normal_p(z: ArrayLike) -> Floats:
-    """P(|N(0, 1)| >= |z|)."""
-    p: Floats = special.erfc(np.abs(np.asarray(z, dtype=float)) / math.sqrt(2))
-    return p
-
-
 def variance_p(sum_of_squares: ArrayLike, degrees: ArrayLike) -> Floats:
     """Chi-square test of unit variance and zero mean: sum of `degrees` squared standard normals, exact.
 
@@ -46,17 +39,6 @@ def binomial_p(count: ArrayLike, trials: ArrayLike, probability: ArrayLike) -> F
     """Exact binomial test (Clopper and Pearson 1934), with doubled tails."""
     lower = stats.binom.cdf(count, trials, probability)
     upper = stats.binom.sf(np.asarray(count) - 1, trials, probability)
-    return two_sided(lower, upper)
-
-
-def overlap_p(overlap: ArrayLike, size: int, first: ArrayLike, second: ArrayLike) -> Floats:
-    """Exact test that two subsets of `size` examples, of the given counts, are independent (hypergeometric).
-
-    Given the two counts, the overlap of two independent Poisson samples is hypergeometric whatever the sample rates
-    were (Fisher 1935's exact test for a two by two table).
-    """
-    lower = stats.hypergeom.cdf(overlap, size, first, second)
-    upper = stats.hypergeom.sf(np.asarray(overlap) - 1, size, first, second)
     return two_sided(lower, upper)
 
 
@@ -87,50 +69,6 @@ def tail_p(z: ArrayLike, edges: Sequence[float] = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
     """Exact tests of the numbers of values beyond some standard deviations, on either side together."""
     values = np.abs(np.asarray(z, dtype=float)).ravel()
     return bonferroni([binomial_p(int((values > edge).sum()), values.size, 2 * stats.norm.sf(edge)) for edge in edges])
-
-
-def pairwise_correlation_p(rows_TD: Floats) -> tuple[float, float]:
-    """(largest absolute correlation of two rows, its Bonferroni-corrected p-value) for rows of independent normals.
-
-    Uses the exact null distribution: r^2 of D independent pairs of known mean 0 is Beta(1/2, (D-1)/2).
-    """
-    norms_T = np.linalg.norm(rows_TD, axis=1, keepdims=True)
-    unit = rows_TD / np.where(norms_T > 0, norms_T, 1)
-    gram = unit @ unit.T
-    pairs = gram[np.triu_indices(len(gram), 1)]
-    if not pairs.size:
-        return 0.0, 1.0
-    largest = min(1.0, float(np.abs(pairs).max()))
-    p = stats.beta.sf(largest**2, 0.5, (rows_TD.shape[1] - 1) / 2)
-    return largest, bonferroni(np.full(pairs.size, p))
-
-
-def lagged_correlation_p(first_TD: Floats, second_TD: Floats) -> tuple[float, float]:
-    """(largest |correlation| over all shifts, corrected p) of rows with their partners, averaged over rows.
-
-    For each circular shift s, sum over t, i of a_ti b_t(i+s), a sum of T D products of independent standard normals: its
-    distribution is normal to well within the thresholds used here (excess kurtosis 6 / (T D)). By FFT.
-    """
-    count, length = first_TD.shape
-    spectrum = np.conj(fft.rfft(first_TD, axis=1)) * fft.rfft(second_TD, axis=1)
-    sums = fft.irfft(spectrum.sum(axis=0), n=length)
-    scale = math.sqrt(float((first_TD**2).sum()) * float((second_TD**2).sum()))
-    largest = float(np.abs(sums).max()) / (scale or 1.0)
-    return largest, bonferroni(np.full(length, normal_p(largest * math.sqrt(count * length))))
-
-
-def scale_trend_p(sum_of_squares_T: Floats, degrees: int, regressor_T: Floats) -> tuple[float, float]:
-    """(slope, p) of log standard deviation against `regressor`: 0 when the noise does not follow it.
-
-    The log of a chi-square mean of D squares has variance 2/D (delta method), hence log std has 1/(2D).
-    """
-    centred = regressor_T - regressor_T.mean()
-    weight = float((centred**2).sum())
-    if weight == 0:
-        return 0.0, 1.0
-    log_std = 0.5 * np.log(np.maximum(sum_of_squares_T / degrees, 1e-300))
-    slope = float((centred * log_std).sum() / weight)
-    return slope, float(normal_p(slope * math.sqrt(2 * degrees * weight)))
 
 
 def clopper_pearson(successes: int, trials: int, alpha: float) -> tuple[float, float]:
@@ -224,89 +162,3 @@ def members_at_a_distance_p(rows_TN: NDArray[np.bool_], probability: float) -> t
     even = (n - d) // (2 * d) * d + np.minimum((n - d) % (2 * d), d)
     p_values = two_classes_p(together, num_rows * even, num_rows * (n - d - even), probability**2)
     return int(d[p_values.argmin()]), bonferroni(p_values)
-
-
-def members_of_the_next_p(rows_TN: NDArray[np.bool_], probability: float) -> tuple[int, float]:
-    """(shift, p): is example i + d in the next batch too often, or too rarely, where example i was in this one?
-
-    Pairs that begin in rows of even number have nothing in common, and so have the others.
-    """
-    num_rows, n = rows_TN.shape
-    if num_rows < 2:
-        return 0, 1.0
-    length = fft.next_fast_len(2 * n, real=True)
-    spectra = (fft.rfft(row.astype(float), length) for row in rows_TN)
-    cross = sum(np.conj(before) * after for before, after in itertools.pairwise(spectra))
-    d = np.arange(1 - n, n)
-    together = fft.irfft(cross, length).round().astype(np.int64)[d]
-    even, odd = num_rows // 2, (num_rows - 1) // 2
-    p_values = two_classes_p(together, even * (n - np.abs(d)), odd * (n - np.abs(d)), probability**2)
-    return int(d[p_values.argmin()]), bonferroni(p_values)
-
-
-def neighbours_p(members: Sequence[NDArray[np.int64]], size: int, probability: float) -> tuple[int, float]:
-    """(how often, p): the ids 2i and 2i + 1 are in a batch together, an exact binomial count of independent pairs."""
-    together = sum(int(((ids[:-1] % 2 == 0) & (np.diff(ids) == 1)).sum()) for ids in members)
-    return together, float(binomial_p(together, len(members) * (size // 2), probability**2))
-
-
-def place_p(members: Sequence[NDArray[np.int64]], size: int, probability: float, places: int = 16) -> float:
-    """Are ids of every part of the data chosen equally often? Exact binomial counts in `places` runs of ids."""
-    cuts = np.arange(places + 1) * size // places
-    counts, _ = np.histogram(np.concatenate(members), cuts) if members else (np.zeros(places), None)
-    return bonferroni(binomial_p(counts, len(members) * np.diff(cuts), probability))
-
-
-# Correlation of noise under every shift and reversal, of values and of sizes
-
-
-def normal_scores_of_sizes(z: Floats) -> Floats:
-    """|z| mapped to a standard normal, rising with |z|: exact where z is a standard normal, of any sign."""
-    scores: Floats = special.ndtri(np.clip(special.erf(np.abs(z) / math.sqrt(2)), 1e-300, 1 - 1e-16))
-    return scores
-
-
-def shifted_and_reversed_p(rows_TD: Floats, known_D: NDArray[np.bool_]) -> tuple[str, float, float]:
-    """(where, correlation, p) of the strongest tie between places of rows, over steps apart, shifts, and directions.
-
-    Sums over t and i of z_t,i z_t+k,i+s (shifted) and of z_t,i z_t+k,s-i (reversed) for every k and s with at least 4,096
-    products, and the same of sizes |z| as normal scores, whose signs may be anything. Each is normal to within a factor of
-    two in the tails that matter (excess kurtosis 6 / 4096), and p is multiplied by that.
-
-    Args:
-        rows_TD: standard normals, T steps and D coordinates.
-        known_D: False where nothing is known of the noise.
-    """
-    num_rows, width = rows_TD.shape
-    length = fft.next_fast_len(2 * width, real=True)
-    mask = fft.rfft(known_D.astype(float), length)
-    pairs_by_direction = [
-        fft.irfft(product, length).round() for product in (np.abs(mask) ** 2, mask * mask)
-    ]  # how many products a shift, or a centre, has in one row
-    fixed = np.zeros(length)  # z_i z_i of a reversal onto itself
-    fixed[0 : 2 * width : 2] = known_D
-    found = ("", 0.0, 0.0)
-    number = 0
-    for kind, values in (("", rows_TD), (" of sizes", normal_scores_of_sizes(rows_TD))):
-        rows = np.where(known_D, values, 0.0)
-        spectra = fft.rfft(rows, length, axis=1)
-        own = np.zeros(length)
-        own[0 : 2 * width : 2] = (rows**2).sum(axis=0)
-        for apart in range(num_rows):
-            later, earlier = spectra[apart:], spectra[: num_rows - apart]
-            for reverse in (False, True):
-                product = ((earlier if reverse else np.conj(earlier)) * later).sum(axis=0)
-                sums, pairs = fft.irfft(product, length), (num_rows - apart) * pairs_by_direction[reverse]
-                if apart == 0 and reverse:  # each pair comes twice, and places on the centre pair with themselves
-                    sums, pairs = (sums - own) / 2, (pairs - num_rows * fixed) / 2
-                elif apart == 0:  # each shift comes twice
-                    sums, pairs = sums[1:width], pairs[1:width]
-                enough = pairs >= 4096
-                number += int(enough.sum())
-                z = np.where(enough, np.abs(sums) / np.sqrt(np.maximum(pairs, 1)), 0.0)
-                at = int(z.argmax()) if z.size else 0
-                if z.size and z[at] > found[1]:
-                    name = f"{'reversed' if reverse else 'shifted'} places{kind}, {apart} steps apart"
-                    found = (name, float(z[at]), float(z[at] / math.sqrt(max(pairs[at], 1))))
-    where, largest, correlation = found
-    return where, correlation, min(1.0, 2 * number * float(normal_p(largest)))

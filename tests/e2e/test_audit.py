@@ -62,7 +62,7 @@ def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
 def test_mechanism_with_the_parameters_of_a_run(finished: tuple[Path, Path]) -> None:
     found = report("mechanism", finished[0], 0, "--engine", "local")
     names = {check["name"] for check in found["checks"]}
-    assert {"sensitivity", "noise_variance", "retry_overlap", "epsilon_lower_bounds"} <= names
+    assert {"sensitivity", "noise_variance", "dealt_members"} <= names
 
 
 def test_canaries_of_a_small_run_refute_nothing(finished: tuple[Path, Path]) -> None:
@@ -76,7 +76,7 @@ def test_an_edited_ledger_and_an_open_key(finished: tuple[Path, Path], tmp_path:
     run_dir = copied(finished[0], tmp_path)
     ledger = run_dir / "ledger.jsonl"
     ledger.write_bytes(ledger.read_bytes().replace(b'"attempt":0', b'"attempt":1', 1))
-    assert report("ledger", run_dir, 5)["violated_checks"] == ["chain", "legal_order"]
+    assert report("ledger", run_dir, 5)["violated_checks"] == ["ledger", "legal_order"]
     shutil.copy(finished[0] / "ledger.jsonl", ledger)
     (run_dir / "private" / "sampling.key").chmod(0o644)
     result = audit("schedule", run_dir)
@@ -91,7 +91,7 @@ def test_a_claim_that_is_too_small(finished: tuple[Path, Path], tmp_path: Path) 
         if "privacy/epsilon" in line:
             line["privacy/epsilon"] /= 2
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert ledger_audit(run_dir).failed() == ["claims"]
+    assert ledger_audit(run_dir).failed() == ["metrics"]
 
 
 @pytest.mark.parametrize(

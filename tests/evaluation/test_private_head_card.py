@@ -9,8 +9,7 @@ import pytest
 from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import train_head
 from privacy import verify
-from privacy.audit.folder import folder_claims
-from privacy.audit.ledger import audit_ledger
+from privacy.audit.folder import ledger_audit
 from privacy.audit.report import AuditReport
 from privacy.card.folder import write_card
 from privacy.card.render import to_markdown
@@ -52,7 +51,7 @@ def test_the_published_head_is_rechecked_by_the_file_beside_it(
 
 def test_the_audit_reads_head_json(folder: Path) -> None:
     def verdict() -> AuditReport:
-        return audit_ledger((folder / "ledger.jsonl").read_bytes(), folder_claims(folder))
+        return ledger_audit(folder)
 
     assert verdict().verdict == "consistent"
     stated = json.loads((folder / "head.json").read_text())

@@ -23,7 +23,9 @@ def line(*cells: object) -> str:
 def row(fault: Fault, ended: Ended) -> str:
     problem = f" **{ended.problem}**" if ended.problem else ""
     resumed = "yes" if fault.resume_code == 7 else f"refused, exit code {fault.resume_code}"
-    audit = {0: "passes", None: "no ledger was begun"}.get(ended.audit, f"exit code {ended.audit}")
+    audit = {0: "passes", 6: "contradicts nothing", None: "no ledger was begun"}.get(
+        ended.audit, f"exit code {ended.audit}"
+    )
     said = "<br>".join(one.replace("|", "/") for one in ended.lines) or "none"
     ranks = ", ".join(map(str, ended.rank_codes)) or "none"
     return line(

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
+from privacy import verify
 from privacy.accounting.accountants import ReleaseGroup, epsilon_pld
 from privacy.adaptive_clipping import AdaptiveClipping
-from privacy.audit.ledger import FolderClaims, audit_ledger
 from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyConfigError
+from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan, make_plan, require_equal
 from privacy.plan_request import PlanRequest
-from tests.privacy.audit.test_ledger import write
+from privacy.releases import step_releases
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 
@@ -86,12 +87,15 @@ def test_a_recipe_that_contradicts_it_is_refused_in_one_line(overrides: list[str
     assert "\n" not in str(refusal.value)
 
 
-def test_the_audit_recomputes_epsilon_with_sigma_itself(tmp_path: Path) -> None:
+def test_the_verifier_recomputes_epsilon_with_sigma_itself(tmp_path: Path) -> None:
     own = plan(num_steps=6, cap=None)
-    data = write(tmp_path / "ledger.jsonl", own)
+    fields = {"plan": own.frozen_fields(), "key_commitment": "0" * 64}
+    with Ledger.create(tmp_path / "ledger.jsonl", fields) as ledger:
+        ledger.start_session({})
+        for step in range(1, 6):
+            ledger.intent(step, 0, step_releases(own.noise_multiplier, own.max_grad_norm, None))
+            ledger.done(step, 0)
     epsilon = read_ledger(tmp_path / "ledger.jsonl").epsilon()
-    report = audit_ledger(data, FolderClaims())
-    assert report.verdict != "violated", report.to_text()
     assert epsilon == epsilon_pld([ReleaseGroup(own.sample_rate, 3.0, 5)], own.target_delta)
-    check = next(check for check in report.checks if check.name == "epsilon")
-    assert check.statistic == pytest.approx(epsilon, rel=1e-9)
+    read = verify.read_ledger(tmp_path / "ledger.jsonl")
+    assert verify.epsilon(read.groups(), own.target_delta) == pytest.approx(epsilon, rel=1e-9)

@@ -8,7 +8,6 @@ import stat
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from privacy.audit.ledger import FolderClaims, audit_ledger
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
@@ -35,10 +34,6 @@ def run(tmp_path):
 
 def records(run):
     return [json.loads(line) for line in (run / "ledger.jsonl").read_bytes().splitlines()]
-
-
-def not_ok(path):
-    return [check for check in audit_ledger(path.read_bytes(), FolderClaims()).checks if check.outcome != "ok"]
 
 
 def test_every_checkpoint_and_the_end_are_signed_in_the_documented_form(run):
@@ -92,7 +87,6 @@ def test_an_edit_before_a_signature_is_refused_in_the_signatures_line_though_eve
     following = next(n for n in range(number + 1, len(found)) if found[n]["type"] == "signature")
     with pytest.raises(PrivacyStateRefused, match=rf"line {following + 1}: the signature is not the signer's"):
         read_ledger(run / "ledger.jsonl")
-    assert [check.sentence for check in not_ok(run / "ledger.jsonl") if f"line {following + 1}: " in check.sentence]
 
 
 def test_a_signature_that_is_edited_or_moved_or_of_another_key_is_refused(run, tmp_path):
@@ -110,8 +104,7 @@ def test_a_signature_that_is_edited_or_moved_or_of_another_key_is_refused(run, t
 def test_a_ledger_that_names_no_signer_carries_no_signature(tmp_path, run):
     unsigned = Ledger.create(tmp_path / "unsigned.jsonl", open_fields())
     unsigned.release()
-    sentences = [check.sentence for check in audit_ledger(unsigned.path.read_bytes(), FolderClaims()).checks]
-    assert "the ledger names no signer: nothing in it is signed" in sentences
+    assert read_ledger(unsigned.path).num_lines == 1
     found = records(run)
     del found[0]["signer"]
     (run / "ledger.jsonl").write_bytes(rechained(found))

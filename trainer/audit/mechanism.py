@@ -9,17 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from privacy.audit.charges import read_lines, stated_noise_check
-from privacy.audit.mechanism import audit_mechanism
+from privacy.audit.mechanism import NO_CANARY, SandboxEvents, SandboxRecord, audit_mechanism
 from privacy.audit.report import AuditReport
-from privacy.audit.sandbox_record import NO_CANARY, SandboxCounts, SandboxEvents, SandboxPlan, SandboxRecord
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.functions import FUNCTIONS
 from privacy.ledger.records import read_ledger
@@ -67,10 +64,7 @@ def mechanism_audit(
         else "bookkeeping",
         timeout=timeout,
     )
-    # The sandbox's ledger states the audited run's noise too, intent by intent.
-    lines = [line for _, line in read_lines(record.events.ledger)]
-    report = audit_mechanism(record)
-    return replace(report, checks=(*report.checks, stated_noise_check(plan.frozen_fields(), lines)))
+    return audit_mechanism(record)
 
 
 def read_plan(run_dir: Path) -> PrivacyPlan:
@@ -132,15 +126,13 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
     total, attempts = sum(sizes.values()), len(tapes[0]["num_draws"])
     weights = np.full((attempts + 1, total), np.nan)
     draws, handed = (np.full((attempts, total), np.nan) for _ in range(2))
-    owner_D = np.full(total, -1)
-    for rank, tape in enumerate(tapes):
+    for tape in tapes:
         places = [
             np.arange(starts[name] + offset, starts[name] + offset + length)
             for name, offset, length in json.loads(str(tape["pieces"]))
         ]
         at = np.concatenate(places) if places else np.zeros(0, dtype=int)
-        weights[:, at], draws[:, at], owner_D[at] = tape["weights"], tape["draws"], rank
-        handed[:, at] = tape["handed"]
+        weights[:, at], draws[:, at], handed[:, at] = tape["weights"], tape["draws"], tape["handed"]
     canaries, plan, run = settings.canaries(), settings.plan(), settings.run_plan
     canary_D = np.full(total, NO_CANARY)
     for example, name, index in canaries.coordinates:
@@ -159,40 +151,28 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         folder_durable=np.concatenate([tape["folder_durable"] for tape in tapes])[:, 0],
         least_entropy=np.min([tape["least_entropy"] for tape in tapes], axis=0),
     )
-    digests = tuple(zip(*(tape["digests"].tolist() for tape in tapes), strict=True))
-    # What a single-coordinate canary contributes after clipping, and the least that any canary does.
+    # The least that any canary contributes after clipping.
     function = FUNCTIONS[run.clipping_function](list(sizes), run.max_grad_norm)
     bound = min(function.bounds)
     norms = torch.tensor([AMPLITUDE * run.max_grad_norm, 2 * PARTIAL * run.max_grad_norm], dtype=torch.float64)
     norms = torch.minimum(function.weight(norms, bound) * norms, torch.tensor(bound))
     # The noise is judged by what the audited run states, never by what the sandbox says that it used.
     sigma, adaptive = run.noise_multiplier, run.adaptive_clipping
-    counts: SandboxCounts | None = None
+    counts: tuple[float, np.ndarray, np.ndarray] | None = None
     if adaptive is not None:
         sigma = adaptive.gradient_noise_multiplier(sigma)
-        counts = SandboxCounts(adaptive.unclipped_num_std, *tapes[0]["counts_of_unclipped"].T)
+        released, drawn = tapes[0]["counts_of_unclipped"].T
+        counts = (adaptive.unclipped_num_std, released, drawn)
     steps = f"{settings.silent_steps} silent and {settings.noisy_steps} noisy steps"
     clipping = f"{run.clipping_function} clipping ({settings.clipping_mode})"
     return SandboxRecord(
-        plan=SandboxPlan(
-            noise_multiplier=sigma,
-            max_grad_norm=run.max_grad_norm,
-            sensitivity_slack=plan.sensitivity_slack,
-            target_delta=run.target_delta,
-            num_examples=plan.num_examples,
-            expected_batch_size=plan.expected_batch_size,
-            sample_rate=plan.sample_rate,
-            cap=plan.cap,
-            rows_per_rank=MICRO_BATCH_SIZE * math.ceil(plan.max_batch_size / ranks / MICRO_BATCH_SIZE),
-            canary_norm=float(norms[0]),
-            smallest_norm=float(norms.min()),
-            coefficients=plan.noise_strategy.coefficients,
-            draw_spacing=0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier),
-        ),
+        plan=plan,
+        noise_std=sigma * run.max_grad_norm,
+        smallest_norm=float(norms.min()),
+        rows_per_rank=MICRO_BATCH_SIZE * math.ceil(plan.max_batch_size / ranks / MICRO_BATCH_SIZE),
         world_size=ranks,
         parameters=tuple((name, starts[name], starts[name] + size) for name, size in sizes.items()),
         canary_D=canary_D,
-        owner_D=owner_D,
         weights=weights,
         draws=draws,
         num_draws=np.sum([tape["num_draws"] for tape in tapes], axis=0),
@@ -204,9 +184,7 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         present_N=np.array(settings.present),
         hostile_N=canaries.hostile_N,
         silent_steps=settings.silent_steps + 1,  # the killed step has two attempts
-        retried=(settings.silent_steps - 1, settings.silent_steps),
         session_starts=settings.session_starts,
-        replica_digests=None if "" in digests[0] else digests,
         facts={"sandbox": f"{ranks} ranks, engine {settings.engine}, {steps}, q = {SAMPLE_RATE}, {clipping}"},
         counts=counts,
     )

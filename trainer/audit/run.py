@@ -12,8 +12,7 @@ from data.examples.examples import CaptionExample
 from models.captioner import Captioner, build_captioner
 from models.config import CaptionerConfig, DecoderConfig, VitConfig
 from privacy.audit.canaries import POWER, audit_canaries
-from privacy.audit.folder import compared_attempts, recorded_attempts
-from privacy.audit.ledger import attempts_check
+from privacy.audit.folder import attempts_check, recorded_attempts
 from privacy.audit.report import AuditReport, fact, undecided
 from privacy.card.composition import claim_of
 from privacy.card.report import read_snapshot
@@ -50,7 +49,7 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     state = read_snapshot(folder.ledger).state
     require_recorded(path, state)
     claim = claim_of(run_dir, state)  # a canary may have been in the private runs behind the start as well
-    attempts = attempts_check(state, compared_attempts(run_dir, state, before))
+    attempts = attempts_check(run_dir, state, before)
     index = folder.index if config.data.index is None else root / config.data.index
     try:
         shards = json.loads((index / "manifest.json").read_text())["shards"]

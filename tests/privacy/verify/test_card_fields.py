@@ -27,7 +27,7 @@ ADAPTIVE = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_ra
 
 @pytest.fixture(scope="session")
 def folders(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A plain run, one whose ledger says as much as a ledger can, one of shuffled data, and one without a guarantee."""
+    """A plain run, one whose ledger says as much as a ledger can, and one without a guarantee."""
     base = tmp_path_factory.mktemp("cards")
     opened = {
         "max_examples_per_owner": 3, "unit": "one labelled image", "accountant": "dp-accounting 0", "data_hmac": "cd" * 32,
@@ -35,7 +35,6 @@ def folders(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     }  # fmt: skip
     plans = {
         "adaptive": ASKED | {"adaptive_clipping": ADAPTIVE, "target_delta": 1e-6},
-        "shuffled": ASKED | {"sampling": "shuffle", "shuffle_as_gaussian": True},
         "informal": ASKED | {"noise_multiplier": 0.0},
     }
 
@@ -101,39 +100,34 @@ def changed(card: Any, place: Place, value: Any) -> Iterator[Any]:
         inner[place[-1]] = before
 
 
-def verdict(card: Any, expected: Any) -> list[str] | None:
-    """The places that are named, as not attested or as larger bounds than they need be; None for a card that is violated."""
-    comparison = verify.Comparison("the card")
-    try:
-        comparison.compare(card, expected)
-    except verify.Violated:
+def verdict(card: Any, expected: dict[str, Any]) -> list[str] | None:
+    """The places that nothing attests, or whose bounds are larger than they need be; None for a card that is violated."""
+    stated = verify.leaves(card)
+    found = {
+        place: verify.compare("the card", stated.get(place, ...), value, place) for place, value in expected.items()
+    }
+    if any(outcome not in ("", "larger") for outcome in found.values()):
         return None
-    return comparison.not_attested + comparison.larger
+    larger = [place for place, outcome in found.items() if outcome]
+    return [place for place in stated if place not in expected] + larger
 
 
 def expectation(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     ledger = verify.read_ledger(folder / "ledger.jsonl")
-    read = verify.Folder(folder, ledger, None)
-    return json.loads((folder / "report/privacy_card.json").read_text()), verify.expected_card(read, ledger)
+    read, card = verify.Folder(folder, ledger, None), json.loads((folder / "report/privacy_card.json").read_text())
+    ends = {f"provenance.ledger.{name}": card["provenance"]["ledger"][name] for name in ("lines", "last_line_sha256")}
+    return card, verify.card_fields(read, ledger) | ends
 
 
-@pytest.mark.parametrize(
-    ("name", "every"),
-    [("plain", 9), pytest.param("adaptive", 9, marks=pytest.mark.full)]
-    + [pytest.param(name, 1, marks=pytest.mark.full) for name in ("plain", "adaptive", "shuffled", "informal")],
-)
-def test_every_change_of_a_card_is_violated_or_listed(
-    name: str, every: int, folders: Callable[[str], Path], judge: Judge
-) -> None:
-    """The points at every `every`-th place of long curves."""
+@pytest.mark.parametrize("name", ["plain", "informal", pytest.param("adaptive", marks=pytest.mark.full)])
+def test_every_change_of_a_card_is_violated_or_listed(name: str, folders: Callable[[str], Path], judge: Judge) -> None:
     code, found = judge(folders(name))
     assert code == 0, sentences(found) + sentences(found, "inconclusive")
     card, expected = expectation(folders(name))
-    listed = verdict(card, expected)
-    assert listed == found["card_not_attested"]
+    assert verdict(card, expected) == found["card_not_attested"]
     attested = 0
     for place, value in leaves(card):
-        if any(isinstance(part, int) and part % every for part in place[:-1]):
+        if any(isinstance(part, int) and part % 9 for part in place[:-1]):
             continue
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
         for other in others(value):
@@ -142,35 +136,32 @@ def test_every_change_of_a_card_is_violated_or_listed(
             with changed(card, place, other) as forged:
                 now = verdict(forged, expected)
             covered = now is not None and any(where == one or where.startswith((f"{one}.", f"{one}[")) for one in now)
-            assert now is None or covered, f"{where}: {value!r} -> {other!r} passes"
+            under = now is not None and any(one.startswith((f"{where}.", f"{where}[")) for one in now)
+            assert now is None or covered or under, f"{where}: {value!r} -> {other!r} passes"
             attested += now is None
     assert attested > 150
 
 
-def test_a_field_that_the_verifier_does_not_know_is_violated(folders: Callable[[str], Path]) -> None:
-    """So a card that gets a field fails the tests until verify.py knows what to do with it."""
-    card, expected = expectation(folders("adaptive"))
-    parts = [place for place, _ in leaves(card)]
-    objects = {place[:length] for place in parts for length in range(len(place)) if isinstance(place[length], str)}
-    known = 0
-    for place in objects:
-        with changed(card, (*place, "epsilon_new"), 0.01) as forged:
-            now = verdict(forged, expected)
-        where = ".".join(map(str, place))
-        assert now is None or any(where.startswith(one.partition("[")[0]) for one in now), where
-        known += now is None
-    assert known > 15
+def test_the_claim_and_the_mechanism_are_among_what_is_compared(folders: Callable[[str], Path]) -> None:
+    _, expected = expectation(folders("adaptive"))
+    claim = {"epsilon", "delta", "formal_guarantee", "reasons", "steps_done", "attempts_charged"}
+    numbers = {f"accounting.{name}" for name in ("epsilon", "epsilon_planned", "epsilon_with_reserve", "epsilon_rdp")}
+    mechanism = {f"mechanism.{name}" for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack")}
+    sampling = {f"sampling.{name}" for name in ("sample_rate", "cap", "key_commitment_sha256")}
+    assert claim | numbers | mechanism | sampling <= expected.keys()
 
 
-def test_all_epsilons_of_a_card_but_two_are_recomputed(folders: Callable[[str], Path]) -> None:
-    card, expected = expectation(folders("adaptive"))
-    listed = {place for place in verdict(card, expected) or [] if place.startswith("accounting.")}
-    words = {"statement", "accountant", "accountant_python", "prv_accountant"}
-    assert listed == {f"accounting.{name}" for name in (*words, "epsilon_prv", "epsilon_by_attempts")}
-    numbers = card["accounting"]
-    for name in ("epsilon_rdp", "epsilon_replace_one", "epsilon_owner", "epsilon_with_reserve"):
-        assert numbers[name] > numbers["epsilon"]
-    assert numbers["epsilon_group"]["2"] < numbers["epsilon_owner"] < numbers["epsilon_group"]["5"]
+@pytest.mark.parametrize("digits", [1e-3, 1e-9])
+def test_a_card_may_state_more_and_never_less_than_it_spent(digits: float, folder: Path, judge: Judge) -> None:
+    path = folder / "report/privacy_card.json"
+    card = json.loads(path.read_text())
+    for sign in (1, -1):
+        forged = json.loads(json.dumps(card))
+        forged["epsilon"] = forged["accounting"]["epsilon"] = card["epsilon"] + sign * digits
+        path.write_text(json.dumps(forged))
+        code, found = judge(folder)
+        assert code == (0 if sign > 0 else 5), found["checks"]
+        assert sign < 0 or digits < 1e-6 or "larger than they need be are the bounds epsilon" in sentences(found, "ok")
 
 
 def test_files_that_nothing_judges_are_named(folder: Path, judge: Judge) -> None:
