@@ -20,8 +20,8 @@ from ..accounting.accountants import ReleaseGroup
 from ..errors import PrivacyStateRefused
 from ..ledger.chain import hash_line
 from ..ledger.records import LedgerState, read_state
+from .model import STATEMENTS, CarriedRun, Composition
 from .numbers import claimed_epsilon
-from .others import STATEMENTS, CarriedRun, Composition
 
 FOLDER = "behind"
 
