@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
@@ -256,12 +255,12 @@ class PrivacyPlan(PlanChoices):
         """Epsilon when the whole reserve is used: the most that this run can spend."""
         return self.epsilon_after(self.max_intents)
 
-    def epsilon_table(self, cache: Path | None = None) -> EpsilonTable | None:
-        """Look-up of epsilon by charged intents; build it once, on one rank. None without a formal guarantee."""
+    def epsilon_table(self) -> EpsilonTable | None:
+        """Look-up of epsilon by charged intents, for one rank; None without a formal guarantee."""
         if not self.formal_guarantee:
             return None
         one = self.release_group(1)
-        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, cache, self.bands)
+        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, self.bands)
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
