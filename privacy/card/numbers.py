@@ -19,9 +19,9 @@ import numpy as np
 from ..accounting import accountants as accounting
 from ..accounting.accountants import COARSE_INTERVAL, FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
 from ..accounting.attack_risk import FALSE_POSITIVE_RATES, true_positive_bound
+from ..accounting.epsilon_table import EpsilonTable
 from ..accounting.several import epsilon_of_several
 from ..ledger.records import LedgerState
-from ..plan import PrivacyPlan
 from .model import STATEMENTS, Accounting, Attack, Attempts
 
 GROUP_SIZES = (2, 5)
@@ -65,7 +65,7 @@ def accounting_numbers(state: LedgerState, num_torn: int, num_done: int) -> Acco
     if claim > LARGEST_DETAILED_EPSILON:
         return numbers
     if planned <= LARGEST_DETAILED_EPSILON:
-        numbers = numbers.updated(epsilon_by_attempts=_epsilon_by_attempts(state, plan, claim))
+        numbers = numbers.updated(epsilon_by_attempts=_epsilon_by_attempts(state, claim))
     numbers = numbers.updated(attack=attack_bounds(groups, claim, tail))
     # Below that delta the claim is by RDP, and the others are not trusted.
     if delta < PLD_SMALLEST_DELTA:
@@ -112,27 +112,15 @@ def _rdp(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
     return accounting.epsilon_rdp(groups, delta)
 
 
-def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) -> list[tuple[int, float]]:
-    """(attempts, upper bound of epsilon) at up to 50 points from 0 to everything charged, closer at the start, where it bends.
-
-    The grid is coarse for a plot: within 1 % above, in a tenth of a second each.
-    """
-    num_charged, delta, points = state.num_charged, plan.accounted_delta, 40
-    if num_charged == 0:
+def _epsilon_by_attempts(state: LedgerState, claim: float) -> list[tuple[int, float]]:
+    """(attempts, upper bound of epsilon) from 0 to everything charged, for a plot: within 1 % above."""
+    plan, charged = state.plan, state.num_charged
+    if charged == 0:
         return [(0, 0.0)]
-    by_pld = delta >= PLD_SMALLEST_DELTA
     step = min(max(claim / 2000, FINE_INTERVAL), 4e-3)
-    one = accounting.one_step_distribution(plan.release_group(1), step) if by_pld else None
-    values = []
-    even = {math.ceil(num_charged * point / points) for point in range(points)}
-    early = {2**power for power in range((num_charged // points).bit_length())}
-    for count in sorted((even | early) - {num_charged}):
-        if one is None:
-            value = accounting.epsilon([plan.release_group(count)], delta)
-        else:
-            value = float(one.self_compose(plan.participations(count)).get_epsilon_for_delta(delta)) if count else 0.0
-        values.append((count, min(value, claim)))
-    return [*values, (num_charged, claim)]
+    table = EpsilonTable(plan.release_group(1), plan.accounted_delta, charged, bands=plan.bands, interval=step)
+    counts = (min(count, charged) for count in table.counts)
+    return [(0, 0.0), *((count, claim if count == charged else min(table.epsilon(count), claim)) for count in counts)]
 
 
 def attack_bounds(groups: Sequence[ReleaseGroup], claim: float, tail: float) -> Attack:

@@ -6,18 +6,15 @@ come twice in one epoch. This is for public data, and makes no claim. Poisson's 
 it says 7.4 where the worst case is above 51 (Chua et al. 2024, arXiv 2403.17673).
 """
 
+import functools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from ..errors import PrivacyConfigError
 from .keys import SamplingKey
-from .poisson import CHUNK, Decided, Sampler, Values
-
-_ROUNDS = 10  # of the Feistel network; balance needs four (Luby and Rackoff 1988), small domains profit from more
+from .poisson import Decided, Ids, Sampler
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class ShuffleSampler(Sampler):
         return math.ceil(self.num_examples / self.steps_per_epoch)
 
     def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
-        """The members of `step` within [start, stop); costs one batch, not one pass over the data."""
+        """The members of `step` within [start, stop); the first of an epoch costs one shuffle of the examples' numbers."""
         stop = self.num_examples if stop is None else stop
         if not 0 <= start <= stop <= self.num_examples:
             raise PrivacyConfigError(f"slice [{start}, {stop}) lies outside of [0, {self.num_examples})")
@@ -57,33 +54,13 @@ class ShuffleSampler(Sampler):
             raise PrivacyConfigError(f"steps count from 1, not {step}")
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         first, last = (self.num_examples * (index + part) // self.steps_per_epoch for part in (0, 1))
-        batch = []
-        for at in range(first, last, CHUNK):
-            places = np.arange(at, min(at + CHUNK, last), dtype=np.uint64)
-            outside = np.ones(len(places), dtype=bool)
-            # Cycle walking: the network permutes a power of two below 2 n; what leaves [0, n) goes on until it returns.
-            while outside.any():
-                places[outside] = self._network(coin_key, epoch, places[outside])
-                outside = places >= self.num_examples
-            batch.append(places.astype(np.int64))
-        ids = np.sort(np.concatenate(batch))
+        ids = np.sort(_order(coin_key, epoch, self.num_examples)[first:last])
         ids = ids[(ids >= start) & (ids < stop)]
         return Decided(ids, np.zeros(len(ids), np.uint64))
 
-    def _network(self, coin_key: bytes, epoch: int, values: Values) -> Values:
-        """An alternating Feistel network with AES-256 as its round function."""
-        right_bits = np.uint64(self._bits // 2)
-        masks = [np.uint64((1 << (self._bits - int(right_bits))) - 1), np.uint64((1 << int(right_bits)) - 1)]
-        halves = [values >> right_bits, values & masks[1]]
-        encryptor = Cipher(algorithms.AES(coin_key), modes.ECB()).encryptor()
-        blocks = np.empty((len(values), 2), dtype=">u8")
-        for turn in range(_ROUNDS):
-            blocks[:, 0] = (epoch << 8) + turn
-            blocks[:, 1] = halves[1 - turn % 2]
-            stream = np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8")[::2]
-            halves[turn % 2] = halves[turn % 2] ^ (stream & masks[turn % 2])
-        return (halves[0] << right_bits) | halves[1]
 
-    @cached_property
-    def _bits(self) -> int:
-        return max(2, (self.num_examples - 1).bit_length())
+@functools.lru_cache(maxsize=1)  # 8 bytes an example; steps come in order
+def _order(coin_key: bytes, epoch: int, num_examples: int) -> Ids:
+    """All examples in the random order of an epoch. Philox is counter-based: each epoch has a stream of its own."""
+    stream = np.random.Philox(key=int.from_bytes(coin_key[:16], "big"), counter=epoch << 128)
+    return np.random.Generator(stream).permutation(num_examples)
