@@ -67,10 +67,6 @@ def test_contract_10_accountants_agree_full(group, delta):
     _check_order(group, delta)
 
 
-def test_grid_has_thirty_points():
-    assert len(GRID) == 30
-
-
 def test_dpcap_point_against_published_numbers():
     assert epsilon_pld([DPCAP], DELTA) == pytest.approx(7.360, abs=1e-3)
     assert epsilon_pld([DPCAP], DELTA / 2) == pytest.approx(7.5624, abs=1e-3)

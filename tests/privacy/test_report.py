@@ -193,13 +193,6 @@ def test_without_privacy_the_number_of_steps_is_known_at_the_end_only(tmp_path):
     assert privacy_card(tmp_path / "ledger.jsonl").steps_done == 6
 
 
-def test_calibration_target_is_never_shown_for_an_informal_run(tmp_path):
-    with _create(tmp_path, noise_multiplier=None, target_epsilon=0.5, informal_reasons=("relaxed",)):
-        pass
-    card = privacy_card(tmp_path / "ledger.jsonl")
-    assert list(_numbers_named(card.model_dump(mode="json"), "epsilon")) == []
-
-
 def test_new_ledger_has_spent_nothing(tmp_path):
     _create(tmp_path).release()
     card = privacy_card(tmp_path / "ledger.jsonl")
@@ -213,11 +206,8 @@ def test_contract_9_mirror_is_stated(tmp_path):
     card = privacy_card(tmp_path / "ledger.jsonl")
     assert card.provenance.ledger.mirrored_sessions == 1
     assert STATEMENTS["no_mirror"] not in to_markdown(card)
-
-
-def test_contract_9_missing_mirror_is_stated(tmp_path):
-    page = to_markdown(privacy_card(_crashed_run(tmp_path)))
-    assert "a rollback of the whole folder would not be detected" in page
+    (tmp_path / "without").mkdir()
+    assert STATEMENTS["no_mirror"] in to_markdown(privacy_card(_crashed_run(tmp_path / "without")))
 
 
 def test_delta_above_one_over_n_is_noted(tmp_path):
@@ -260,10 +250,9 @@ def test_contract_10_hopeless_epsilon_on_a_coarser_grid_is_still_a_bound():
     assert interval == 1e-3 and fine <= claim <= fine * (1 + 1e-4) and claim > LARGEST_DETAILED_EPSILON
 
 
-@pytest.mark.parametrize("sigma", [0.05, 0.02])
-def test_absurd_noise_ends_at_once(sigma):
+def test_absurd_noise_ends_at_once():
     started = time.monotonic()
-    claim, _ = claimed_epsilon([ReleaseGroup(256 / 3000, sigma, 120, 3000, 384)], 1e-5)
+    claim, _ = claimed_epsilon([ReleaseGroup(256 / 3000, 0.02, 120, 3000, 384)], 1e-5)
     assert claim > 1000 and time.monotonic() - started < 15
 
 
