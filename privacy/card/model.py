@@ -167,7 +167,7 @@ class Sampling(Part):
     scheme: str = Field(description="poisson, shuffle or full batch.")
     sample_rate: float = Field(description="q, the probability with which an example takes part.")
     expected_batch_size: int = Field(
-        description="B = q n, or q n / b where groups take turns: the divisor of the noised sum."
+        description="B = q n, or q n / b where b groups take turns; DP-SGD divides the noised sum by it."
     )
     groups: Groups | None = Field(None, description="null where all examples can be in every attempt.")
     cap: int | None = Field(description="The largest batch; null where there is none.")
