@@ -60,7 +60,7 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     """Few steps change the loss, and everything is said."""
     run_dir = tmp_path / "run"
     small = (
-        "privacy.expected_batch_size=200", "heldout.num_examples=64", "heldout.num_captions=1",
+        "privacy.expected_batch_size=200", "privacy.target_epsilon=1.0", "heldout.num_examples=64", "heldout.num_captions=1",
     )  # fmt: skip
     said, stdout = quickstart(forked, run_dir, "train.num_steps=2", "heldout.every_steps=1", *small)
     lines = [json.loads(line) for line in (run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()]

@@ -92,8 +92,6 @@ def test_human_output_with_cap_and_reserve():
     assert done.returncode == 0, done.stderr
     for text in (
         "attack advantage",
-        "shuffled instead",
-        "best of 3",
         "Privacy plan",
         "batches cut at 122",
         "with 3 reserved",
