@@ -95,14 +95,14 @@ LOOSE = {
 """Those of them that nothing here can check."""
 PLAN_FIELDS = {
     "num_examples", "expected_batch_size", "num_steps", "target_epsilon", "max_grad_norm", "clipping_function",
-    "adaptive_clipping", "arithmetic", "lattice_exponent", "sensitivity_slack", "enabled", "sampling", "shuffle_as_gaussian",
+    "adaptive_clipping", "arithmetic", "lattice_exponent", "sensitivity_slack", "enabled", "sampling",
     "informal_reasons", "noise_multiplier", "target_delta", "reserved_attempts", "cap", "sample_rate",
     "sampling_threshold", "adjacency", "formal_guarantee",
 }  # fmt: skip
 RECIPE_KEYS = {
     "enabled", "expected_batch_size", "noise_multiplier", "target_epsilon", "target_delta", "max_grad_norm", "clipping_function",
     "target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std", "arithmetic", "clipping_mode",
-    "reserved_attempts", "allow_small_noise", "simulation", "sampling", "shuffle_as_gaussian", "shared_ledger",
+    "reserved_attempts", "allow_small_noise", "simulation", "sampling", "shared_ledger",
     "fixed_in_advance", "max_examples_per_owner", "tuning", "ledger_mirror", "bands", "strategy",
 }  # fmt: skip
 """What [privacy] of config.toml may hold."""
@@ -355,7 +355,7 @@ def read_plan(fields: Any, head: bool) -> Plan:
     sigma, slack = number(fields, "noise_multiplier", 0, 1e4), number(fields, "sensitivity_slack", 0, 1e-3)
     number(fields, "target_delta", 1e-300, 1 - 1e-9)
     number(fields, "max_grad_norm", 1e-12, 1e12)
-    for name in ("enabled", "shuffle_as_gaussian", "formal_guarantee"):
+    for name in ("enabled", "formal_guarantee"):
         require(type(fields.get(name)) is bool, f"{name} must be true or false")
     require(fields.get("sampling") in ("poisson", "shuffle"), "sampling must be poisson or shuffle")
     require(fields.get("adjacency") == "zero_out", "adjacency must be zero_out")
@@ -406,7 +406,7 @@ def read_plan(fields: Any, head: bool) -> Plan:
     reasons = [] if fields["enabled"] else ["privacy is disabled (privacy.enabled = false)"]
     reasons += ["the noise multiplier is 0"] if fields["enabled"] and sigma == 0 else []
     if fields["sampling"] == "shuffle":
-        reasons.append("sampling is 'shuffle', not Poisson, and shuffle_as_gaussian is not set")
+        reasons.append("sampling is 'shuffle', not Poisson")
     reasons += informal or []
     require(fields["formal_guarantee"] == (not reasons), "formal_guarantee does not follow from the rest of the plan")
     accounted = sigma / (1 + slack)
@@ -1044,7 +1044,7 @@ def check_plan(folder: Folder) -> str:
     n, batch = plan["num_examples"], plan["expected_batch_size"]
     defaults = {
         "reserved_attempts": max(2, -(-plan["num_steps"] // 100)), "target_delta": 1 / (2 * n), "sampling": "poisson",
-        "shuffle_as_gaussian": False, "max_grad_norm": 1.0, "clipping_function": "flat", "arithmetic": "floating",
+        "max_grad_norm": 1.0, "clipping_function": "flat", "arithmetic": "floating",
         "cap": plan["usual_cap"], "bands": 1, "strategy": "square_root",
     }  # fmt: skip
     if plan["adaptive_clipping"] is not None:
@@ -1172,25 +1172,23 @@ def card_fields(folder: Folder, at: Ledger) -> dict[str, Any]:
         "steps_planned": plan["num_steps"], "attempts_charged": at.charged(),
         "released.checkpoints_recorded": len(at.checkpoints),
         "unit_of_privacy.unit": opened.get("unit", "one labelled example" if head else "one image-text pair"),
-        "unit_of_privacy.num_examples": n, "adjacency.relation": "zero_out",
+        "unit_of_privacy.num_examples": n, "adjacency": "zero_out",
         "mechanism.clipping_function": None if head else plan["clipping_function"],
         "mechanism.max_grad_norm": None if head else plan["max_grad_norm"],
         "mechanism.arithmetic": plan["arithmetic"], "mechanism.lattice_exponent": plan["lattice_exponent"],
         "mechanism.sensitivity_slack": plan["sensitivity_slack"], "mechanism.noise_multiplier": plan["noise_multiplier"],
         "mechanism.noise_multiplier_accounted": Computed(plan.accounted),
-        "mechanism.expected_batch_size": plan["expected_batch_size"],
         "sampling.scheme": "full batch" if head else plan["sampling"], "sampling.sample_rate": plan.rate,
         "sampling.expected_batch_size": plan["expected_batch_size"], "sampling.cap": plan["cap"],
-        "sampling.matches_accounting": claims, "sampling.key_commitment_sha256": opened["key_commitment"],
+        "sampling.key_commitment_sha256": opened["key_commitment"],
         "sampling.data_hmac_sha256": opened.get("data_hmac"),
         "accounting.epsilon": None, "accounting.delta": plan["target_delta"],
-        "accounting.delta_times_n": Computed(plan["target_delta"] * n),
         "accounting.max_examples_per_owner": opened.get("max_examples_per_owner"),
         "accounting.attempts.charged": at.charged(), "accounting.attempts.allowed": plan.most_charges,
         "accounting.attempts.done": len(at.done), "accounting.attempts.torn_lines": len(at.torn),
         "accounting.attempts.repeats": sum(attempt > 0 for _, _, attempt, _ in at.intents),
         "accounting.attempts.torn_lines_charged": sum(charged for _, charged in at.torn),
-        "tuning.included": False, "tuning.shared_ledger.identity": opened.get("shared_ledger"),
+        "tuning.shared_ledger": opened.get("shared_ledger"),
         "provenance.commit": opened.get("commit"), "provenance.opened_utc": opened["time_utc"],
         "provenance.closed": at.closed, "provenance.ledger.format": 1, "provenance.ledger.signer_fingerprint": at.fingerprint,
         "provenance.ledger.signed_lines": max(0, at.signed - 1),

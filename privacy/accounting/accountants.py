@@ -7,13 +7,12 @@ Sources: PLD: Koskela et al. 2020, Doroshenko et al. 2022 (connect the dots), by
 RDP: Mironov et al. 2019. Truncated Poisson: dp-accounting's `TruncatedSubsampledGaussianDpEvent`.
 """
 
-import contextlib
 import functools
 import importlib.metadata
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -227,8 +226,13 @@ def epsilon_rdp(groups: Groups, delta: float) -> float:
     groups = _active(groups)
     if (certain := _certain(groups, delta)) is not None:
         return certain
-    with quiet_absl():  # it reports each order that it leaves out; leaving out orders keeps the bound sound
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it reports each order that it leaves out; leaving out orders keeps the bound sound
+    try:
         return float(_renyi(groups).get_epsilon(delta))
+    finally:
+        logger.setLevel(level)
 
 
 @functools.lru_cache(maxsize=64)  # one run is asked for at many values of delta
@@ -237,17 +241,6 @@ def _renyi(groups: tuple[ReleaseGroup, ...]) -> RdpAccountant:
     for group in groups:
         accountant.compose(group.without_cap().event())
     return accountant
-
-
-@contextlib.contextmanager
-def quiet_absl() -> Iterator[None]:
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def overflow_probability(groups: Groups) -> float:

@@ -20,8 +20,8 @@ from ..accounting.accountants import ReleaseGroup
 from ..errors import PrivacyStateRefused
 from ..ledger.chain import hash_line
 from ..ledger.records import LedgerState, read_state
+from .model import STATEMENTS, CarriedRun, Composition
 from .numbers import claimed_epsilon
-from .others import STATEMENTS, CarriedRun, Composition
 
 FOLDER = "behind"
 
@@ -143,8 +143,14 @@ def composed_epsilon(states: Sequence[LedgerState], delta: float, own: Sequence[
     Args:
         own: releases of the newest run; by default what its ledger charges.
     """
+    alternatives: list[
+        list[LedgerState]
+    ] = []  # the sets of runs that one example can be in, as far as declarations say
+    for state in reversed(states):
+        may_overlap = alternatives and state.opened.get("disjoint_from_start") is not True
+        alternatives = [[state, *runs] for runs in alternatives] if may_overlap else [[state], *alternatives]
     values = []
-    for runs in _alternatives(list(states)):
+    for runs in alternatives:
         groups = [
             group
             for state in runs
@@ -153,13 +159,3 @@ def composed_epsilon(states: Sequence[LedgerState], delta: float, own: Sequence[
         left = delta - math.fsum(state.plan.noise_tail_delta for state in runs)
         values.append(claimed_epsilon(groups, left)[0] if left > 0 else math.inf)
     return max(values)
-
-
-def _alternatives(states: list[LedgerState]) -> list[list[LedgerState]]:
-    """The sets of runs that one example can be in, as far as declarations say."""
-    newest, *before = states
-    if not before:
-        return [[newest]]
-    if newest.opened.get("disjoint_from_start") is True:
-        return [[newest], *_alternatives(before)]
-    return [[newest, *runs] for runs in _alternatives(before)]

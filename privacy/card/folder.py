@@ -20,11 +20,20 @@ from ..files.public import PUBLIC_FILES, read_public, survey
 from ..files.toml_text import parse_toml
 from ..ledger.durable import replace_file
 from ..ledger.shared import SharedLedger
-from . import others as parts
-from .model import PrivacyCard
-from .others import STATEMENTS, OtherFiles, Stated
-from .render import Picture, to_html, to_markdown
-from .report import LedgerSnapshot, make_card, read_snapshot
+from .model import (
+    STATEMENTS,
+    AuditResult,
+    Checkpoint,
+    DataSet,
+    HeldoutLoss,
+    PrivacyCard,
+    PublicData,
+    Samples,
+    Stated,
+    Utility,
+)
+from .render import to_html, to_markdown
+from .report import LedgerSnapshot, make_card, read_snapshot, with_files
 
 _SAMPLES = re.compile(r"evaluation/samples-(\d{8})\.png")
 _FACTS = TypeAdapter(dict[str, JsonValue])
@@ -51,35 +60,49 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     found = contradiction(recipe, snapshot.state.plan)
     if found is not None:
         raise PrivacyStateRefused(f"{run_dir}: {found}: one of the two was changed; restore it")
+    card = make_card(snapshot, str(ledger))
     # A name of bytes that are no UTF-8 cannot stand in JSON.
-    name = run_dir.resolve().name.encode(errors="replace").decode()
-    data, words = recipe.get("data", {}), {"tuning": recipe.get("privacy", {}).get("tuning")}
-    words |= {
-        name: data.get(name)
-        for name in ("deduplication", *(f"dataset_{field}" for field in parts.DataSet.model_fields))
-    }
-    stated = {name: Stated(text=str(text), file="config.toml") if text else Stated() for name, text in words.items()}
-    data_set = parts.DataSet(**{field: stated[f"dataset_{field}"] for field in parts.DataSet.model_fields})
+    run_name = run_dir.resolve().name.encode(errors="replace").decode()
+    data = recipe.get("data", {})
+    unit, tuning, public = card.unit_of_privacy, card.tuning.stated, PublicData()
+    data_set = DataSet(**{name: _stated(data.get(f"dataset_{name}")) for name in DataSet.model_fields})
+    # Where the ledger states something itself, its words count.
+    deduplication = unit.deduplication if unit.deduplication.text else _stated(data.get("deduplication"))
+    tuning = tuning if tuning.text else _stated(recipe.get("privacy", {}).get("tuning"))
     # What the recipe does with noised gradients apart from stepping an optimizer needs no budget.
     post_processing, decay = [], recipe.get("train", {}).get("ema_decay")
     if recipe.get("optimizer", {}).get("noise_bias_correction"):
-        post_processing.append(STATEMENTS["noise_bias_correction"])
+        post_processing.append(_stated(STATEMENTS["noise_bias_correction"]))
     if decay:
-        post_processing.append(STATEMENTS["ema_decay"].format(decay=decay))
-    others = OtherFiles(
-        run_dir=name, run_name=name, data_set=data_set, deduplication=stated["deduplication"],
-        tuning=stated["tuning"], audits=read_audits(run_dir),
-        post_processing=tuple(parts.FileStatement(statement=text, file="config.toml") for text in post_processing),
-        utility=read_utility(run_dir),
-    )  # fmt: skip
-    others = _with_shared_ledger(_with_manifest(others, run_dir, snapshot, start), recipe, snapshot)
-    failed = [f"The audit {a.file} says {a.verdict}." for a in others.audits if a.verdict != "consistent"]
-    failed += [
+        post_processing.append(_stated(STATEMENTS["ema_decay"].format(decay=decay)))
+    warnings, last = list(card.warnings), card.released.last_checkpoint
+    if last is not None and last.name is not None:
+        matches, public, warning = _read_manifest(run_dir, last, start)
+        last, warnings = last.updated(manifest_matches=matches), [*warnings, *warning]
+    summary, warning = _read_shared_ledger(recipe, snapshot)
+    audits = read_audits(run_dir)
+    warnings += [*warning, *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent")]
+    warnings += [
         f"The card does not read {name}: {reason}."
         for name, reason in survey(run_dir).left_out.items()
         if PUBLIC_FILES.fullmatch(name)
     ]
-    return make_card(snapshot, others.updated(warnings=(*others.warnings, *failed)), str(ledger))
+    return with_files(
+        card,
+        run_name=run_name,
+        warnings=warnings,
+        released=card.released.updated(last_checkpoint=last, post_processing=post_processing),
+        unit_of_privacy=unit.updated(data_set=data_set, deduplication=deduplication),
+        tuning=card.tuning.updated(stated=tuning, shared_summary=summary),
+        public_data=public,
+        audits=audits,
+        utility=read_utility(run_dir),
+    )
+
+
+def _stated(text: object) -> Stated:
+    """Words that config.toml holds."""
+    return Stated(text=str(text), file="config.toml") if text else Stated()
 
 
 def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
@@ -90,20 +113,14 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
     folder = run_dir / "report"
     paths = folder / "privacy_card.json", folder / "privacy_card.md", folder / "privacy_card.html"
     try:
-        pictures = []
-        if card.utility is not None and card.utility.samples is not None:
-            samples = card.utility.samples
-            caption = (
-                f"The picture shows what the model makes of held-out examples after step {samples.step:,} "
-                f"({samples.file}). It is not attested."
-            )
-            pictures = [Picture("heldout-samples", "Samples", caption, read_public(run_dir, samples.file))]
+        samples = None if card.utility is None else card.utility.samples
+        picture = None if samples is None else read_public(run_dir, samples.file)
         folder.mkdir(exist_ok=True)
         if folder.is_symlink():
             raise ConfigError(f"{folder} is a symbolic link, and none is followed: give the run folder one of its own")
         replace_file(paths[0], (card.to_json(indent=1) + "\n").encode())
         replace_file(paths[1], to_markdown(card).encode())
-        replace_file(paths[2], to_html(card, pictures).encode())
+        replace_file(paths[2], to_html(card, picture).encode())
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
     return paths
@@ -131,7 +148,7 @@ def read_recipe(run_dir: Path) -> dict[str, Any]:
     return recipe
 
 
-def read_audits(run_dir: Path) -> tuple[parts.AuditResult, ...]:
+def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
     """What every report/audit*.json says; one that cannot be read has the verdict `unreadable`."""
     ledger = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
     results = []
@@ -139,18 +156,18 @@ def read_audits(run_dir: Path) -> tuple[parts.AuditResult, ...]:
         file = f"report/{path.name}"
         try:
             stated = from_json(read_public(run_dir, file))
-            result = parts.AuditResult(
+            result = AuditResult(
                 file=file, kind=stated["audit"], verdict=stated["verdict"], date_utc=stated.get("date_utc"),
                 of_this_ledger=stated.get("ledger_sha256") == ledger, violated_checks=stated.get("violated_checks", []),
             )  # fmt: skip
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             name = file.encode(errors="replace").decode()  # bytes that are no UTF-8 cannot stand in JSON
-            result = parts.AuditResult(file=name, kind="unknown", verdict="unreadable")
+            result = AuditResult(file=name, kind="unknown", verdict="unreadable")
         results.append(result)
     return tuple(results)
 
 
-def read_utility(run_dir: Path) -> parts.Utility:
+def read_utility(run_dir: Path) -> Utility:
     """Held-out loss and samples, as far as the run's public files hold them.
 
     A line torn by a crash, or without a whole `step`, is left out: it is no reason to withhold the rest.
@@ -167,11 +184,11 @@ def read_utility(run_dir: Path) -> parts.Utility:
             continue
         if isinstance(value, dict) and type(step := value.get("step")) is int and 0 <= step < 1 << 53:
             numbers = {name: _number(value.get(name)) for name in ("loss", "blind_loss", "shuffled_loss")}
-            losses.append(parts.HeldoutLoss(step=step, **numbers))
+            losses.append(HeldoutLoss(step=step, **numbers))
     found = (_SAMPLES.fullmatch(name) for name in survey(run_dir).public)
     steps = sorted(int(name[1]) for name in found if name)
-    newest = parts.Samples(file=f"evaluation/samples-{steps[-1]:08}.png", step=steps[-1]) if steps else None
-    return parts.Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses), samples=newest)
+    newest = Samples(file=f"evaluation/samples-{steps[-1]:08}.png", step=steps[-1]) if steps else None
+    return Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses), samples=newest)
 
 
 def _number(value: object) -> float | None:
@@ -184,59 +201,48 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _with_manifest(
-    others: OtherFiles, run_dir: Path, snapshot: LedgerSnapshot, start: Callable[[Mapping[str, Any]], str] | None
-) -> OtherFiles:
-    """Ties the last checkpoint to the ledger by its hash, and takes from its manifest what the model started from."""
-    checkpoints = snapshot.of_type("checkpoint")
-    name = checkpoints[-1].get("path") if checkpoints else None
-    if not isinstance(name, str):
-        return others
+def _read_manifest(
+    run_dir: Path, last: Checkpoint, start: Callable[[Mapping[str, Any]], str] | None
+) -> tuple[bool | None, PublicData, list[str]]:
+    """(whether the last checkpoint's manifest has the hash in the ledger, what the model started from, warnings)."""
     # The name alone: a ledger must not lead us out of the checkpoints.
-    file = f"checkpoints/{Path(name).name}/manifest.json"
+    file, public = f"checkpoints/{Path(str(last.name)).name}/manifest.json", PublicData()
     try:
         content = read_public(run_dir, file)
     except (OSError, ValueError):  # ValueError: no name of a file
-        return others  # deleted or moved elsewhere, which is anybody's right
-    matches = hashlib.sha256(content).hexdigest() == checkpoints[-1]["digest"]
-    others = others.updated(manifest_matches=matches)
-    if not matches:
-        warning = f"The manifest of checkpoint {name} is not the one that the ledger recorded."
-        others = others.updated(warnings=(*others.warnings, warning))
+        return None, public, []  # deleted or moved elsewhere, which is anybody's right
+    matches = hashlib.sha256(content).hexdigest() == last.manifest_sha256
+    found = [] if matches else [f"The manifest of checkpoint {last.name} is not the one that the ledger recorded."]
     try:
         manifest = _FACTS.validate_json(content)
     except ValidationError:
-        return others
+        return matches, public, found
     known = ("run", "initialisation", "training_data", "tokenizer_sha256")
     facts = {key: manifest[key] for key in known if key in manifest}
     if "initialisation" not in facts or start is None:
-        return others
+        return matches, public, found
     try:
         statement = start(facts)
     except (TypeError, ValueError, KeyError, AttributeError):
-        warning = f"The manifest of checkpoint {name} does not say what the model started from."
-        return others.updated(warnings=(*others.warnings, warning))
+        found.append(f"The manifest of checkpoint {last.name} does not say what the model started from.")
+        return matches, public, found
     if "tokenizer_sha256" in facts:
         statement += " The tokenizer counts as public: no private caption may have shaped it."
-    return others.updated(public_data=parts.PublicData(statement=statement, file=file, attested=matches, facts=facts))
+    return matches, PublicData(statement=statement, file=file, attested=matches, facts=facts), found
 
 
-def _with_shared_ledger(others: OtherFiles, recipe: dict[str, Any], snapshot: LedgerSnapshot) -> OtherFiles:
-    """Budget and sibling runs of the data owner's ledger, if it is the one that the run's own ledger names."""
+def _read_shared_ledger(recipe: dict[str, Any], snapshot: LedgerSnapshot) -> tuple[dict[str, Any] | None, list[str]]:
+    """(budget and sibling runs of the data owner's ledger, if it is the one that the run's own ledger names; warnings)."""
     identity, path = snapshot.state.opened.get("shared_ledger"), recipe.get("privacy", {}).get("shared_ledger")
     if identity is None or not isinstance(path, str) or not path:
-        return others
-    warning = None
+        return None, []
     try:
         if not Path(path).is_file():  # what is said to be one may be a device without an end
             raise OSError("it is no file")
-        summary = parts.SharedSummary.model_validate(
-            SharedLedger(path).summary(snapshot.state.opened["key_commitment"])
-        )
-        if summary.identity == identity:
-            SharedLedger(path).require_remembered(snapshot.state, SharedLedger(path).look())
-            return others.updated(shared_summary=summary)
-        warning = "The shared ledger that config.toml names is not the one in the run's ledger."
+        summary = SharedLedger(path).summary(snapshot.state.opened["key_commitment"])
+        if summary["identity"] != identity:
+            return None, ["The shared ledger that config.toml names is not the one in the run's ledger."]
+        SharedLedger(path).require_remembered(snapshot.state, SharedLedger(path).look())
     except (PrivacyStateRefused, PrivacyConfigError, ValueError, OSError):
-        warning = "The shared ledger that the run belongs to cannot be read, or is broken."
-    return others.updated(warnings=(*others.warnings, warning))
+        return None, ["The shared ledger that the run belongs to cannot be read, or is broken."]
+    return summary, []

@@ -1,38 +1,64 @@
 """The privacy card as a type: `PrivacyCard`, whose JSON is the published format (docs/schemas/privacy_card.schema.json).
 
-Headings and their order follow the reporting checklist of "How to DP-fy ML" (Ponomareva et al. 2023, arXiv 2303.00654). Every
-statement is one line of text in which backticks mark names of files; privacy/card/render.py makes pages of a card.
+Headings and their order follow the reporting checklist of "How to DP-fy ML" (Ponomareva et al. 2023, arXiv 2303.00654). The JSON
+holds facts, and each one that does not come from the ledger names its file; sentences that every card repeats stand on the pages
+alone. A statement is one line of text in which backticks mark names of files; privacy/card/render.py makes pages of a card.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from .others import (
-    STATEMENTS,
-    AuditResult,
-    Composition,
-    DataSet,
-    Epsilon,
-    FileStatement,
-    Part,
-    PublicData,
-    SharedSummary,
-    Stated,
-    Utility,
-)
-
-CARD_FORMAT: Literal[1] = 1
+STATEMENTS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "templates/statements.toml").read_text())
+"""The card's fixed sentences."""
 Scalar = str | bool | int | float | None
 
 
-class Setting(Part):
-    """Who is trusted with what."""
+def finite_or_none(value: object) -> object:
+    """None for an infinite number or a NaN, which JSON cannot hold; any other value as it is."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    model: str = Field("central differential privacy", description="The model of differential privacy.")
-    statement: str = Field(STATEMENTS["setting"], description="The trust boundary and the adversary.")
+
+Epsilon = Annotated[float | None, BeforeValidator(finite_or_none)]
+"""None where it is infinite, was not computed, or is not claimed."""
+
+
+class Part(BaseModel):
+    """A frozen part of the card; an unknown key and an infinite number are errors."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        json_schema_serialization_defaults_required=True,
+    )
+
+    def updated(self, **changes: object) -> Self:
+        """A copy with changed fields, which are checked as those of a new part are."""
+        return type(self).model_validate(dict(self) | changes)
+
+
+class Stated(Part):
+    """Words of whoever ran the training, which nothing computes."""
+
+    text: str | None = Field(None, description="The words; null where nothing is stated.")
+    file: str | None = Field(None, description="The file that holds them.")
+    attested: bool = Field(False, description="Whether that file is the ledger.")
+
+
+class DataSet(Part):
+    """What the recipe says of the data; nothing computes or checks it."""
+
+    name: Stated = Field(Stated(), description="The name of the data set.")
+    owner: Stated = Field(Stated(), description="Who answers for it.")
+    purpose: Stated = Field(Stated(), description="What it was collected for, or may be used for.")
+    licence: Stated = Field(Stated(), description="The licence or agreement under which it is used.")
 
 
 class Checkpoint(Part):
@@ -50,7 +76,7 @@ class Released(Part):
     statement: str = Field(description="What the guarantee covers.")
     checkpoints_recorded: int = Field(description="Number of checkpoints in the ledger.")
     last_checkpoint: Checkpoint | None = Field(description="The newest of them.")
-    post_processing: tuple[FileStatement, ...] = Field((), description="What costs no budget.")
+    post_processing: tuple[Stated, ...] = Field((), description="What costs no budget.")
 
 
 class UnitOfPrivacy(Part):
@@ -58,16 +84,8 @@ class UnitOfPrivacy(Part):
 
     unit: str = Field(description="The record whose presence is hidden.")
     num_examples: int = Field(description="n, the public number of examples.")
-    statement: str = Field(description="What holds for people and pictures that occur several times.")
-    deduplication: Stated = Field(description="How near-duplicates were removed.")
-    data_set: DataSet = Field(description="What is declared of the data.")
-
-
-class Adjacency(Part):
-    """Which data sets are neighbours."""
-
-    relation: Literal["zero_out"] = Field("zero_out", description="Name of the relation.")
-    statement: str = Field(STATEMENTS["adjacency"], description="The relation in words.")
+    deduplication: Stated = Field(Stated(), description="How near-duplicates were removed.")
+    data_set: DataSet = Field(DataSet(), description="What is declared of the data.")
 
 
 class AdaptiveBound(Part):
@@ -139,7 +157,6 @@ class Mechanism(Part):
     noise_multiplier: float = Field(description="sigma, the standard deviation of the noise over the sensitivity.")
     noise_multiplier_accounted: float = Field(description="sigma / (1 + r), which the accountant is charged with.")
     correlated_noise: CorrelatedNoise | None = Field(None, description="null where the noise of steps is independent.")
-    expected_batch_size: int = Field(description="B, the public divisor of the noised sum.")
     releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")
     statement: str = Field(description="The mechanism in words.")
 
@@ -149,10 +166,11 @@ class Sampling(Part):
 
     scheme: str = Field(description="poisson, shuffle or full batch.")
     sample_rate: float = Field(description="q, the probability with which an example takes part.")
-    expected_batch_size: int = Field(description="B = q n, or q n / b where b groups take turns.")
+    expected_batch_size: int = Field(
+        description="B = q n, or q n / b where b groups take turns; DP-SGD divides the noised sum by it."
+    )
     groups: Groups | None = Field(None, description="null where all examples can be in every attempt.")
     cap: int | None = Field(description="The largest batch; null where there is none.")
-    matches_accounting: bool = Field(description="Whether the accountant assumes this scheme.")
     key_commitment_sha256: str = Field(description="Commitment to the secret sampling key.")
     data_hmac_sha256: str | None = Field(description="Identity of the data, as an HMAC under that key.")
     statement: str = Field(description="The scheme in words.")
@@ -182,7 +200,6 @@ class Accounting(Part):
 
     epsilon: Epsilon = Field(None, description="The claim, for everything charged; null where it is infinite.")
     delta: float = Field(description="delta of the claim.")
-    delta_times_n: float = Field(description="delta n; above 1 the claim would allow publishing some examples.")
     accountant_at_opening: str | None = Field(description="Package and version that the run was planned with.")
     accountant: str = Field(description="Package and version that computed this card.")
     accountant_python: str = Field(description="Version of Python that computed this card.")
@@ -199,42 +216,55 @@ class Accounting(Part):
     epsilon_group: dict[str, Epsilon] = Field(default_factory=dict, description="Number of copies -> epsilon.")
     max_examples_per_owner: int | None = Field(description="The most examples of one owner, as the recipe states.")
     epsilon_owner: Epsilon = Field(None, description="Epsilon of such an owner.")
-    epsilon_by_delta: tuple[tuple[float, Epsilon], ...] = Field((), description="[delta, epsilon], by falling delta.")
     epsilon_by_attempts: tuple[tuple[int, Epsilon], ...] = Field((), description="[attempts, upper bound of epsilon].")
-    delta_by_epsilon: tuple[tuple[float, float], ...] = Field((), description="[epsilon, delta] of the whole run.")
     attack: Attack | None = Field(None, description="Bounds on membership inference.")
-    tan: Epsilon = Field(None, description="Total amount of noise (Sander et al. 2023).")
     attempts: Attempts = Field(description="What was charged.")
 
 
-class Shared(Part):
-    """The shared ledger that the run belongs to."""
+class CarriedRun(Part):
+    """A private run that the released weights carry the charges of."""
 
-    identity: str | None = Field(description="SHA-256 of its first line; null where the run belongs to none.")
-    summary: SharedSummary | None = Field(None, description="Its content, where that file can be read.")
+    name: str = Field(description="Name of the run.")
+    file: str = Field(description="Its ledger, relative to the run folder.")
+    epsilon: Epsilon = Field(description="Epsilon of the run alone.")
+    delta: float = Field(description="delta of that.")
+    attempts_charged: int = Field(description="Attempts that its ledger charges.")
+    disjoint_from_those_before: bool = Field(
+        description="Whether its recipe declares that its data hold no example of the runs that it started from."
+    )
+
+
+class Composition(Part):
+    """What the released weights carry where they started from those of another private run."""
+
+    epsilon: Epsilon = Field(description="Epsilon of all runs together: the claim of this card.")
+    delta: float = Field(description="delta of that: the smallest one of the runs.")
+    disjoint_by_declaration: bool = Field(
+        description="Whether somebody declared data disjoint, and epsilon relies on it."
+    )
+    statement: str = Field(description="How the runs compose.")
+    runs: tuple[CarriedRun, ...] = Field(description="All runs, this one first.")
 
 
 class Tuning(Part):
     """How hyper-parameters were chosen."""
 
-    included: Literal[False] = Field(False, description="Whether epsilon pays for it.")
-    statement: str = Field(STATEMENTS["tuning"], description="What that means.")
-    stated: Stated = Field(description="How they were chosen, in words.")
-    shared_ledger: Shared = Field(description="Other runs on the same data.")
+    stated: Stated = Field(Stated(), description="How they were chosen, in words.")
+    shared_ledger: str | None = Field(
+        None, description="SHA-256 of the first line of the data owner's ledger; null without one."
+    )
+    shared_summary: dict[str, JsonValue] | None = Field(
+        None, description="Budget and runs of that ledger, where the file can be read (`shared_ledger.py show --json`)."
+    )
 
 
-class LoggedWithoutNoise(Part):
-    """Quantities that no noise protects."""
+class PublicData(Part):
+    """What the model started from."""
 
-    where: str = Field("private/ (mode 0700)", description="Where they are.")
-    quantities: tuple[str, ...] = Field(tuple(STATEMENTS["quantities"]), description="What they are.")
-    statement: str = Field(STATEMENTS["logged_without_noise"], description="What that means.")
-
-
-class NotCovered(Part):
-    """What the guarantee leaves out."""
-
-    points: tuple[str, ...] = Field(description="One sentence or more each.")
+    statement: str = Field(STATEMENTS["public_data"], description="The initial weights in words.")
+    file: str | None = Field(None, description="The manifest that says so.")
+    attested: bool | None = Field(None, description="Whether that file has the hash in the ledger.")
+    facts: dict[str, JsonValue] = Field(default_factory=dict, description="What the manifest holds about them.")
 
 
 class LedgerFile(Part):
@@ -272,12 +302,50 @@ class Provenance(Part):
     sessions: tuple[Session, ...] = Field(description="All starts of the program on this ledger.")
 
 
+class AuditResult(Part):
+    """What a file says about an audit of the run."""
+
+    file: str = Field(description="The file, relative to the run folder.")
+    attested: Literal[False] = Field(False, description="Nothing protects the file against changes.")
+    kind: str = Field(description="Which audit.")
+    verdict: str = Field(description="consistent, violated, inconclusive, or unreadable.")
+    date_utc: str | None = Field(None, description="The day that it states.")
+    of_this_ledger: bool = Field(False, description="Whether it looked at the ledger as it is now.")
+    violated_checks: tuple[str, ...] = Field((), description="Names of the checks that failed.")
+
+
+class HeldoutLoss(Part):
+    """One point of a curve."""
+
+    step: int = Field(description="Step after which it was measured.")
+    loss: Epsilon = Field(description="Loss on held-out data; null where it is no number.")
+    blind_loss: Epsilon = Field(
+        None, description="What one gets on them without a model; null where nobody computed it."
+    )
+    shuffled_loss: Epsilon = Field(None, description="The model's loss where each caption stands with another picture.")
+
+
+class Samples(Part):
+    """A picture of what the model makes of public held-out examples."""
+
+    file: str = Field(description="The file, relative to the run folder.")
+    step: int = Field(description="Step after which it was drawn.")
+
+
+class Utility(Part):
+    """What the run's public files say about the model."""
+
+    attested: Literal[False] = Field(False, description="Nothing protects these files against changes.")
+    heldout_file: str | None = Field(description="The file that holds the losses.")
+    heldout_loss: tuple[HeldoutLoss, ...] = Field(description="Losses on held-out data that are public.")
+    samples: Samples | None = Field(description="The newest picture.")
+
+
 class PrivacyCard(Part):
     """What a run guarantees, and everything that this depends on."""
 
-    card_format: Literal[1] = Field(CARD_FORMAT, description="Version of this format.")
-    run_dir: str | None = Field(None, description="Folder of the run; null for a card of a ledger alone.")
-    run_name: str | None = Field(None, description="Name of that folder.")
+    card_format: Literal[1] = Field(1, description="Version of this format.")
+    run_name: str | None = Field(None, description="Name of the run's folder; null for a card of a ledger alone.")
     formal_guarantee: bool = Field(description="Whether the run makes a formal claim.")
     reasons: tuple[str, ...] = Field(description="Why it makes none.")
     epsilon: Epsilon = Field(
@@ -289,10 +357,11 @@ class PrivacyCard(Part):
     attempts_charged: int = Field(description="Attempts that epsilon is computed from.")
     warnings: tuple[str, ...] = Field(description="What a reader should not overlook.")
     not_stated: tuple[str, ...] = Field(description="What whoever ran the training could have declared, and did not.")
-    setting: Setting = Field(Setting(), description="Section 1.")
     released: Released = Field(description="Section 2.")
     unit_of_privacy: UnitOfPrivacy = Field(description="Section 3.")
-    adjacency: Adjacency = Field(Adjacency(), description="Section 4.")
+    adjacency: Literal["zero_out"] = Field(
+        "zero_out", description="Section 4: neighbours differ in one zeroed-out record."
+    )
     mechanism: Mechanism = Field(description="Section 5.")
     sampling: Sampling = Field(description="Section 6.")
     accounting: Accounting = Field(description="Section 7: this run alone.")
@@ -302,8 +371,6 @@ class PrivacyCard(Part):
     )
     tuning: Tuning = Field(description="Section 8.")
     public_data: PublicData = Field(PublicData(), description="Section 9.")
-    logged_without_noise: LoggedWithoutNoise = Field(LoggedWithoutNoise(), description="Section 10.")
-    not_covered: NotCovered = Field(description="Section 11.")
     provenance: Provenance = Field(description="Section 12.")
     audits: tuple[AuditResult, ...] = Field((), description="Section 13.")
     utility: Utility | None = Field(None, description="Section 14; null where no other file was read.")
@@ -311,7 +378,7 @@ class PrivacyCard(Part):
     @model_validator(mode="after")
     def _claims_nothing_without_a_guarantee(self) -> Self:
         numbers = self.accounting
-        claims = [value for name, value in numbers if "epsilon" in name or name in ("attack", "tan")]
+        claims = [value for name, value in numbers if "epsilon" in name or name == "attack"]
         claims = [self.epsilon, *numbers.epsilon_group.values(), *(v for v in claims if not isinstance(v, dict))]
         claims += [self.composition]
         if not self.formal_guarantee and any(value not in (None, ()) for value in claims):

@@ -3,11 +3,11 @@
 The trade-off function bounds every membership inference attack, whatever it knows: at false-positive rate alpha its
 true-positive rate is at most 1 - beta(alpha) (Dong, Roth and Su 2022). (epsilon, delta(epsilon)) for all epsilon give
 it exactly (proposition 2.13 there); finitely many of them, each an upper bound, give an upper bound.
-privacy/accounting/attack_risk.py bounds single points in the same way; a whole curve needs the other half of the proposition too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import platform
@@ -15,25 +15,20 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..accounting import accountants as accounting
 from ..accounting.accountants import COARSE_INTERVAL, FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
-from ..accounting.attack_risk import FALSE_POSITIVE_RATES
+from ..accounting.attack_risk import FALSE_POSITIVE_RATES, true_positive_bound
+from ..accounting.epsilon_table import EpsilonTable
 from ..accounting.several import epsilon_of_several
 from ..ledger.records import LedgerState
-from ..plan import PrivacyPlan
-from .model import Accounting, Attack, Attempts
-from .others import STATEMENTS
+from .model import STATEMENTS, Accounting, Attack, Attempts
 
-OTHER_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10)
 GROUP_SIZES = (2, 5)
 SMALLEST_FALSE_POSITIVE = 1e-5
 # Beyond this nothing is protected: the claim is given on a coarser grid, and what surrounds it is left out, because the
 # grids would grow into minutes and gigabytes.
 LARGEST_DETAILED_EPSILON = 50.0
-
-Floats = NDArray[np.float64]
 
 
 def accounting_numbers(state: LedgerState, num_torn: int, num_done: int) -> Accounting:
@@ -45,13 +40,13 @@ def accounting_numbers(state: LedgerState, num_torn: int, num_done: int) -> Acco
     """
     plan = state.plan
     delta, tail = plan.accounted_delta, plan.noise_tail_delta
-    used = "by_gaussian" if plan.sampling == "shuffle" else "by_rdp" if delta < PLD_SMALLEST_DELTA else "by_pld"
+    used = "by_rdp" if delta < PLD_SMALLEST_DELTA else "by_pld"
     attempts = Attempts(
         charged=state.num_charged, allowed=plan.max_intents, done=num_done, torn_lines=num_torn,
         repeats=sum(intent.attempt > 0 for intent in state.intents), torn_lines_charged=state.charged_torn,
     )  # fmt: skip
     numbers = Accounting(
-        delta=plan.target_delta, delta_times_n=plan.target_delta * plan.num_examples, attempts=attempts,
+        delta=plan.target_delta, attempts=attempts,
         accountant_at_opening=state.opened.get("accountant"), accountant=accounting.accountant_version(),
         accountant_python=platform.python_version(), epsilon_group=dict.fromkeys(map(str, GROUP_SIZES)),
         statement=STATEMENTS[used if plan.formal_guarantee else "no_account"],
@@ -66,35 +61,25 @@ def accounting_numbers(state: LedgerState, num_torn: int, num_done: int) -> Acco
     numbers = numbers.updated(
         epsilon=claim, value_interval=interval, noise_tail_delta=tail, epsilon_target=plan.target_epsilon,
         epsilon_planned=planned, epsilon_with_reserve=reserve, epsilon_rdp=_rdp(tuple(groups), delta),
-        tan=accounting.tan(groups),
     )  # fmt: skip
     if claim > LARGEST_DETAILED_EPSILON:
         return numbers
     if planned <= LARGEST_DETAILED_EPSILON:
-        numbers = numbers.updated(epsilon_by_attempts=_epsilon_by_attempts(state, plan, claim))
-    profile, attack = curves(groups, claim, tail)
-    numbers = numbers.updated(delta_by_epsilon=profile, attack=attack)
+        numbers = numbers.updated(epsilon_by_attempts=_epsilon_by_attempts(state, claim))
+    numbers = numbers.updated(attack=attack_bounds(groups, claim, tail))
     # Below that delta the claim is by RDP, and the others are not trusted.
     if delta < PLD_SMALLEST_DELTA:
         return numbers
-    owner, by_delta = numbers.max_examples_per_owner, {}
-    others = [other for other in OTHER_DELTAS if other > 2 * tail]
-    whole = accounting.loss_distribution(groups, COARSE_INTERVAL) if groups else None
-    for other in others:
-        by_delta[other] = 0.0 if whole is None else float(whole.get_epsilon_for_delta(other - tail))
-    by_delta[plan.target_delta] = claim
-    try:
+    owner, bracket = numbers.max_examples_per_owner, None
+    with contextlib.suppress(accounting.CrossCheckUnavailable):
         lower, _, upper = accounting.epsilon_prv(groups, delta)
         bracket = (lower, upper)
-    except accounting.CrossCheckUnavailable:
-        bracket = None
     # The grid of the guidance that surrounds the claim: still an upper bound, within 0.1 %, at a tenth of the time.
     guide = min(max(claim / 400, COARSE_INTERVAL), 2e-2)
     return numbers.updated(
         epsilon_owner=None if owner is None else epsilon_of_several(plan, groups, owner, guide),
         epsilon_replace_one=accounting.epsilon_replace_one(groups, delta, guide),
         epsilon_group={str(size): epsilon_of_several(plan, groups, size, guide) for size in GROUP_SIZES},
-        epsilon_by_delta=sorted(by_delta.items(), reverse=True),
         epsilon_prv=bracket,
         prv_accountant=f"prv-accountant {version('prv-accountant')}",
     )
@@ -127,36 +112,19 @@ def _rdp(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
     return accounting.epsilon_rdp(groups, delta)
 
 
-def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) -> list[tuple[int, float]]:
-    """(attempts, upper bound of epsilon) at up to 50 points from 0 to everything charged, closer at the start, where it bends.
-
-    Under Poisson sampling the grid is coarse for a plot: within 1 % above, in a tenth of a second each. Shuffled data are
-    charged by what one example can be in after the first intents; torn lines count from the start.
-    """
-    num_charged, delta, points = state.num_charged, plan.accounted_delta, 40
-    if num_charged == 0:
+def _epsilon_by_attempts(state: LedgerState, claim: float) -> list[tuple[int, float]]:
+    """(attempts, upper bound of epsilon) from 0 to everything charged, for a plot: within 1 % above."""
+    plan, charged = state.plan, state.num_charged
+    if charged == 0:
         return [(0, 0.0)]
-    by_pld = plan.sampling != "shuffle" and delta >= PLD_SMALLEST_DELTA
     step = min(max(claim / 2000, FINE_INTERVAL), 4e-3)
-    one = accounting.one_step_distribution(plan.release_group(1), step) if by_pld else None
-    values = []
-    even = {math.ceil(num_charged * point / points) for point in range(points)}
-    early = {2**power for power in range((num_charged // points).bit_length())}
-    for count in sorted((even | early) - {num_charged}):
-        if plan.sampling == "shuffle":
-            steps = [intent.step for intent in state.intents[:count]]
-            replays = len(steps) - len(set(steps)) + state.charged_torn
-            value = accounting.epsilon([plan.shuffled_group(max(steps, default=0), replays)], delta)
-        elif one is None:
-            value = accounting.epsilon([plan.release_group(count)], delta)
-        else:
-            value = float(one.self_compose(plan.participations(count)).get_epsilon_for_delta(delta)) if count else 0.0
-        values.append((count, min(value, claim)))
-    return [*values, (num_charged, claim)]
+    table = EpsilonTable(plan.release_group(1), plan.accounted_delta, charged, bands=plan.bands, interval=step)
+    counts = (min(count, charged) for count in table.counts)
+    return [(0, 0.0), *((count, claim if count == charged else min(table.epsilon(count), claim)) for count in counts)]
 
 
-def curves(groups: Sequence[ReleaseGroup], claim: float, tail: float) -> tuple[list[tuple[float, float]], Attack]:
-    """(epsilon, delta) from epsilon 0 to where delta is 1e-11, the larger delta of both directions, and what it bounds.
+def attack_bounds(groups: Sequence[ReleaseGroup], claim: float, tail: float) -> Attack:
+    """What the points (epsilon, delta) bound from epsilon 0 to where delta is 1e-11, the larger delta of both directions.
 
     Args:
         claim: epsilon of the claim; the grid ends at twice that if delta never falls to 1e-11.
@@ -172,17 +140,8 @@ def curves(groups: Sequence[ReleaseGroup], claim: float, tail: float) -> tuple[l
         # Below 1e-12 only rounding is left; delta falls with epsilon, so a running minimum is a bound as well.
         deltas = np.minimum(np.minimum.accumulate(np.clip(deltas, 1e-12, 1) + tail), 1.0)
     rates = np.unique(np.concatenate([np.geomspace(SMALLEST_FALSE_POSITIVE, 1, 101), FALSE_POSITIVE_RATES]))
-    attack = Attack(
+    return Attack(
         advantage=float(deltas[0]),
         true_positive={f"{rate:g}": true_positive_bound(rate, epsilons, deltas) for rate in FALSE_POSITIVE_RATES},
         curve=tuple((float(rate), true_positive_bound(float(rate), epsilons, deltas)) for rate in rates),
     )
-    return list(zip(epsilons.tolist(), deltas.tolist(), strict=True)), attack
-
-
-def true_positive_bound(rate: float, epsilons: Floats, deltas: Floats) -> float:
-    """Largest true-positive rate of any attack at false-positive rate `rate`, from points (epsilon, delta)."""
-    growth = np.exp(epsilons)
-    steep, flat = deltas + growth * rate, 1 - (1 - deltas - rate) / growth
-    # An attack may always guess, so that less than `rate` is no bound.
-    return float(min(max(rate, np.minimum(steep, flat).min()), 1.0))

@@ -45,7 +45,6 @@ def plots(card: PrivacyCard) -> dict[str, list[Plot]]:
     found: dict[str, list[Plot]] = {}
     for heading, name, title, draw in (
         ("Accounting", "epsilon-by-attempts", "Epsilon over charged attempts", draw_attempts),
-        ("Accounting", "epsilon-by-delta", "Epsilon by delta", draw_delta),
         ("Accounting", "trade-off", "What an attack can reach", draw_trade_off),
         ("Utility (not attested)", "heldout-loss", "Held-out loss", draw_heldout),
     ):
@@ -103,23 +102,6 @@ def draw_attempts(axes: Axes, card: PrivacyCard) -> str | None:
     axes.legend(loc="lower right")
     attempts = numbers.attempts
     return f"{attempts.charged:,} of {attempts.allowed:,} allowed attempts are charged, as the ledger says."
-
-
-def draw_delta(axes: Axes, card: PrivacyCard) -> str | None:
-    """Epsilon by delta for everything charged, with the claim and 1/n."""
-    numbers, n = card.accounting, card.unit_of_privacy.num_examples
-    points = [(delta, eps) for eps, delta in numbers.delta_by_epsilon if 1e-11 <= delta <= 0.1]
-    if len(points) < 2:
-        return None
-    axes.semilogx(*_columns(points), color=FIRST)
-    if numbers.epsilon is not None:
-        axes.plot([numbers.delta], [numbers.epsilon], "o", color=SECOND, markersize=8, label="the claim")
-    axes.axvline(1 / n, color=THIRD, linestyle=":", label=f"1/n, n = {n:,}")
-    axes.set_xlim(min(numbers.delta, points[-1][0]) / 2, max(points[0][0], 1 / n) * 2)
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="delta (log scale)", ylabel="epsilon")
-    axes.legend(loc="upper right")
-    return "Every point of the curve holds at once, for everything that the ledger charges."
 
 
 def draw_trade_off(axes: Axes, card: PrivacyCard) -> str | None:

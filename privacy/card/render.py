@@ -9,25 +9,16 @@ import base64
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from .model import PrivacyCard
+from .model import STATEMENTS, PrivacyCard
 from .plots import plots
 from .text import cell, escape, one_line, percent, rounded_down, rounded_up
 
 if TYPE_CHECKING:
     import jinja2
-
-
-class Picture(NamedTuple):
-    """A PNG of public content that a card names; the page holds its bytes."""
-
-    name: str
-    title: str
-    caption: str
-    png: bytes
 
 
 class Markdown(str):
@@ -88,15 +79,15 @@ def _template(name: str, *, is_html: bool) -> jinja2.Template:
 
 def to_markdown(card: PrivacyCard) -> str:
     """The card as one Markdown page."""
-    page = _template("card.md.j2", is_html=False).render(card=card)
+    page = _template("card.md.j2", is_html=False).render(card=card, say=STATEMENTS)
     return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
 
 
-def to_html(card: PrivacyCard, pictures: Sequence[Picture] = ()) -> str:
+def to_html(card: PrivacyCard, samples: bytes | None = None) -> str:
     """The card as one HTML file: what `to_markdown(card)` says, with plots; no script, nothing to fetch.
 
     Args:
-        pictures: end the section on utility.
+        samples: the PNG that `utility.samples` names; it ends the section on utility.
     """
     from markdown_it import MarkdownIt
 
@@ -105,5 +96,5 @@ def to_html(card: PrivacyCard, pictures: Sequence[Picture] = ()) -> str:
     for text in re.split(r"(?m)^(?=## )", to_markdown(card)):
         heading = text.partition("\n")[0].partition(". ")[2]
         sections.append({"heading": heading, "html": markdown.render(text), "plots": drawn.get(heading, [])})
-    images = [(picture, base64.b64encode(picture.png).decode()) for picture in pictures]
-    return _template("card.html.j2", is_html=True).render(card=card, sections=sections, images=images)
+    picture = None if samples is None else base64.b64encode(samples).decode()
+    return _template("card.html.j2", is_html=True).render(card=card, sections=sections, picture=picture)

@@ -19,9 +19,8 @@ from ..ledger.signature import fingerprint
 from ..plan_request import GROUP_OF_ATTEMPT, GROUP_OF_EXAMPLE
 from . import model
 from .composition import composition
-from .model import Head, PrivacyCard
+from .model import STATEMENTS, Head, PrivacyCard, Stated
 from .numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
-from .others import STATEMENTS, OtherFiles, Stated
 from .text import useless_delta
 
 
@@ -72,11 +71,11 @@ def privacy_card(path: Path | str) -> PrivacyCard:
     Raises:
         PrivacyStateRefused: the ledger cannot be read or is broken.
     """
-    return make_card(read_snapshot(path), OtherFiles(), str(path))
+    return make_card(read_snapshot(path), str(path))
 
 
-def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> PrivacyCard:
-    """The card of a ledger, and what other files add to it.
+def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
+    """The card of a ledger; privacy/card/folder.py adds what other files say.
 
     Without a formal guarantee the card holds no epsilon at all, not even a planned or a targeted one.
 
@@ -90,49 +89,35 @@ def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> Privac
     try:
         head = Head.model_validate(opened["head"]) if "head" in opened else None
         words = "released" if head is None else "released_head"
-        checkpoints = [
-            model.Checkpoint(step=record["step"], name=record.get("path"), manifest_sha256=record["digest"])
-            for record in snapshot.of_type("checkpoint")
-        ]
-        last = checkpoints[-1].updated(manifest_matches=others.manifest_matches) if checkpoints else None
-        covers = f" The guarantee covers {head.covers}." if head is not None and head.covers else ""
+        checkpoints = snapshot.of_type("checkpoint")
+        last = checkpoints[-1] if checkpoints else None
         deduplication, tuning = (
-            Stated(text=opened[key], file="ledger.jsonl", attested=True) if opened.get(key) else otherwise
-            for key, otherwise in (("deduplication", others.deduplication), ("tuning", others.tuning))
+            Stated(text=opened[key], file="ledger.jsonl", attested=True) if opened.get(key) else Stated()
+            for key in ("deduplication", "tuning")
         )
-        stated = {
-            f"{name} of the data set": getattr(others.data_set, name) for name in type(others.data_set).model_fields
-        }
-        stated |= {"removal of near-duplicates": deduplication, "choice of hyper-parameters": tuning}
-        points = list(STATEMENTS["not_covered"])
-        if not state.mirrored:
-            points.insert(2, STATEMENTS["no_mirror"])
         carried = composition(snapshot.run_dir, state)
         numbers = accounting_numbers(state, snapshot.num_torn, len(snapshot.of_type("done")))
         # Without privacy the ledger records no steps, only that the run has finished.
         finished = plan.num_steps if state.closed == "finished" else None
         card = PrivacyCard(
-            run_dir=others.run_dir, run_name=others.run_name, formal_guarantee=plan.formal_guarantee,
+            formal_guarantee=plan.formal_guarantee,
             reasons=plan.reasons, epsilon=numbers.epsilon if carried is None else carried.epsilon,
             delta=plan.target_delta if carried is None else carried.delta, composition=carried,
             steps_done=state.last_done_step if plan.enabled else finished, steps_planned=plan.num_steps,
-            attempts_charged=state.num_charged, warnings=(),
-            not_stated=tuple(what for what, words_of in stated.items() if not words_of.text),
+            attempts_charged=state.num_charged, warnings=(), not_stated=(),
             released=model.Released(
                 statement=STATEMENTS[words if plan.formal_guarantee else "released_without_guarantee"],
-                checkpoints_recorded=len(checkpoints), last_checkpoint=last, post_processing=others.post_processing,
+                checkpoints_recorded=len(checkpoints),
+                last_checkpoint=None if last is None else model.Checkpoint(
+                    step=last["step"], name=last.get("path"), manifest_sha256=last["digest"]
+                ),
             ),
             unit_of_privacy=model.UnitOfPrivacy(
                 unit=opened.get("unit", "one image-text pair" if head is None else "one labelled example"),
-                num_examples=plan.num_examples, statement=STATEMENTS["unit"] + covers, deduplication=deduplication,
-                data_set=others.data_set,
+                num_examples=plan.num_examples, deduplication=deduplication,
             ),
             mechanism=_mechanism(snapshot, head), sampling=_sampling(snapshot, head), accounting=numbers,
-            tuning=model.Tuning(
-                stated=tuning, shared_ledger=model.Shared(identity=opened.get("shared_ledger"), summary=others.shared_summary)
-            ),
-            public_data=others.public_data, not_covered=model.NotCovered(points=tuple(points)),
-            provenance=_provenance(snapshot), audits=others.audits, utility=others.utility,
+            tuning=model.Tuning(stated=tuning, shared_ledger=opened.get("shared_ledger")), provenance=_provenance(snapshot),
         )  # fmt: skip
     except ValidationError as error:
         first = error.errors()[0]
@@ -140,7 +125,16 @@ def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> Privac
         raise PrivacyStateRefused(
             f"{name}: the ledger gives {first['input']!r:.80} for {place} of the privacy card: {first['msg']}"
         ) from error
-    return card.updated(warnings=(*_warnings(card, snapshot), *others.warnings))
+    return with_files(card.updated(warnings=_warnings(card, snapshot)))
+
+
+def with_files(card: PrivacyCard, **changes: object) -> PrivacyCard:
+    """The card with what other files add, and the list of what nobody states in it."""
+    card = card.updated(**changes)
+    unit = card.unit_of_privacy
+    stated = {f"{name} of the data set": words for name, words in unit.data_set}
+    stated |= {"removal of near-duplicates": unit.deduplication, "choice of hyper-parameters": card.tuning.stated}
+    return card.updated(not_stated=tuple(what for what, words in stated.items() if not words.text))
 
 
 def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
@@ -184,7 +178,7 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
         arithmetic=plan.arithmetic, lattice_exponent=None if plan.lattice is None else plan.lattice.exponent,
         sensitivity_slack=plan.sensitivity_slack, noise_multiplier=plan.noise_multiplier,
         noise_multiplier_accounted=plan.effective_noise_multiplier,
-        expected_batch_size=plan.expected_batch_size, releases=tuple(releases), statement=statement,
+        releases=tuple(releases), statement=statement,
         correlated_noise=None if plan.bands == 1 else model.CorrelatedNoise(
             bands=plan.bands, strategy=plan.strategy, coefficients=plan.noise_strategy.coefficients,
             segments=len(snapshot.of_type("session")),
@@ -207,12 +201,10 @@ def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
         who = "each example" if groups is None else "each example of the group whose turn it is"
         statement = unsure + STATEMENTS["poisson"].format(who=who) + (f" {STATEMENTS['cyclic']}" if groups else "")
     else:
-        statement = (
-            STATEMENTS["shuffled"] if plan.shuffle_as_gaussian else f"The scheme is {plan.sampling}, not Poisson."
-        )
+        statement = f"The scheme is {plan.sampling}, not Poisson."
     return model.Sampling(
         scheme=plan.sampling if head is None else "full batch", sample_rate=plan.sample_rate,
-        expected_batch_size=plan.expected_batch_size, groups=groups, cap=plan.cap, matches_accounting=plan.formal_guarantee,
+        expected_batch_size=plan.expected_batch_size, groups=groups, cap=plan.cap,
         key_commitment_sha256=opened["key_commitment"], data_hmac_sha256=opened.get("data_hmac"), statement=statement,
     )  # fmt: skip
 
@@ -253,7 +245,7 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
             lower is not None and lower > numbers.epsilon
         ):
             found.append("The claim is not between the PRV lower and the RDP upper bound, which both omit the cap.")
-    if numbers.epsilon_by_delta and numbers.epsilon_prv is None:
+    if numbers.epsilon_replace_one is not None and numbers.epsilon_prv is None:
         found.append("The PRV accountant fails at these numbers: RDP alone cross-checks the claim.")
     if snapshot.unterminated:
         found.append(

@@ -86,7 +86,7 @@ def open_ledger(
         )
         return ledger, key, plan
 
-    return RunLedger.open(open_on_main, folder.key, table=folder.private / "epsilon-table.json", members=folder.members)
+    return RunLedger.open(open_on_main, folder.key, members=folder.members)
 
 
 def config_toml(name: str, request: PlanRequest, *, micro_batch_size: int, optimizer: str, mirror: str | None) -> str:

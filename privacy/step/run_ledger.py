@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..accounting.accountants import ReleaseGroup
-from ..accounting.epsilon_table import EpsilonTable
 from ..audit.members import LedgerMark, MembersRecord, append_line, members_digest
 from ..card.composition import composed_epsilon, states_behind
 from ..checkpoints.read import MANIFEST, Checkpoint, file_digest
@@ -72,19 +71,15 @@ class RunLedger:
 
     Args:
         ledger: on rank 0 only.
-        table: where the epsilon table is cached.
         members: the private record of attempts.
     """
 
-    def __init__(
-        self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, table: Path, members: Path
-    ) -> None:
-        self._ledger = ledger
-        self._table_cache, self._members_path = table, members
+    def __init__(self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, members: Path) -> None:
+        self._ledger, self._members_path = ledger, members
         self.key = key
         self.plan = plan
         self._members: MembersLog | None = None
-        self._table: EpsilonTable | None = None
+        self._table = None if ledger is None else plan.epsilon_table()
         self._behind: list[LedgerState] | None = None
         self._composed: dict[tuple[ReleaseGroup, ...], float] = {}
         self._group: int | None = None  # that the noted attempt draws from
@@ -103,7 +98,6 @@ class RunLedger:
         open_on_main: Callable[[], tuple[Ledger, SamplingKey, PrivacyPlan]],
         key: Path,
         *,
-        table: Path,
         members: Path,
     ) -> "RunLedger":
         """Opens ledger and key on rank 0 and gives every rank the plan; the other ranks read the key themselves.
@@ -121,7 +115,7 @@ class RunLedger:
 
         plan, commitment = collectives.on_main(open_and_keep)
         ledger, own_key = opened[0] if opened else (None, SamplingKey.load(key, commitment))
-        return cls(ledger, own_key, plan, table=table, members=members)
+        return cls(ledger, own_key, plan, members=members)
 
     def release(self) -> None:
         """Closes rank 0's files; another program may then open the ledger."""
@@ -144,16 +138,16 @@ class RunLedger:
         signer = None if self._ledger is None else self._ledger.state.signer
         return None if signer is None else fingerprint(signer)
 
-    def budget_is_spent(self, step: int) -> bool:
-        """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
-        return self._ledger is not None and self._ledger.budget_spent(step) is not None
+    def budget_is_spent(self) -> bool:
+        """Whether one more intent would pass the budget; False on ranks other than 0."""
+        return self._ledger is not None and self._ledger.budget_spent() is not None
 
     def mend(self) -> None:
         """Repairs what a crash left of ledger and mirror; nothing that this start can be refused for comes after it."""
         collectives.on_main(lambda: self._on_main.mend())
 
     def start_session(self, *, restarted: bool = False) -> bytes:
-        """Records this start and returns its nonce; on rank 0 the epsilon table is computed too.
+        """Records this start and returns its nonce.
 
         Args:
             restarted: see `Ledger.start_session`.
@@ -167,8 +161,6 @@ class RunLedger:
         nonce, self.charged_before = collectives.on_main(start)
         self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
         collectives.on_main(self._members.mark)
-        if self._ledger is not None:
-            self._table = self.plan.epsilon_table(cache=self._table_cache)
         return nonce
 
     def note(self, plan: Dealt, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
@@ -229,10 +221,8 @@ class RunLedger:
 
     def epsilon(self, num_charged: int | None = None) -> float | None:
         """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
-        if self._ledger is None or not self.plan.formal_guarantee:
+        if self._table is None:
             return None
-        if self._table is None:  # shuffled: a closed form, which needs to know which intents were replays
-            return self._ledger.state.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
         return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
 
     def claim(self, num_charged: int | None = None) -> tuple[float, float] | None:
@@ -244,7 +234,7 @@ class RunLedger:
             num_charged: as for `epsilon`.
         """
         own = self.epsilon(num_charged)
-        if own is None or self._ledger is None:
+        if own is None or self._ledger is None or self._table is None:
             return None
         state = self._ledger.state
         if not state.opened.get("behind"):
@@ -253,10 +243,9 @@ class RunLedger:
             self._behind = states_behind(self._ledger.path.parent, state.opened)
         states = [state, *self._behind]
         delta = min(one.plan.target_delta for one in states)
-        charged = state.charged_groups() if num_charged is None else [self.plan.release_group(num_charged)]
-        if self._table is not None:  # a composition takes seconds, and most steps stand between two counts of the table
-            count = self._table.count_for(self.num_charged if num_charged is None else num_charged)
-            charged = [self.plan.release_group(count)] if count else []
+        # A composition takes seconds, and most steps stand between two counts of the table.
+        count = self._table.count_for(self.num_charged if num_charged is None else num_charged)
+        charged = [self.plan.release_group(count)] if count else []
         known = tuple(charged)
         if known not in self._composed:
             self._composed[known] = composed_epsilon(states, delta, charged)

@@ -28,7 +28,7 @@ from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.ledger import durable
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.step.engine import Piece, ShardState
@@ -74,7 +74,6 @@ def quick(number: int) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_bytes", token)
         patch.setattr(secrets, "token_hex", lambda size: token(size).hex())
-        patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
         patch.setattr("privacy.step.run_ledger.environment", dict)
         patch.setattr(privacy.ledger.shared_records, "total_epsilon", lambda *_arguments, **_more: 0.1)
         patch.setattr(privacy.checkpoints.write, "save_file", save_as_library)
@@ -99,7 +98,7 @@ def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
         shared=SharedTerms(root / OWNER, "one"), has_checkpoint=has_checkpoints(folder.checkpoints), mended=False,
     )  # fmt: skip
     with ledger:
-        run = RunLedger(ledger, key, PLAN, table=folder.private / "table.json", members=folder.members)
+        run = RunLedger(ledger, key, PLAN, members=folder.members)
         resumed = load_newest(folder, run, None)
         if not run.is_closed:
             begins_again(folder, run, resumed, may_restart=False)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="Debian's chromium is not installed (tests/install_packages.sh installs it, as root)"
 )
 WIDTH, HEIGHT = 1100, 8000
-FIGURES = ("epsilon-by-attempts", "epsilon-by-delta", "trade-off", "heldout-loss")
+FIGURES = ("epsilon-by-attempts", "trade-off", "heldout-loss")
 # The style sheet's colours in light and in dark; see privacy/card/templates/card.html.j2.
 LIGHT = {"page": "#ffffff", "first": "#1f5fbf", "second": "#b5420b"}
 DARK = {"page": "#14171b", "first": "#7ab0ff", "second": "#ff9c66"}

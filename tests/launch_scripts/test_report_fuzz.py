@@ -42,7 +42,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what surrounds the claim, which takes most of a card's time."""
-    monkeypatch.setattr(numbers, "curves", lambda *_: ([], None))
+    monkeypatch.setattr(numbers, "attack_bounds", lambda *_: None)
     monkeypatch.setattr(numbers, "epsilon_of_several", lambda *_: None)
     monkeypatch.setattr(numbers, "_epsilon_by_attempts", lambda *_: [])
     monkeypatch.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))

@@ -5,34 +5,26 @@ from privacy.card.model import (
     AdaptiveBound,
     Attack,
     Attempts,
-    Checkpoint,
-    Head,
-    LedgerFile,
-    Mechanism,
-    NotCovered,
-    PrivacyCard,
-    Provenance,
-    Release,
-    Released,
-    Sampling,
-    Session,
-    Shared,
-    Tuning,
-    UnitOfPrivacy,
-)
-from privacy.card.others import (
     AuditResult,
     CarriedRun,
+    Checkpoint,
     Composition,
     DataSet,
-    FileStatement,
+    Head,
     HeldoutLoss,
-    InformalRun,
+    LedgerFile,
+    Mechanism,
+    PrivacyCard,
+    Provenance,
     PublicData,
+    Release,
+    Released,
     Samples,
-    SharedSummary,
-    SiblingRun,
+    Sampling,
+    Session,
     Stated,
+    Tuning,
+    UnitOfPrivacy,
     Utility,
 )
 
@@ -52,12 +44,12 @@ def full_card(
         target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=6.0, gradient_noise_multiplier=4.2,
         smallest_bound=0.5, largest_bound=1.5, last_bound=0.75,
     )  # fmt: skip
-    sibling = SiblingRun(
-        run="ab", name=text, time_utc=text, is_this_run=True, chosen_after_outputs=False, epsilon=0.5, sample_rate=0.1,
-        noise_multiplier=2.0, count=9, num_examples=2000, cap=200,
-    )  # fmt: skip
+    sibling = {"name": text, "time_utc": text, "is_this_run": True, "chosen_after_outputs": False, "epsilon": 0.5}
+    summary = {
+        "epsilon": 5.0, "delta": 1e-4, "unit": text, "accounting": text, "epsilon_reserved": 1.5, "runs": [sibling],
+        "informal_runs": [{"name": text, "reason": text}],
+    }  # fmt: skip
     return PrivacyCard(
-        run_dir=text,
         run_name=text,
         formal_guarantee=True,
         reasons=(),
@@ -72,29 +64,28 @@ def full_card(
             statement=statement,
             checkpoints_recorded=2,
             last_checkpoint=Checkpoint(step=3, name=text, manifest_sha256=text, manifest_matches=True),
-            post_processing=(FileStatement(statement=statement, file=text),),
+            post_processing=(Stated(text=statement, file=text),),
         ),
         unit_of_privacy=UnitOfPrivacy(
-            unit=text, num_examples=2000, statement=statement, deduplication=stated,
+            unit=text, num_examples=2000, deduplication=stated,
             data_set=DataSet(name=stated, owner=stated),
         ),
         mechanism=Mechanism(
             name=text, head=head if with_head else None, clipping_function=text, max_grad_norm=1.0,
             adaptive_clipping=adaptive, arithmetic=text, lattice_exponent=31, sensitivity_slack=1e-3,
-            noise_multiplier=4.0, noise_multiplier_accounted=3.9, expected_batch_size=100, statement=statement,
+            noise_multiplier=4.0, noise_multiplier_accounted=3.9, statement=statement,
             releases=(Release(name=text, count=4, smallest_noise_multiplier=4.0, largest_sensitivity=1.5),),
         ),
         sampling=Sampling(
-            scheme=text, sample_rate=0.05, expected_batch_size=100, cap=180, matches_accounting=True,
+            scheme=text, sample_rate=0.05, expected_batch_size=100, cap=180,
             key_commitment_sha256=text, data_hmac_sha256=text, statement=statement,
         ),
         accounting=Accounting(
-            epsilon=1.25, delta=1e-5, delta_times_n=0.02, accountant_at_opening=text, accountant=text,
+            epsilon=1.25, delta=1e-5, accountant_at_opening=text, accountant=text,
             accountant_python=text, statement=statement, value_interval=1e-4, noise_tail_delta=1e-15, epsilon_target=2.0,
             epsilon_planned=1.5, epsilon_with_reserve=1.75, epsilon_rdp=1.5, epsilon_prv=(1.2, 1.3), prv_accountant=text,
             epsilon_replace_one=1.4, epsilon_group={"2": 2.5, "5": 6.5}, max_examples_per_owner=2, epsilon_owner=2.5,
-            epsilon_by_delta=((1e-4, 1.0), (1e-5, 1.25)), epsilon_by_attempts=((0, 0.0), (4, 1.25)),
-            delta_by_epsilon=((0.0, 0.1), (1.25, 1e-5)), tan=14.5,
+            epsilon_by_attempts=((0, 0.0), (4, 1.25)),
             attack=Attack(advantage=0.1, true_positive={"0.01": 0.02}, curve=((0.01, 0.02), (1.0, 1.0))),
             attempts=Attempts(charged=4, allowed=10, done=3, repeats=1, torn_lines=1, torn_lines_charged=1),
         ),
@@ -105,18 +96,8 @@ def full_card(
                 CarriedRun(name=text, file=text, epsilon=1.25, delta=1e-4, attempts_charged=4, disjoint_from_those_before=False),
             ),
         ),
-        tuning=Tuning(
-            stated=stated,
-            shared_ledger=Shared(
-                identity=text,
-                summary=SharedSummary(
-                    identity=text, epsilon=5.0, delta=1e-4, unit=text, adjacency=text, rdp_order=8.0, accounting=text,
-                    epsilon_reserved=1.5, runs=(sibling,), informal_runs=(InformalRun(name=text, reason=text),),
-                ),
-            ),
-        ),
+        tuning=Tuning(stated=stated, shared_ledger=text, shared_summary=summary),
         public_data=PublicData(statement=statement, file=text, attested=True, facts={key: text, "start": {key: text}}),
-        not_covered=NotCovered(points=(statement,)),
         provenance=Provenance(
             commit=text,
             opened_utc=text,
@@ -130,7 +111,6 @@ def full_card(
             ),
         ),
         utility=Utility(
-            statement=statement,
             heldout_file=text,
             heldout_loss=(HeldoutLoss(step=3, loss=6.5, blind_loss=5.75, shuffled_loss=7.25),),
             samples=Samples(file=text, step=3),

@@ -60,7 +60,7 @@ def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: b
     with ledger:
         _steps(
             folder,
-            RunLedger(ledger, key, own, table=folder / "table.json", members=folder / MEMBERS),
+            RunLedger(ledger, key, own, members=folder / MEMBERS),
             list(steps),
             dies,
         )
@@ -68,9 +68,7 @@ def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: b
 
 def _steps(folder: Path, run: RunLedger, numbers: list[int], dies: str) -> None:
     own = run.plan
-    with pytest.MonkeyPatch.context() as patch:  # the table of epsilons takes seconds
-        patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
-        run.start_session()
+    run.start_session()
     for step in numbers:
         last = step == numbers[-1]
         run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)

@@ -76,7 +76,7 @@ def pld(*runs: tuple[Path, int], delta: float) -> float:
 
 def without_surroundings(patched: pytest.MonkeyPatch) -> None:
     """What surrounds the claims takes most of a card's time."""
-    patched.setattr(numbers, "curves", lambda *_: ([], None))
+    patched.setattr(numbers, "attack_bounds", lambda *_: None)
     patched.setattr(numbers, "epsilon_of_several", lambda *_: None)
     patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
     patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)

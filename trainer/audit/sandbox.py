@@ -321,8 +321,7 @@ def open_sandbox_ledger(folder: Path, plan: PrivacyPlan) -> RunLedger:
     def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
         return *open_run_state(folder / LEDGER, key, plan, data_manifest=b"canaries", members=members), plan
 
-    # A sandbox claims nothing, so no epsilon table is made.
-    return RunLedger.open(open_on_main, key, table=folder / "epsilon-table.json", members=members)
+    return RunLedger.open(open_on_main, key, members=members)
 
 
 def main(arguments: list[str], source: NoiseSource | None = None) -> None:

@@ -87,7 +87,10 @@ def privacy_table(result: dict[str, Any]) -> Table:
         row("its noise multiplier", f"{chosen['noise_multiplier']:.4f}", note)
         _add_signal(table, chosen["noise_to_signal"])
     if result.get("attack_risk") is not None:
-        _add_extras(table, result)
+        table.add_section()
+        row("attack advantage", f"{result['attack_risk']['advantage']:.3f}", "most that true exceed false positives")
+        for rate, bound in result["attack_risk"]["true_positive_rates"]:
+            row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
     return table
 
 
@@ -97,33 +100,6 @@ def _add_signal(table: Table, signal: dict[str, Any]) -> None:
     note = f"sigma sqrt(P) / B per step, P = {signal['parameters']:,}"
     table.add_row("noise-to-signal", f"{signal['per_step']:.2g}", note)
     table.add_row("accumulated", f"{signal['accumulated']:.2g}", f"over all steps: {signal['sentence']}")
-
-
-def _add_extras(table: Table, result: dict[str, Any]) -> None:
-    """What the guarantee means, and what else the run could cost."""
-    row = table.add_row
-    prv = "none" if result["opacus_prv"] is None else rounded_up(result["opacus_prv"])
-    row("opacus RDP / PRV", f"{rounded_up(result['opacus_rdp'])} / {prv}", "third opinion, without the cap")
-    table.add_section()
-    for delta, epsilon in result["epsilon_by_delta"]:
-        row(f"epsilon at {delta:g}", "none" if epsilon is None else rounded_up(epsilon), "coarse grid, without the cap")
-    table.add_section()
-    row("attack advantage", f"{result['attack_risk']['advantage']:.3f}", "most that true exceed false positives")
-    for rate, bound in result["attack_risk"]["true_positive_rates"]:
-        row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
-    table.add_section()
-    for cost in result["replays"] or ():
-        note = f"{rounded_up(cost['same_batch'])} on the same batches"
-        row(f"{cost['replays']} steps replayed", rounded_up(cost["fresh_coins"]), f"fresh coins, as here; {note}")
-    for cost in result["private_selection"]:
-        note = f"K {cost['distribution']}, drawn in secret, by RDP"
-        row(f"best of {cost['candidates']} on average", rounded_up(cost["epsilon"]), note)
-    shuffled = result["shuffled_instead"]
-    if shuffled is None:
-        return
-    lower = "0" if shuffled["lower"] is None else f"{shuffled['lower']:.1f}"
-    note = f"worst case on shuffled data; Poisson's {shuffled['poisson_would_say']:.2f} would be false"
-    row("shuffled instead", f"{lower} to {rounded_up(shuffled['upper'], 1)}", note)
 
 
 def bands_table(rows: list[dict[str, Any]], best: int) -> Table:

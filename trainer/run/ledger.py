@@ -114,5 +114,4 @@ def open_run_ledger(
         )
         return ledger, key, plan
 
-    table_cache = folder.private / "epsilon-table.json"
-    return RunLedger.open(open_on_main, folder.key, table=table_cache, members=folder.members)
+    return RunLedger.open(open_on_main, folder.key, members=folder.members)

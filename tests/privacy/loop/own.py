@@ -67,7 +67,6 @@ class Silent:
 def quick(*, silent: bool = False) -> Iterator[pytest.MonkeyPatch]:
     """Without the seconds that an accountant takes; `silent` without noise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
         patch.setattr("privacy.step.run_ledger.RunLedger.claim", lambda *_arguments: (1.0, 1e-5))
         patch.setattr(PrivacyPlan, "epsilon_after", lambda *_arguments: 1.0)
         if silent:

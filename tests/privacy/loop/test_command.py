@@ -22,7 +22,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     folder = tmp_path_factory.mktemp("own") / "run"
     after = PrivacyPlan.epsilon_after
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
         patch.setattr(PrivacyPlan, "epsilon_after", lambda plan, count: after(plan, count) if count == 3 else 1.0)
         with make(folder, num_steps=3, noise_multiplier=4.0) as loop:
             list(loop)

@@ -203,7 +203,6 @@ def test_every_change_of_the_configuration_s_plan_is_violated(
         ("privacy", "epsilon", 0.01, "config.toml has ['privacy.epsilon'], which no recipe has"),
         ("privacy", "max_examples_per_owner", 1, "max_examples_per_owner = 1, and the ledger states None"),
         ("privacy", "shared_ledger", "all.jsonl", "shared_ledger = True, and the ledger states False"),
-        ("privacy", "shuffle_as_gaussian", True, "shuffle_as_gaussian = True, and the plan has False"),
         ("privacy", "simulation", True, "config.toml has a simulation"),
         ("train", "num_steps", 4.5, "train.num_steps = 4.5, and the ledger states 4"),
         ("data", "num_examples", 2001, "num_examples = 2001, and the plan has 2000"),
