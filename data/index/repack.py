@@ -9,6 +9,7 @@ Both are refused, or left out and counted where the caller accepts that.
 """
 
 import functools
+import hashlib
 import itertools
 import os
 import tarfile
@@ -22,8 +23,7 @@ import numpy as np
 
 from data.errors import DataError, ReadError
 from data.files import named_when_whole, write_durably
-from data.index.keys import key_hash, merged_pairs
-from data.index.shard import index_file, read_window
+from data.index.shard import index_file, merged_pairs, read_window
 from data.index.tar_format import (
     BLOCK,
     Member,
@@ -254,7 +254,7 @@ def _split_over_shards(shards: Sequence[Path], find: Callable[[int], Found]) -> 
     for number in range(len(shards)):
         found = find(number)
         examples = found.examples + found.unsure
-        hashes.append(np.array([key_hash(example.key) for example in examples], dtype=np.uint64))
+        hashes.append(np.array([_key_hash(example.key) for example in examples], dtype=np.uint64))
         sets.append(
             np.array([numbers.setdefault(example.extensions, len(numbers)) for example in examples], dtype=np.int32)
         )
@@ -279,7 +279,7 @@ def _split_over_shards(shards: Sequence[Path], find: Callable[[int], Found]) -> 
         found = find(number)
         unsure |= {example.key for example in found.unsure}
         for example in found.examples + found.unsure:
-            if key_hash(example.key) in suspects:
+            if _key_hash(example.key) in suspects:
                 apart.setdefault(example.key, []).extend(example.runs)
     for key, runs in apart.items():
         if merged := merged_pairs(str(shards[runs[0].shard]), key, Example(key, runs).extensions):
@@ -287,6 +287,11 @@ def _split_over_shards(shards: Sequence[Path], find: Callable[[int], Found]) -> 
         if sum(len(run.extensions) for run in runs) != len(Example(key, runs).extensions):
             raise DataError(_ambiguous(key, [shards[run.shard] for run in runs]))
     return {key: [] if key in unsure else runs for key, runs in apart.items()}
+
+
+def _key_hash(key: bytes) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 def _ambiguous(key: bytes, paths: Sequence[Path]) -> str:

@@ -108,7 +108,7 @@ def test_files_are_private_and_order_of_shards_does_not_matter(shards: list[Path
     two = build_index(shards[::-1], tmp_path / "two")
     assert one.manifest_digest() == two.manifest_digest() and len(one.manifest_digest()) == 32
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert [name.partition("-")[0] for name in names] == ["extents", "keys", "manifest.json"]
+    assert [name.partition("-")[0] for name in names] == ["extents", "manifest.json"]
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
         assert stat.S_IMODE((tmp_path / "one" / name).stat().st_mode) == 0o600
@@ -132,7 +132,7 @@ def test_an_index_is_replaced_whole(shards: list[Path], tmp_path: Path) -> None:
     build_index(shards, tmp_path / "index")
     build_index(shards[:1], tmp_path / "index")
     assert len(ExampleTable.open(tmp_path / "index", shards[0].parent)) == 7
-    assert len(list((tmp_path / "index").iterdir())) == 3
+    assert len(list((tmp_path / "index").iterdir())) == 2
 
 
 def test_table_and_reader_travel_small(table: ExampleTable) -> None:
