@@ -3,7 +3,7 @@
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
 mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
-python launch_scripts/prepare.py repack broken.tar --output repacked/
+python launch_scripts/prepare.py repack mixed.tar --output repacked/
 python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
 
@@ -94,8 +94,6 @@ class RepackOptions(Options):
     """the most that a new shard has (default: 1024)"""
     prefix: str = "train"
     """how the shards' names begin (default: train)"""
-    accept_loss: bool = False
-    """go on where bytes are damaged, and leave out the examples next to them"""
     key_until_last_dot: bool = False
     """an example's name ends at the last dot: 2024.01.05.jpg and 2024.01.06.jpg are two; dots before it are written %2E"""
 
@@ -240,7 +238,7 @@ def verify(options: VerifyOptions) -> None:
 def repack_shards(options: RepackOptions) -> Repacked:
     """Writes shards anew, with every example whole and in one place, and checks what it wrote.
 
-    Members are copied as they are. What is lost with damaged bytes ends the command, unless --accept_loss is given.
+    Payloads are copied as they are. A shard that has lost bytes ends the command.
     """
     paths = expand_shards(options.shards, Path.cwd())
     report = repack(
@@ -248,13 +246,11 @@ def repack_shards(options: RepackOptions) -> Repacked:
         options.output,
         shard_bytes=options.shard_mib << 20,
         prefix=options.prefix,
-        accept_loss=options.accept_loss,
         key_until_last_dot=options.key_until_last_dot,
     )
     print(
-        f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.left_out} examples "
-        f"left out, {report.lost_bytes} bytes lost, {report.joints} places where archives were joined, {report.skipped} members "
-        f"that belong to no example: {options.output}"
+        f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.joints} places "
+        f"where archives were joined, {report.skipped} members that belong to no example: {options.output}"
     )
     return report
 

@@ -205,8 +205,8 @@ def walk_shard(path: Path, location: str) -> Extents:
             problem = "is cut off" if isinstance(error, CutOffError) else "is no tar archive or is damaged"
             behind = f" (behind the member {shown(last.name)})" if last is not None else ""
             raise DataError(
-                f"{location} {problem}: {error}{behind}; write or fetch it again, or see what prepare.py repack "
-                f"{location} --output DIR saves of it"
+                f"{location} {problem}: {error}{behind}; write or fetch it again; where archives were joined, prepare.py repack "
+                f"{location} --output DIR takes them apart"
             ) from error
     merged = {one for one in known_sets if merged_pairs(location, b"", one)}
     if merged:
