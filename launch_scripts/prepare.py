@@ -11,6 +11,7 @@ Each command is a function of its options, which a notebook can call: index(Inde
 """
 
 import argparse
+import dataclasses
 import functools
 import inspect
 import shlex
@@ -113,10 +114,8 @@ class ImportOptions(WriterOptions):
     """Options of `import`."""
 
     source: Annotated[str, Shown("SRC", is_positional=True)]
-    """a folder, a file, or for webdataset a pattern of shards"""
-    source_format: Annotated[
-        Literal["folder", "csv", "jsonl", "coco", "parquet", "webdataset"], Field(alias="from")
-    ]  # fmt: skip
+    """a folder or a file"""
+    source_format: Annotated[Literal["folder", "csv", "coco", "parquet"], Field(alias="from")]
     """what SRC is"""
     output: Annotated[Path, Shown("DIR")]
     """an empty folder for the shards (private)"""
@@ -125,7 +124,7 @@ class ImportOptions(WriterOptions):
     caption_column: Annotated[str, Shown("NAME")] = "caption"
     """column or field (default: caption)"""
     label_column: Annotated[str | None, Shown("NAME")] = None
-    """column or field of whole numbers; default: the member cls of shards, the file .cls next to an image"""
+    """column or field of whole numbers; default: the file .cls next to an image"""
     image_root: Annotated[Path | None, Shown("DIR")] = None
     """folder that image paths start from (default: that of SRC)"""
     size: Annotated[int, Shown("PIXELS")] = 256
@@ -261,20 +260,13 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     Copies multiply the privacy loss, so they are removed; the report says what was dropped and why. The report is private: it
     counts private data without noise. Ranks of MPI that are workers get None.
     """
-    from data.importers.convert import Conversion
-    from data.importers.pipeline import REPORT, Settings, import_examples
+    from data.importers.convert import Settings
+    from data.importers.pipeline import REPORT, import_examples
     from data.importers.sources import Columns, open_source
 
-    needs_owner = options.owner_field is not None
-    conversion = Conversion(
-        options.size, options.side, options.min_side, options.image_format, options.quality, needs_owner,
-        options.max_megapixels,
-    )  # fmt: skip
-    settings = Settings(
-        options.source_format, conversion, None if options.keep_near_duplicates else options.duplicate_distance,
-        options.owner_field, options.max_per_owner, options.seed, options.shard_examples, options.prefix,
-        options.heldout_share,
-    )  # fmt: skip
+    distance = None if options.keep_near_duplicates else options.duplicate_distance
+    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
+    settings = Settings(**chosen | {"duplicate_distance": distance})
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return None

@@ -345,7 +345,7 @@ def test_a_name_that_is_there_is_no_pattern(name: str, tmp_path: Path) -> None:
         ("x" * 5000, "missing|other shards"),
     ],
 )
-@pytest.mark.parametrize("command", ["index", "verify", "repack", "import --from webdataset"])
+@pytest.mark.parametrize("command", ["index", "verify", "repack"])
 def test_habits_of_other_loaders_are_told_the_way(command: str, pattern: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "there.tar").write_bytes(bytes(1024))
     words = command.split()
