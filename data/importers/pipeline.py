@@ -158,7 +158,12 @@ def provenance(settings: Settings) -> dict[str, Any]:
 
     `deduplication` is written for the privacy card (recipe key data.deduplication).
     """
-    limit = settings.max_per_owner
+    limit, distance = settings.max_per_owner, settings.duplicate_distance
+    near = (
+        "Near copies were kept."
+        if distance is None
+        else f"So were near copies: pictures whose 64-bit perceptual hashes differ in at most {distance} bits."
+    )
     owners = (
         f"At most {limit} examples of one owner were kept, chosen by a keyed hash of their content; examples without an owner "
         "were dropped. The guarantee of an owner is the group epsilon of that size; removal of copies came before and is "
@@ -172,29 +177,12 @@ def provenance(settings: Settings) -> dict[str, Any]:
     return {
         "kind": "import",
         "importer_version": IMPORTER_VERSION,
-        "source_format": settings.source_format,
-        "images": (
-            f"{settings.side} side at most {settings.size} pixels, encoded again as {settings.image_format} without "
-            "metadata"
+        "settings": asdict(settings),
+        "deduplication": (
+            f"Exact copies (SHA-256 of pixels, caption and label) were removed before training. {near} Copies that remain act "
+            "as a group and multiply the privacy loss. The removal itself looks across examples: it is not part of the "
+            "guarantee (Debenedetti et al. 2024, Privacy side channels in machine learning systems)."
         ),
-        "captions": "cleaned one by one by fixed rules; the first usable caption of an image is its text",
-        "labels": "kept as they are; an example needs a caption or a label",
-        "deduplication": deduplication(settings.duplicate_distance),
         "held_out": split if settings.heldout_share else None,
-        "max_examples_per_owner": limit,
         "owners": None if limit is None else owners,
     }
-
-
-def deduplication(distance: int | None) -> str:
-    """What was removed, and that the removal is outside of the guarantee."""
-    near = (
-        "Near copies were kept."
-        if distance is None
-        else f"So were near copies: pictures whose 64-bit perceptual hashes differ in at most {distance} bits."
-    )
-    return (
-        f"Exact copies (SHA-256 of pixels, caption and label) were removed before training. {near} Copies that remain act as a "
-        "group and multiply the privacy loss. The removal itself looks across examples: it is not part of the guarantee "
-        "(Debenedetti et al. 2024, Privacy side channels in machine learning systems)."
-    )

@@ -263,7 +263,7 @@ def _write(
             while waiting is not None:
                 size = sum(_written_bytes(name, length) for run in waiting.runs for name, _, length in run.members)
                 key, extensions = waiting.key, waiting.extensions
-                is_full = tar.offset + size + 2 * BLOCK > shard_bytes
+                is_full = -(-(tar.offset + size + 2 * BLOCK) // _RECORD) * _RECORD > shard_bytes
                 # A key that comes back here would be taken for a part of the other example.
                 if num_written and (is_full or key == last or extensions_of.get(key, extensions) != extensions):
                     break

@@ -146,10 +146,6 @@ class ExampleTable:
             for shard, offset, length, crc32 in zip(*columns, strict=True)
         ]
 
-    def location(self, shard: int) -> str:
-        """Path or URL of a shard, for messages."""
-        return f"{self.shard_root}/{self.entries[shard].name}"
-
     def storage(self) -> Storage:
         """The place that the shards are read from: the copies of this node, if there are any."""
         place = open_storage(self.shard_root, self.remote)

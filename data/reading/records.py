@@ -66,10 +66,6 @@ class ReadRequest(NamedTuple):
     length: int
     crc32: int
 
-    def is_whole(self, data: bytes) -> bool:
-        """Whether these are the bytes that were indexed."""
-        return len(data) == self.length and zlib.crc32(data) == self.crc32
-
 
 @dataclass(frozen=True)
 class RemoteOptions:
@@ -96,7 +92,7 @@ def check_crc(request: ReadRequest, data: bytes, where: str) -> bytes:
     Raises:
         ReadError: they are not.
     """
-    if not request.is_whole(data):
+    if len(data) != request.length or zlib.crc32(data) != request.crc32:
         raise ReadError(
             f"{where} at byte {request.offset} does not fit its index: the bytes changed; verify the shards"
         )

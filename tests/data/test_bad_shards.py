@@ -550,8 +550,9 @@ def test_shards_are_as_large_as_asked(tmp_path: Path) -> None:
     sizes = [shard.stat().st_size for shard in sorted((tmp_path / "out").glob("*.tar"))]
     assert examples == by_key(content) and max(sizes) <= 20 << 10 < sizes[0] + sizes[1] and len(sizes) > 4
     assert report.joined == 0
-    report, examples = repacked([path], tmp_path / "small", shard_bytes=10_240)
+    report, examples = repacked([path], tmp_path / "small", shard_bytes=15_000)
     assert examples == by_key(content)
+    assert max(shard.stat().st_size for shard in (tmp_path / "small").glob("*.tar")) <= 15_000
 
 
 def test_keys_that_every_shard_counts_anew_stay_examples_of_their_own(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_owner_limit(tmp_path: Path) -> None:
     kept = [int(caption[-3:]) % 3 for caption in captions(tmp_path / "out")]
     assert sorted(kept) == [0, 0, 1, 1, 2, 2]
     facts = json.loads((tmp_path / "out" / PROVENANCE).read_text())
-    assert facts["max_examples_per_owner"] == 2 and "At most 2 examples" in facts["owners"]
+    assert facts["settings"]["max_per_owner"] == 2 and "At most 2 examples" in facts["owners"]
     everything = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
     assert b"o1" not in members(tmp_path / "out") and b'"o1"' not in everything
 
