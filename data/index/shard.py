@@ -8,9 +8,7 @@ import hashlib
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,48 +145,32 @@ def walk_shard(path: Path, location: str) -> Extents:
     sets: list[frozenset[str]] = []
     skipped = other_bytes = between = 0
     last: Member | None = None
-    extensions_of: dict[bytes, frozenset[str]] = {}
-    known_sets: dict[
-        frozenset[str], frozenset[str]
-    ] = {}  # equal sets are one object, so that a shard's keys stay small
-
-    def parts(descriptor: int, size: int) -> Iterator[tuple[bytes, str, Member]]:
-        nonlocal skipped, other_bytes, between, last
-        key: bytes | None = None
-        for member in iter_members(read_window(descriptor), size, needs_end=True):
-            last = member
-            split = split_key(member.name) if member.is_regular else None
-            if split is None:
-                skipped += 1
-                between += member.end_offset - member.header_offset
-                continue
-            # What lies between two members of one example belongs to its extent.
-            other_bytes, between = other_bytes + between * (split[0] != key), 0
-            key = split[0]
-            yield *split, member
-
+    # Equal sets are one object, so that a shard's keys stay small.
+    known_sets: dict[frozenset[str], frozenset[str]] = {}
     with open(path, "rb", buffering=0) as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
         if size == 0:
             raise DataError(f"missing or empty shards: {location} is empty; fetch it again")
         try:
-            for key, run in groupby(parts(descriptor, size), key=itemgetter(0)):
-                extensions: set[str] = set()
-                start = end = 0
-                for _, extension, member in run:
-                    start, end = start if extensions else member.header_offset, member.end_offset
-                    extensions.add(extension)
-                same = known_sets.setdefault(frozenset(extensions), frozenset(extensions))
-                if (before := extensions_of.setdefault(key, same)) != same:
-                    raise DataError(
-                        merged_pairs(location, key, before | same)
-                        or f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
-                        f"{start}; bring them together by prepare.py repack {location} --output DIR, or write it again with "
-                        "tar --sort=name"
-                    )
-                keys.append(key)
-                sets.append(same)
-                bounds.append((start, end))
+            for member in iter_members(read_window(descriptor), size, needs_end=True):
+                last = member
+                split = split_key(member.name) if member.is_regular else None
+                if split is None:
+                    skipped += 1
+                    between += member.end_offset - member.header_offset
+                    continue
+                key, extension = split
+                if keys and key == keys[-1]:  # What lies between two members of one example belongs to its extent.
+                    bounds[-1] = bounds[-1][0], member.end_offset
+                    grown = sets[-1] | {extension}
+                    sets[-1] = known_sets.setdefault(grown, grown)
+                else:
+                    other_bytes += between
+                    keys.append(key)
+                    bounds.append((member.header_offset, member.end_offset))
+                    first = frozenset((extension,))
+                    sets.append(known_sets.setdefault(first, first))
+                between = 0
         except TarFormatError as error:
             if last is None:
                 head = os.pread(descriptor, 16, 0)
@@ -208,7 +190,16 @@ def walk_shard(path: Path, location: str) -> Extents:
                 f"{location} {problem}: {error}{behind}; write or fetch it again; where archives were joined, prepare.py repack "
                 f"{location} --output DIR takes them apart"
             ) from error
-    merged = {one for one in known_sets if merged_pairs(location, b"", one)}
+    extensions_of: dict[bytes, frozenset[str]] = {}
+    for key, one, (start, _) in zip(keys, sets, bounds, strict=True):
+        if (before := extensions_of.setdefault(key, one)) != one:
+            raise DataError(
+                merged_pairs(location, key, before | one)
+                or f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
+                f"{start}; bring them together by prepare.py repack {location} --output DIR, or write it again with "
+                "tar --sort=name"
+            )
+    merged = {one for one in set(sets) if merged_pairs(location, b"", one)}
     if merged:
         those = [(key, one) for key, one in zip(keys, sets, strict=True) if one in merged]
         raise DataError(merged_pairs(f"{location}: {len(those)} of {len(keys)} examples are several", *those[0]))
