@@ -297,6 +297,10 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
     for name in TABLES:
         if (folder / name).is_file():
             return table_source(folder / name, columns, folder)
+    if lines := next(folder.glob("*.jsonl"), None):
+        raise DataError(
+            f"{lines} is not read; make it Parquet (docs/data.md) and give --from parquet --image_root {folder}"
+        )
     root = folder.resolve()
     items, digest, seen, others = [], hashlib.sha256(), set[Path](), Counter[str]()
     files = [Path(parent, name) for parent, _, names in os.walk(root, followlinks=False) for name in names]

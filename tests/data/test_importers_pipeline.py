@@ -395,6 +395,13 @@ def test_bad_coco_files(content: str, message: str, tmp_path: Path) -> None:
         coco_source(tmp_path / "c.json", COLUMNS, None)
 
 
+def test_json_lines_are_told_the_way(tmp_path: Path) -> None:
+    pictures(tmp_path, 2)
+    (tmp_path / "metadata.jsonl").write_text('{"image": "000.jpg", "caption": "x"}')
+    with pytest.raises(DataError, match=r"metadata\.jsonl is not read; make it Parquet"):
+        folder_source(tmp_path, COLUMNS)
+
+
 def test_bad_parquet(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="as Parquet"):
