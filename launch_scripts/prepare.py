@@ -3,7 +3,7 @@
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
 mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
-python launch_scripts/prepare.py repack broken.tar --output repacked/
+python launch_scripts/prepare.py repack mixed.tar --output repacked/
 python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
 
@@ -11,6 +11,7 @@ Each command is a function of its options, which a notebook can call: index(Inde
 """
 
 import argparse
+import dataclasses
 import functools
 import inspect
 import shlex
@@ -94,8 +95,6 @@ class RepackOptions(Options):
     """the most that a new shard has (default: 1024)"""
     prefix: str = "train"
     """how the shards' names begin (default: train)"""
-    accept_loss: bool = False
-    """go on where bytes are damaged, and leave out the examples next to them"""
     key_until_last_dot: bool = False
     """an example's name ends at the last dot: 2024.01.05.jpg and 2024.01.06.jpg are two; dots before it are written %2E"""
 
@@ -115,10 +114,8 @@ class ImportOptions(WriterOptions):
     """Options of `import`."""
 
     source: Annotated[str, Shown("SRC", is_positional=True)]
-    """a folder, a file, or for webdataset a pattern of shards"""
-    source_format: Annotated[
-        Literal["folder", "csv", "jsonl", "coco", "parquet", "webdataset"], Field(alias="from")
-    ]  # fmt: skip
+    """a folder or a file"""
+    source_format: Annotated[Literal["folder", "csv", "coco", "parquet"], Field(alias="from")]
     """what SRC is"""
     output: Annotated[Path, Shown("DIR")]
     """an empty folder for the shards (private)"""
@@ -127,7 +124,7 @@ class ImportOptions(WriterOptions):
     caption_column: Annotated[str, Shown("NAME")] = "caption"
     """column or field (default: caption)"""
     label_column: Annotated[str | None, Shown("NAME")] = None
-    """column or field of whole numbers; default: the member cls of shards, the file .cls next to an image"""
+    """column or field of whole numbers; default: the file .cls next to an image"""
     image_root: Annotated[Path | None, Shown("DIR")] = None
     """folder that image paths start from (default: that of SRC)"""
     size: Annotated[int, Shown("PIXELS")] = 256
@@ -240,7 +237,7 @@ def verify(options: VerifyOptions) -> None:
 def repack_shards(options: RepackOptions) -> Repacked:
     """Writes shards anew, with every example whole and in one place, and checks what it wrote.
 
-    Members are copied as they are. What is lost with damaged bytes ends the command, unless --accept_loss is given.
+    Payloads are copied as they are. A shard that has lost bytes ends the command.
     """
     paths = expand_shards(options.shards, Path.cwd())
     report = repack(
@@ -248,13 +245,11 @@ def repack_shards(options: RepackOptions) -> Repacked:
         options.output,
         shard_bytes=options.shard_mib << 20,
         prefix=options.prefix,
-        accept_loss=options.accept_loss,
         key_until_last_dot=options.key_until_last_dot,
     )
     print(
-        f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.left_out} examples "
-        f"left out, {report.lost_bytes} bytes lost, {report.joints} places where archives were joined, {report.skipped} members "
-        f"that belong to no example: {options.output}"
+        f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.joints} places "
+        f"where archives were joined, {report.skipped} members that belong to no example: {options.output}"
     )
     return report
 
@@ -265,20 +260,13 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     Copies multiply the privacy loss, so they are removed; the report says what was dropped and why. The report is private: it
     counts private data without noise. Ranks of MPI that are workers get None.
     """
-    from data.importers.convert import Conversion
-    from data.importers.pipeline import REPORT, Settings, import_examples
+    from data.importers.convert import Settings
+    from data.importers.pipeline import REPORT, import_examples
     from data.importers.sources import Columns, open_source
 
-    needs_owner = options.owner_field is not None
-    conversion = Conversion(
-        options.size, options.side, options.min_side, options.image_format, options.quality, needs_owner,
-        options.max_megapixels,
-    )  # fmt: skip
-    settings = Settings(
-        options.source_format, conversion, None if options.keep_near_duplicates else options.duplicate_distance,
-        options.owner_field, options.max_per_owner, options.seed, options.shard_examples, options.prefix,
-        options.heldout_share,
-    )  # fmt: skip
+    distance = None if options.keep_near_duplicates else options.duplicate_distance
+    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
+    settings = Settings(**chosen | {"duplicate_distance": distance})
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return None

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -27,12 +27,14 @@ from scipy.fft import dctn
 from data.errors import DataError, DecodeError, PixelsError, ReadError
 from data.examples.transforms import MAX_PIXELS, decode, to_rgb
 from data.files import named_when_whole
-from data.importers.items import Item, Part
+from data.importers.sources import Item, ListedPart, RowGroupPart
 from data.index.tar_writer import Example, write_shard
 
 SIDES = ("shortest", "longest")
 FORMATS = ("jpg", "webp", "png")
 DIGEST_BYTES = 16
+MAX_DISTANCE = 10
+"""Bits of a perceptual hash up to which near copies are looked for."""
 MAX_CHARACTERS = 1000
 _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,500}>")
 _ADDRESS = re.compile(r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+", re.IGNORECASE)
@@ -42,36 +44,61 @@ _HASH_SIDE = 8
 _THUMB = 32
 _FLAT = 2.0  # standard deviation of gray values below which a picture has no structure to compare
 _SAMPLES = 3
-_ARRAYS = ("digests_ND", "hashes_N", "has_hash_N", "owners_ND")
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """How an example is made.
+class Settings:
+    """What the output is a function of, together with the source.
 
     Attributes:
+        source_format: what the provenance calls the source.
         size: pixels of the side that `side` names; smaller images stay as they are.
         side: shortest or longest.
         min_side: images with a shorter side below this are dropped.
         image_format: one of FORMATS.
         quality: 1 to 100, where the format is jpg or webp.
-        needs_owner: examples without an owner are dropped.
         max_megapixels: images that are decoded to more millions of pixels are dropped.
+        duplicate_distance: near copies that differ in at most this number of bits are removed; None keeps them.
+        owner_field: where the source says whose an example is; examples without an owner are dropped.
+        max_per_owner: the largest number of examples of one owner.
+        seed: the key of the choice among an owner's examples.
+        shard_examples: examples per shard.
+        prefix: how the shards' names begin.
+        heldout_share: the share of examples, about, that goes to the folder HELDOUT of the output instead.
     """
 
+    source_format: str
     size: int = 256
     side: str = "shortest"
     min_side: int = 16
     image_format: str = "jpg"
     quality: int = 90
-    needs_owner: bool = False
     max_megapixels: int = 34
+    duplicate_distance: int | None = 4
+    owner_field: str | None = None
+    max_per_owner: int | None = None
+    seed: int = 0
+    shard_examples: int = 5000
+    prefix: str = "train"
+    heldout_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.min_side < 1 or self.max_megapixels < 1 or not 1 <= self.quality <= 100:
             raise DataError("sizes must be at least 1 and the quality from 1 to 100")
         if self.side not in SIDES or self.image_format not in FORMATS:
             raise DataError(f"the side must be one of {', '.join(SIDES)}, the format one of {', '.join(FORMATS)}")
+        if self.duplicate_distance is not None and not 0 <= self.duplicate_distance <= MAX_DISTANCE:
+            raise DataError(f"the duplicate distance is {self.duplicate_distance}; it must be 0 to {MAX_DISTANCE}")
+        if self.max_per_owner is not None and self.max_per_owner < 1:
+            raise DataError(f"max_per_owner is {self.max_per_owner}; it must be at least 1")
+        if (self.owner_field is None) != (self.max_per_owner is None):
+            raise DataError("give both --owner_field and --max_per_owner, or neither")
+        if not 0 <= self.heldout_share <= 0.5:
+            raise DataError(f"the held-out share is {self.heldout_share:g}; it must be 0 to 0.5")
+        if self.shard_examples < 1:
+            raise DataError("shards must hold at least 1 example")
+        if not self.prefix or not all(c.isalnum() or c in "-_" for c in self.prefix):
+            raise DataError("the prefix of shards may have letters, digits, - and _ only")
 
 
 class Converted(NamedTuple):
@@ -101,105 +128,91 @@ def part_path(work: Path, number: int) -> Path:
     return work / f"part-{number:06d}.tar"
 
 
-def convert_part(work: Path, number: int, part: Part, conversion: Conversion) -> int:
-    """Converts a part, unless that is done; returns its number of items.
+def convert_part(work: Path, number: int, part: ListedPart | RowGroupPart, settings: Settings) -> None:
+    """Converts a part, unless that is done.
 
     Raises:
-        ReadError: an image file or shard cannot be read, though it is there.
+        ReadError: an image file cannot be read, though it is there.
         DataError: the source is malformed.
     """
     facts = part_path(work, number).with_suffix(".npz")
-    if not facts.exists():
-        rows = _Rows()
-        write_shard(part_path(work, number), rows.examples(number, part, conversion))
-        with named_when_whole(facts) as temporary, open(temporary, "wb") as file:
-            rows.save(file)
-    return load_converted(work, number).num_items
+    if facts.exists():
+        return
+    digests: list[bytes] = []
+    hashes: list[int | None] = []
+    owners: list[bytes] = []
+    dropped: Counter[str] = Counter()
+    samples: defaultdict[str, list[str]] = defaultdict(list)
+
+    def examples() -> Iterator[Example]:
+        for place, item in enumerate(part.items()):
+            made = item.problem or convert_item(item, settings)
+            if isinstance(made, str):
+                dropped[made] += 1
+                samples[made] += [item.key] * (len(samples[made]) < _SAMPLES)
+                continue
+            digest, perceptual, members = made
+            digests.append(digest)
+            hashes.append(perceptual)
+            owners.append(owner_digest(item.owner or ""))
+            yield f"{number:06d}{place:06d}", members
+
+    write_shard(part_path(work, number), examples())
+    notes = {"dropped": dropped, "samples": samples, "num_items": len(digests) + dropped.total()}
+    with named_when_whole(facts) as temporary, open(temporary, "wb") as file:
+        np.savez(
+            file,
+            digests_ND=np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
+            hashes_N=np.array([value or 0 for value in hashes], dtype=np.uint64),
+            has_hash_N=np.array([value is not None for value in hashes], dtype=bool),
+            owners_ND=np.frombuffer(b"".join(owners), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
+            notes=np.array(json.dumps(notes)),
+        )
 
 
 def load_converted(work: Path, number: int) -> Converted:
     """What is known of the examples of a part."""
     with np.load(part_path(work, number).with_suffix(".npz"), allow_pickle=False) as saved:
-        notes = json.loads(str(saved["notes"]))
-        arrays = {name: saved[name] for name in _ARRAYS}
-    return Converted(**arrays, **notes)
+        arrays = {name: saved[name] for name in saved.files}
+    return Converted(**json.loads(str(arrays.pop("notes"))), **arrays)
 
 
-class _Rows:
-    """What is known of the examples of a part; it grows while the part is converted."""
-
-    def __init__(self) -> None:
-        self.digests: list[bytes] = []
-        self.hashes: list[int | None] = []
-        self.owners: list[bytes] = []
-        self.dropped: Counter[str] = Counter()
-        self.samples: defaultdict[str, list[str]] = defaultdict(list)
-
-    def examples(self, number: int, part: Part, conversion: Conversion) -> Iterator[Example]:
-        """The examples of the part; what is dropped is noted."""
-        for place, item in enumerate(part.items()):
-            members = item.problem or self.members(item, conversion)
-            if isinstance(members, str):
-                self.dropped[members] += 1
-                if len(self.samples[members]) < _SAMPLES:
-                    self.samples[members].append(item.key)
-            else:
-                yield f"{number:06d}{place:06d}", members
-
-    def members(self, item: Item, conversion: Conversion) -> dict[str, bytes] | str:
-        """The members of an example, which is noted, or the reason why there are none."""
-        if item.image is None:
-            return "missing_image"
-        if conversion.needs_owner and item.owner is None:
-            return "no_owner"
-        stored = item.image
-        try:
-            data = stored.read_bytes() if isinstance(stored, Path) else stored
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            return "missing_image"
-        except OSError as error:  # a broken disk must not look like bad data
-            raise ReadError(f"cannot read {stored!s}: {error.strerror or error}") from error
-        captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
-        try:
-            image = resized(data, conversion.size, conversion.side, conversion.max_megapixels * 10**6)
-        except PixelsError:
-            return "large_image"
-        except DecodeError:
-            return "undecodable_image"
-        if min(image.size) < conversion.min_side:
-            return "small_image"
-        if not captions and item.label is None:
-            return "no_caption"
-        digest = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes())
-        digest.update("".join(captions[:1]).encode("utf-8"))
-        if item.label is not None:
-            digest.update(f" label {item.label}".encode())
-        self.digests.append(digest.digest()[:DIGEST_BYTES])
-        self.hashes.append(perceptual_hash(image))
-        self.owners.append(owner_digest(item.owner or ""))
-        members = {conversion.image_format: encoded(image, conversion.image_format, conversion.quality)}
-        if captions:
-            members["txt"] = captions[0].encode("utf-8")
-        if item.label is not None:
-            members["cls"] = str(item.label).encode()
-        if len(captions) > 1:
-            members["json"] = json.dumps({"captions": captions}, ensure_ascii=False).encode("utf-8")
-        return members
-
-    def save(self, file: BinaryIO) -> None:
-        notes = {
-            "dropped": self.dropped,
-            "samples": self.samples,
-            "num_items": len(self.digests) + self.dropped.total(),
-        }
-        np.savez(
-            file,
-            digests_ND=np.frombuffer(b"".join(self.digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-            hashes_N=np.array([value or 0 for value in self.hashes], dtype=np.uint64),
-            has_hash_N=np.array([value is not None for value in self.hashes], dtype=bool),
-            owners_ND=np.frombuffer(b"".join(self.owners), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-            notes=np.array(json.dumps(notes)),
-        )
+def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dict[str, bytes]] | str:
+    """(digest of its content, perceptual hash, members) of an example, or the reason why there is none."""
+    if item.image is None:
+        return "missing_image"
+    if settings.owner_field is not None and item.owner is None:
+        return "no_owner"
+    stored = item.image
+    try:
+        data = stored.read_bytes() if isinstance(stored, Path) else stored
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return "missing_image"
+    except OSError as error:  # a broken disk must not look like bad data
+        raise ReadError(f"cannot read {stored!s}: {error.strerror or error}") from error
+    captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
+    try:
+        image = resized(data, settings.size, settings.side, settings.max_megapixels * 10**6)
+    except PixelsError:
+        return "large_image"
+    except DecodeError:
+        return "undecodable_image"
+    if min(image.size) < settings.min_side:
+        return "small_image"
+    if not captions and item.label is None:
+        return "no_caption"
+    digest = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes())
+    digest.update("".join(captions[:1]).encode("utf-8"))
+    perceptual = perceptual_hash(image)
+    members = {settings.image_format: encoded(image, settings.image_format, settings.quality)}
+    if captions:
+        members["txt"] = captions[0].encode("utf-8")
+    if item.label is not None:
+        digest.update(f" label {item.label}".encode())
+        members["cls"] = str(item.label).encode()
+    if len(captions) > 1:
+        members["json"] = json.dumps({"captions": captions}, ensure_ascii=False).encode("utf-8")
+    return digest.digest()[:DIGEST_BYTES], perceptual, members
 
 
 def owner_digest(owner: str) -> bytes:

@@ -11,7 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,15 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import private_file, write_durably
-from data.importers.convert import Conversion, convert_part, load_converted, part_path
-from data.importers.items import REASONS, Source
-from data.importers.selection import ALIKE, MAX_DISTANCE, choose, held_out
+from data.importers.convert import Settings, convert_part, load_converted, part_path
+from data.importers.selection import ALIKE, choose, held_out
+from data.importers.sources import REASONS, Source
 from data.index.shard import walk_shard
 from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
 from data.reading.reader import parse_example
 
-IMPORTER_VERSION = 1
+IMPORTER_VERSION = 2
 PROVENANCE = "provenance.json"
 REPORT = "import-report.json"
 HELDOUT = "heldout"
@@ -37,47 +37,6 @@ Advance = Callable[[str, int, int], None]
 """It is called with (stage, done now, total)."""
 Members = list[tuple[int, list[int]]]
 """Numbers of parts, and places in them."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the output is a function of, together with the source.
-
-    Attributes:
-        source_format: what the provenance calls the source.
-        conversion: how examples are made.
-        duplicate_distance: near copies that differ in at most this number of bits are removed; None keeps them.
-        owner_field: where the source says whose an example is.
-        max_per_owner: the largest number of examples of one owner.
-        seed: the key of the choice among an owner's examples.
-        shard_examples: examples per shard.
-        prefix: how the shards' names begin.
-        heldout_share: the share of examples, about, that goes to the folder HELDOUT of the output instead.
-    """
-
-    source_format: str
-    conversion: Conversion = field(default_factory=Conversion)
-    duplicate_distance: int | None = 4
-    owner_field: str | None = None
-    max_per_owner: int | None = None
-    seed: int = 0
-    shard_examples: int = 5000
-    prefix: str = "train"
-    heldout_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.duplicate_distance is not None and not 0 <= self.duplicate_distance <= MAX_DISTANCE:
-            raise DataError(f"the duplicate distance is {self.duplicate_distance}; it must be 0 to {MAX_DISTANCE}")
-        if self.max_per_owner is not None and self.max_per_owner < 1:
-            raise DataError(f"max_per_owner is {self.max_per_owner}; it must be at least 1")
-        if (self.owner_field is None) != (self.max_per_owner is None):
-            raise DataError("give both --owner_field and --max_per_owner, or neither")
-        if not 0 <= self.heldout_share <= 0.5:
-            raise DataError(f"the held-out share is {self.heldout_share:g}; it must be 0 to 0.5")
-        if self.shard_examples < 1:
-            raise DataError("shards must hold at least 1 example")
-        if not self.prefix or not all(c.isalnum() or c in "-_" for c in self.prefix):
-            raise DataError("the prefix of shards may have letters, digits, - and _ only")
 
 
 def import_examples(
@@ -103,7 +62,7 @@ def import_examples(
     try:
         if _is_finished(output, work, claim):
             return dict(json.loads((output / REPORT).read_text()))
-        jobs = [(work, number, part, settings.conversion) for number, part in enumerate(source.parts)]
+        jobs = [(work, number, part, settings) for number, part in enumerate(source.parts)]
         for _ in run_all(executor, convert_part, jobs):
             advance("converting", 1, len(jobs))
         parts = [load_converted(work, number) for number in range(len(jobs))]
@@ -127,7 +86,6 @@ def import_examples(
             advance("writing", 1, len(shards))
         counts = dropped + sum((Counter(part.dropped) for part in parts), Counter[str]())
         samples = {reason: [key for part in parts for key in part.samples.get(reason, [])][:10] for reason in REASONS}
-        megapixels = settings.conversion.max_megapixels
         report = {
             "private": "Counts of private data without noise: do not publish.",
             "read": sum(part.num_items for part in parts),
@@ -135,7 +93,9 @@ def import_examples(
             "held_out": int(kept_out.sum()),
             "other_files": dict(sorted(source.other_files.items())),
             "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
-            "reasons": {reason: text.format(megapixels) for reason, text in REASONS.items() if counts[reason]},
+            "reasons": {
+                reason: text.format(settings.max_megapixels) for reason, text in REASONS.items() if counts[reason]
+            },
             "samples": {reason: keys for reason, keys in samples.items() if keys},
             "claim": claim,
         }
@@ -198,7 +158,12 @@ def provenance(settings: Settings) -> dict[str, Any]:
 
     `deduplication` is written for the privacy card (recipe key data.deduplication).
     """
-    conversion, limit = settings.conversion, settings.max_per_owner
+    limit, distance = settings.max_per_owner, settings.duplicate_distance
+    near = (
+        "Near copies were kept."
+        if distance is None
+        else f"So were near copies: pictures whose 64-bit perceptual hashes differ in at most {distance} bits."
+    )
     owners = (
         f"At most {limit} examples of one owner were kept, chosen by a keyed hash of their content; examples without an owner "
         "were dropped. The guarantee of an owner is the group epsilon of that size; removal of copies came before and is "
@@ -212,29 +177,12 @@ def provenance(settings: Settings) -> dict[str, Any]:
     return {
         "kind": "import",
         "importer_version": IMPORTER_VERSION,
-        "source_format": settings.source_format,
-        "images": (
-            f"{conversion.side} side at most {conversion.size} pixels, encoded again as {conversion.image_format} without "
-            "metadata"
+        "settings": asdict(settings),
+        "deduplication": (
+            f"Exact copies (SHA-256 of pixels, caption and label) were removed before training. {near} Copies that remain act "
+            "as a group and multiply the privacy loss. The removal itself looks across examples: it is not part of the "
+            "guarantee (Debenedetti et al. 2024, Privacy side channels in machine learning systems)."
         ),
-        "captions": "cleaned one by one by fixed rules; the first usable caption of an image is its text",
-        "labels": "kept as they are; an example needs a caption or a label",
-        "deduplication": deduplication(settings.duplicate_distance),
         "held_out": split if settings.heldout_share else None,
-        "max_examples_per_owner": limit,
         "owners": None if limit is None else owners,
     }
-
-
-def deduplication(distance: int | None) -> str:
-    """What was removed, and that the removal is outside of the guarantee."""
-    near = (
-        "Near copies were kept."
-        if distance is None
-        else f"So were near copies: pictures whose 64-bit perceptual hashes differ in at most {distance} bits."
-    )
-    return (
-        f"Exact copies (SHA-256 of pixels, caption and label) were removed before training. {near} Copies that remain act as a "
-        "group and multiply the privacy loss. The removal itself looks across examples: it is not part of the guarantee "
-        "(Debenedetti et al. 2024, Privacy side channels in machine learning systems)."
-    )

@@ -23,7 +23,6 @@ from data.errors import DataError
 from data.importers.convert import Converted, owner_digest
 
 BITS = 64
-MAX_DISTANCE = 10
 ALIKE = 8
 """A split separates more than the removal of copies removes: a held-out picture should not look like a training picture."""
 _MAX_PASSES = 100

@@ -1,31 +1,71 @@
-"""Where image-text pairs come from: folders, tables (CSV, JSON lines, COCO, Parquet) and webdataset shards.
-
-Names inside of an archive are keys, never paths: nothing is unpacked to the disk.
-"""
+"""Where image-text pairs come from: folders and tables (CSV, COCO, Parquet). Items come in parts that are read apart."""
 
 import csv
 import hashlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from data.errors import DataError, ReadError
-from data.importers.items import Item, Part, Source, file_item, in_parts
-from data.index.shard import walk_shard
-from data.index.shards import expand_shards
-from data.reading.reader import MAX_EXAMPLE_BYTES, json_record, parse_example
+from data.errors import DataError
+from data.reading.reader import json_record
 
-FORMATS = ("folder", "csv", "jsonl", "coco", "parquet", "webdataset")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 TEXT_SUFFIXES = (".txt", ".json", ".cls")
 """What stands next to an image of the same name: its caption, its fields, its label."""
-TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
+TABLES = ("metadata.csv", "captions.csv")
 _MAX_FIELD = 1 << 20
 _BATCH_ROWS = 64
+
+
+REASONS = {
+    "unsafe_path": "the image's path leaves the folder, or goes through a symbolic link",
+    "missing_image": "there is no image, or no such file",
+    "undecodable_image": "the image cannot be decoded",
+    "large_image": "the image has more than {} million pixels (--max_megapixels)",
+    "small_image": "the image's shorter side is below the limit",
+    "no_caption": "no caption is left after cleaning, and there is no label",
+    "duplicate_key": "an earlier item of the source has the same key",
+    "exact_duplicate": "pixels and caption equal those of an earlier example",
+    "near_duplicate": "the picture looks like that of an earlier example (--keep_near_duplicates)",
+    "no_owner": "the owner is not given",
+    "owner_limit": "its owner has reached the limit",
+}
+"""Why items are dropped, in the order in which it is looked at."""
+
+
+class Item(NamedTuple):
+    """One image with its captions.
+
+    Attributes:
+        key: its name in the source, for the report only.
+        image: a file, bytes, or None where there is none.
+        captions: all of them, uncleaned.
+        owner: whose it is, where the source says.
+        problem: a key of REASONS, where it cannot be used at all.
+        label: number of its class, where the source says.
+    """
+
+    key: str
+    image: Path | bytes | None
+    captions: tuple[str, ...]
+    owner: str | None = None
+    problem: str | None = None
+    label: int | None = None
+
+
+@dataclass(frozen=True)
+class ListedPart:
+    """Items whose images are files."""
+
+    listed: tuple[Item, ...]
+
+    def items(self) -> Iterator[Item]:
+        return iter(self.listed)
 
 
 class Columns(NamedTuple):
@@ -54,14 +94,70 @@ class Columns(NamedTuple):
         return None if self.label is None else label_of(record.get(self.label))
 
 
+@dataclass(frozen=True)
+class RowGroupPart:
+    """One row group of one file."""
+
+    path: Path
+    row_group: int
+    columns: Columns
+    image_root: Path
+
+    def items(self) -> Iterator[Item]:
+        opened = _open(self.path)
+        names = [name for name in self.columns if name in opened.schema_arrow.names]
+        batches = opened.iter_batches(_BATCH_ROWS, row_groups=[self.row_group], columns=names)
+        for number, batch in enumerate(batches):
+            for place, row in enumerate(batch.to_pylist()):
+                image, captions = row[self.columns.image], self.columns.captions_in(row)
+                owner, label = self.columns.owner_in(row), self.columns.label_in(row)
+                if isinstance(image, dict):
+                    image = image.get("bytes") or image.get("path")
+                if isinstance(image, str):
+                    yield file_item(self.image_root, image, captions, owner, label)
+                else:
+                    key = f"{self.path.name}:{self.row_group}:{number * _BATCH_ROWS + place}"
+                    yield Item(key, image if isinstance(image, bytes) else None, captions, owner, label=label)
+
+
+class Source(NamedTuple):
+    """Everything to import.
+
+    Attributes:
+        parts: in order; each is picklable and its `items()` are always in the same order.
+        fingerprint: changes when the source does; a resumed import insists on the same.
+        other_files: how many files of a folder are neither pictures of a known format nor texts of one, by suffix.
+    """
+
+    parts: Sequence[ListedPart | RowGroupPart]
+    fingerprint: str
+    other_files: Mapping[str, int] = MappingProxyType({})
+
+
+def in_parts(items: Sequence[Item], size: int = 500) -> list[ListedPart]:
+    """Cuts a list of items."""
+    return [ListedPart(tuple(items[start : start + size])) for start in range(0, len(items), size)]
+
+
+def file_item(
+    root: Path, name: str, captions: tuple[str, ...], owner: str | None = None, label: int | None = None
+) -> Item:
+    """An item whose image is a file below `root` (a resolved folder); a name that leads elsewhere is its problem."""
+    path = root / name
+    unsafe = not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts
+    if unsafe or os.path.realpath(path) != str(path):
+        return Item(name, None, captions, owner, "unsafe_path" if name else "missing_image")
+    return Item(name, path, captions, owner, label=label)
+
+
 def open_source(
     name: str, source_format: str, columns: Columns, image_root: Path | None = None, *, lines_are_captions: bool = False
 ) -> Source:
-    """The items of a folder, of a file, or of shards.
+    """The items of a folder or of a file.
 
     Args:
-        name: a path, or for webdataset a pattern of shards.
-        source_format: one of FORMATS.
+        name: a path.
+        source_format: folder, csv, coco or parquet.
         columns: which columns or fields are used.
         image_root: folder that image paths start from; that of the file by default.
         lines_are_captions: each line of a text next to an image is a caption; otherwise the whole text is one.
@@ -72,24 +168,18 @@ def open_source(
     path = Path(name)
     if image_root is not None and not image_root.is_dir():
         raise DataError(f"there is no folder {image_root}")
-    if source_format == "webdataset":
-        return shard_source(name, columns, None if columns.caption == "caption" else columns.caption)
-    if not path.exists():
-        raise DataError(f"there is no {path}")
     if source_format == "folder":
         return folder_source(path, columns, lines_are_captions=lines_are_captions)
-    if source_format in ("parquet", "coco"):
-        return (parquet_source if source_format == "parquet" else coco_source)(path, columns, image_root)
-    suffixes = {"csv": (".csv", ".tsv"), "jsonl": (".jsonl", ".ndjson")}[source_format]
-    if path.suffix.lower() not in suffixes:
-        raise DataError(f"{path} does not end in {' or '.join(suffixes)}")
-    return table_source(path, columns, image_root)
+    if not path.exists():
+        raise DataError(f"there is no {path}")
+    if source_format == "csv" and path.suffix.lower() not in (".csv", ".tsv"):
+        raise DataError(f"{path} does not end in .csv or .tsv")
+    read = {"csv": table_source, "coco": coco_source, "parquet": parquet_source}[source_format]
+    return read(path, columns, image_root)
 
 
 def label_of(value: Any) -> int | None:
     """A whole number from 0 on, or its digits; anything else is no label."""
-    if isinstance(value, bytes):
-        value = value[:64].decode("ascii", "replace")
     if isinstance(value, str):
         digits = value.strip()
         value = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 9 else None
@@ -102,12 +192,12 @@ def file_fingerprint(path: Path) -> str:
     return f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
 
 
-def require_columns(present: Mapping[str, Any] | list[str], columns: Columns, where: Path | str) -> None:
+def require_columns(present: list[str], columns: Columns, where: Path) -> None:
     """Raises DataError when a column is missing; names those that are there. With labels captions are not needed."""
     for name in columns:
         is_needed = name is not None and (columns.label is None or name != columns.caption)
         if is_needed and name not in present:
-            there = ", ".join(list(present)[:20])
+            there = ", ".join(present[:20])
             raise DataError(
                 f"{where} has no column {name}; it has {there}. See --image_column, --caption_column, --label_column, "
                 "--owner_field"
@@ -115,10 +205,10 @@ def require_columns(present: Mapping[str, Any] | list[str], columns: Columns, wh
 
 
 def table_source(path: Path, columns: Columns, image_root: Path | None) -> Source:
-    """A .csv, .tsv or .jsonl file.
+    """A .csv or .tsv file with a header, UTF-8.
 
     Args:
-        path: the file, UTF-8.
+        path: the file.
         columns: which to use.
         image_root: what image paths are relative to; the file's folder by default.
 
@@ -126,55 +216,26 @@ def table_source(path: Path, columns: Columns, image_root: Path | None) -> Sourc
         DataError: no such file or column, no UTF-8, or a malformed line, which it names.
     """
     root = (image_root or path.parent).resolve()
-    read_rows = _json_rows if path.suffix.lower() in (".jsonl", ".ndjson") else _csv_rows
     items = []
-    try:
-        for row in read_rows(path, columns):
-            name = row[columns.image]
-            if isinstance(name, str):
-                owner, label = columns.owner_in(row), columns.label_in(row)
-                items.append(file_item(root, name, columns.captions_in(row), owner, label))
-            else:
-                items.append(Item(str(name), None, (), None, "missing_image"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 (byte {error.start} of a block); convert it first") from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    return Source(in_parts(items), file_fingerprint(path))
-
-
-def _csv_rows(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
     csv.field_size_limit(_MAX_FIELD)
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-        try:
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             require_columns(list(reader.fieldnames or []), columns, path)
             for row in reader:
                 if None in row:  # otherwise a caption with a comma and without quotes would be cut there
                     raise DataError(
                         f"{path}, line {reader.line_num} has more fields than the header; quote texts that hold the separator"
                     )
-                yield row
-        except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: {error}") from error
-
-
-def _json_rows(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
-    is_first = True
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number} is no JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number} is no JSON object")
-            if is_first:
-                require_columns(row, columns, path)
-                is_first = False
-            yield {columns.image: None, columns.caption: None} | row
+                name, texts = row[columns.image] or "", columns.captions_in(row)
+                items.append(file_item(root, name, texts, columns.owner_in(row), columns.label_in(row)))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 (byte {error.start} of a block); convert it first") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    return Source(in_parts(items), file_fingerprint(path))
 
 
 def coco_source(path: Path, columns: Columns, image_root: Path | None) -> Source:
@@ -236,6 +297,10 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
     for name in TABLES:
         if (folder / name).is_file():
             return table_source(folder / name, columns, folder)
+    if lines := next(folder.glob("*.jsonl"), None):
+        raise DataError(
+            f"{lines} is not read; make it Parquet (docs/data.md) and give --from parquet --image_root {folder}"
+        )
     root = folder.resolve()
     items, digest, seen, others = [], hashlib.sha256(), set[Path](), Counter[str]()
     files = [Path(parent, name) for parent, _, names in os.walk(root, followlinks=False) for name in names]
@@ -274,32 +339,6 @@ def _text(path: Path) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class RowGroupPart:
-    """One row group of one file."""
-
-    path: Path
-    row_group: int
-    columns: Columns
-    image_root: Path
-
-    def items(self) -> Iterator[Item]:
-        opened = _open(self.path)
-        names = [name for name in self.columns if name in opened.schema_arrow.names]
-        batches = opened.iter_batches(_BATCH_ROWS, row_groups=[self.row_group], columns=names)
-        for number, batch in enumerate(batches):
-            for place, row in enumerate(batch.to_pylist()):
-                image, captions = row[self.columns.image], self.columns.captions_in(row)
-                owner, label = self.columns.owner_in(row), self.columns.label_in(row)
-                if isinstance(image, dict):
-                    image = image.get("bytes") or image.get("path")
-                if isinstance(image, str):
-                    yield file_item(self.image_root, image, captions, owner, label)
-                else:
-                    key = f"{self.path.name}:{self.row_group}:{number * _BATCH_ROWS + place}"
-                    yield Item(key, image if isinstance(image, bytes) else None, captions, owner, label=label)
-
-
 def parquet_source(path: Path, columns: Columns, image_root: Path | None) -> Source:
     """A Parquet file, or a folder of them.
 
@@ -314,7 +353,7 @@ def parquet_source(path: Path, columns: Columns, image_root: Path | None) -> Sou
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path} holds no .parquet files")
-    parts: list[Part] = []
+    parts: list[RowGroupPart] = []
     for file in files:
         opened = _open(file)
         require_columns(opened.schema_arrow.names, columns, file)
@@ -333,48 +372,3 @@ def _open(path: Path) -> Any:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {path} as Parquet: {error}") from error
-
-
-@dataclass(frozen=True)
-class ShardPart:
-    """One shard."""
-
-    path: Path
-    columns: Columns
-    caption_field: str | None
-
-    def items(self) -> Iterator[Item]:
-        extents = walk_shard(self.path, str(self.path))
-        seen: set[bytes] = set()
-        with open(self.path, "rb") as file:
-            for key, (start, end) in zip(extents.keys, extents.bounds_K2.tolist(), strict=True):
-                name = key.decode("utf-8", "replace")
-                if key in seen or end - start > MAX_EXAMPLE_BYTES:
-                    yield Item(name, None, (), None, "duplicate_key" if key in seen else "undecodable_image")
-                    seen.add(key)
-                    continue
-                seen.add(key)
-                extent = os.pread(file.fileno(), end - start, start)
-                if len(extent) != end - start:
-                    raise ReadError(f"{self.path} shrank while it was read")
-                raw = parse_example(extent)
-                record = json_record(raw.fields.get("json", b""))
-                label = self.columns.label_in(record) if self.columns.label else label_of(raw.fields.get("cls"))
-                captions = tuple(raw.captions(self.caption_field))
-                yield Item(name, raw.image, captions, self.columns.owner_in(record), label=label)
-
-
-def shard_source(pattern: str, columns: Columns, caption_field: str | None) -> Source:
-    """Shards by pattern, folder or list, as for `prepare.py index`.
-
-    Args:
-        pattern: see `data.index.shards`.
-        columns: only `owner` and `label` are used: fields of the .json member; without `label` it is the member .cls.
-        caption_field: field of the .json member; None means the text member, or else the field `caption`.
-
-    Raises:
-        DataError: no such shards.
-    """
-    paths = expand_shards(pattern, Path.cwd())
-    parts: list[Part] = [ShardPart(path.absolute(), columns, caption_field) for path in paths]
-    return Source(parts, "\n".join(map(file_fingerprint, paths)))

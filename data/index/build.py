@@ -23,11 +23,9 @@ from rich.progress import Progress
 
 from data.errors import DataError
 from data.files import private_file
-from data.index.keys import KEY, Split, find_split, merged_pairs, number_sets
-from data.index.shard import ROW, IndexedShard, index_file, walk_shard
-from data.index.shards import ShardSet, is_url
-from data.index.tar_format import shown
-from data.index.tar_index import FORMAT_VERSION, ExampleTable, IndexFiles, manifest_digest, write_manifest
+from data.index.shard import ROW, IndexedShard, index_file
+from data.index.shards import ShardSet
+from data.index.tar_index import FORMAT_VERSION, ExampleTable, manifest_digest, write_manifest
 from data.reading.pool import run_all
 from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
 from data.reading.storage import open_storage
@@ -112,7 +110,7 @@ def build_index(
                 bar.advance(task, result.entry.size)
         if bad:
             _refuse(index_dir, shards, bad, exclude)
-        _assemble(index_dir, shards, parts, exclude, remote)
+        _assemble(index_dir, shards, parts, exclude)
         shutil.rmtree(parts)
         if not exclude:
             (index_dir / BAD_SHARDS).unlink(missing_ok=True)
@@ -180,13 +178,9 @@ def _part_name(name: str) -> str:
 
 
 def _write_part(path: Path, shard: IndexedShard) -> None:
-    facts = {
-        "format_version": FORMAT_VERSION,
-        "entry": asdict(shard.entry),
-        "extension_sets": [sorted(one) for one in shard.sets],
-    }
+    facts = {"format_version": FORMAT_VERSION, "entry": asdict(shard.entry)}
     with private_file(path) as file:
-        file.write(json.dumps(facts).encode() + b"\n" + shard.rows_K.tobytes() + shard.keys_K.tobytes())
+        file.write(json.dumps(facts).encode() + b"\n" + shard.rows_K.tobytes())
 
 
 def _read_part(path: Path) -> IndexedShard:
@@ -195,11 +189,9 @@ def _read_part(path: Path) -> IndexedShard:
     if facts.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"{path} is of another format")
     entry = ShardEntry(**facts["entry"])
-    if len(content) != entry.count * (ROW.itemsize + KEY.itemsize):
+    if len(content) != entry.count * ROW.itemsize:
         raise ValueError(f"{path} has lost bytes")
-    rows_K = np.frombuffer(content, dtype=ROW, count=entry.count)
-    keys_K = np.frombuffer(content, dtype=KEY, count=entry.count, offset=rows_K.nbytes)
-    return IndexedShard(entry, rows_K, keys_K, [frozenset(one) for one in facts["extension_sets"]])
+    return IndexedShard(entry, np.frombuffer(content, dtype=ROW))
 
 
 def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
@@ -207,68 +199,25 @@ def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
     return bool(entry.version) and status == (entry.size, entry.version)
 
 
-def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collection[str], remote: RemoteOptions) -> None:
+def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collection[str]) -> None:
     """Joins the parts in the order of the names, one in memory at a time.
 
     Raises:
-        DataError: there is no example, or shards hold parts of one.
+        DataError: there is no example.
     """
-    entries: list[ShardEntry] = []
-    found: set[frozenset[str]] = set()
-    for name in shards.names:
-        part = _read_part(parts / _part_name(name))
-        entries.append(part.entry)
-        found.update(part.sets)
+    entries = [_read_part(parts / _part_name(name)).entry for name in shards.names]
     count = sum(entry.count for entry in entries)
     if not count:
         for name in shards.names:
             (parts / _part_name(name)).unlink()
         raise DataError(f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with an extension")
-    numbers = number_sets(found)
-
-    def tables() -> Iterator[np.ndarray]:
+    extents = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
+    with private_file(index_dir / extents) as file:
+        header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(file, header)
         for name in shards.names:
-            part = _read_part(parts / _part_name(name))
-            keys_K = part.keys_K.copy()
-            keys_K["extensions"] = np.array([numbers[one] for one in part.sets], dtype=np.uint32)[keys_K["extensions"]]
-            yield keys_K
-
-    split = find_split(tables, list(numbers))
-    if split is not None:
-        names = [shards.names[number] for number in split.shards]
-        _refuse(index_dir, shards, dict.fromkeys(names, _reason(split, entries, shards.root, remote)), exclude)
-    digest = manifest_digest(entries).hex()[:16]
-    files = IndexFiles(f"extents-{digest}.npy", f"keys-{digest}.npy", [sorted(one) for one in numbers])
-    rows = (_read_part(parts / _part_name(name)).rows_K for name in shards.names)
-    for name, dtype, arrays in ((files.extents, ROW, rows), (files.keys, KEY, tables())):
-        with private_file(index_dir / name) as file:
-            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-            np.lib.format.write_array_header_1_0(file, header)
-            for array in arrays:
-                file.write(array.tobytes())
-    write_manifest(index_dir, files, entries, sorted(exclude))
-    for old in (*index_dir.glob("extents-*.npy"), *index_dir.glob("keys-*.npy")):
-        if old.name not in (files.extents, files.keys):
+            file.write(_read_part(parts / _part_name(name)).rows_K.tobytes())
+    write_manifest(index_dir, extents, entries, sorted(exclude))
+    for old in index_dir.glob("extents-*.npy"):
+        if old.name != extents:
             old.unlink()
-
-
-def _reason(split: Split, entries: Sequence[ShardEntry], root: str, remote: RemoteOptions) -> str:
-    """Names the first example of which shards hold parts, and the command that brings them together."""
-    last_S = np.cumsum([entry.count for entry in entries])
-    one, two = (int(np.searchsorted(last_S, example, side="right")) for example in split.ids)
-    storage = open_storage(root, remote)
-    with storage.local_copy(entries[one].name) as path:
-        key = walk_shard(path, entries[one].name).keys[split.ids[0] - int(last_S[one]) + entries[one].count]
-    storage.close()
-    if merged := merged_pairs(f"{root}/{entries[one].name}", key, split.sets[0] | split.sets[1]):
-        return merged
-    held = " and ".join(", ".join(f".{extension}" for extension in sorted(one_set)) for one_set in split.sets)
-    if len(split.shards) > _NAMED:
-        pattern = f"SHARDS, with SHARDS as all {len(split.shards)} that hold such parts,"
-    else:
-        pattern = ",".join(f"{root}/{entries[number].name}" for number in split.shards)
-    return (
-        f"{root}/{entries[one].name} and {root}/{entries[two].name} hold parts of one example, {shown(key)}: its members "
-        f"{held}; {'fetch these shards, and ' if is_url(root) else ''}bring them together by prepare.py repack {pattern} "
-        "--output DIR"
-    )

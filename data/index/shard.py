@@ -1,31 +1,37 @@
 """Indexes one shard: where its examples start and end, what their bytes add up to, and what the whole file hashes to.
 
 A row of the index is 11 bytes: the first block (512 bytes each), CRC-32 of the extent, and in 24 bits the number of
-blocks (20) and the length class of the caption (4). Two passes, headers and then bytes; the second finds much of the file
-in the page cache.
+blocks. Two passes, headers and then bytes; the second finds much of the file in the page cache.
 """
 
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator
-from itertools import groupby
-from operator import itemgetter
+from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from data.errors import DataError
-from data.index.keys import key_rows, merged_pairs
-from data.index.tar_format import BLOCK, CutOffError, Member, TarFormatError, iter_members, shown, split_key
+from data.index.tar_format import (
+    BLOCK,
+    IMAGE_EXTENSIONS,
+    TEXTS,
+    CutOffError,
+    Member,
+    TarFormatError,
+    is_image,
+    iter_members,
+    shown,
+    split_key,
+)
 from data.reading.records import ShardEntry
 
 ROW = np.dtype([("first_block", "<u4"), ("crc32", "<u4"), ("low", "<u2"), ("high", "u1")])
-MAX_BLOCKS = (1 << 20) - 1
+MAX_BLOCKS = (1 << 24) - 1
 """Longer extents are stored with this length; no such example is ever read (data/reading/reader.py)."""
-CAPTION_CLASS_BYTES = 16
-MAX_CAPTION_CLASS = 15
 
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip"), b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"), b"\xfd7zXZ": ("xz", "unxz"),
@@ -48,7 +54,6 @@ class Extents(NamedTuple):
 
     Attributes:
         bounds_K2: bytes [start, end) of each example.
-        caption_bytes_K: bytes of its caption.
         keys: of the examples, in order.
         extensions: of their members.
         skipped: members that belong to no example.
@@ -57,7 +62,6 @@ class Extents(NamedTuple):
     """
 
     bounds_K2: np.ndarray
-    caption_bytes_K: np.ndarray
     keys: list[bytes]
     extensions: list[frozenset[str]]
     skipped: int
@@ -66,12 +70,10 @@ class Extents(NamedTuple):
 
 
 class IndexedShard(NamedTuple):
-    """One shard in an index: its manifest entry, its rows, ROW (count,), and its keys, KEY (count,), which number these sets."""
+    """One shard in an index: its manifest entry and its rows, ROW (count,)."""
 
     entry: ShardEntry
     rows_K: np.ndarray
-    keys_K: np.ndarray
-    sets: list[frozenset[str]]
 
 
 def index_file(path: Path, name: str, location: str, version: str) -> IndexedShard:
@@ -102,11 +104,15 @@ def index_file(path: Path, name: str, location: str, version: str) -> IndexedSha
     if len(blocks_K2) and blocks_K2[-1, 0] >= 1 << 32:
         raise DataError(f"{location} is larger than 2 TiB; split it")
     num_blocks_K = np.minimum(blocks_K2[:, 1] - blocks_K2[:, 0], MAX_BLOCKS)
-    class_K = np.minimum(-(-extents.caption_bytes_K // CAPTION_CLASS_BYTES), MAX_CAPTION_CLASS)
-    packed_K = num_blocks_K | class_K << 20
     rows_K = np.empty(len(blocks_K2), dtype=ROW)
     rows_K["first_block"], rows_K["crc32"] = blocks_K2[:, 0], crc32_K
-    rows_K["low"], rows_K["high"] = packed_K & 0xFFFF, packed_K >> 16
+    rows_K["low"], rows_K["high"] = num_blocks_K & 0xFFFF, num_blocks_K >> 16
+    unused = several = no_picture = no_text = 0
+    for one, count in Counter(extents.extensions).items():
+        pictures = sum(map(is_image, one))
+        unused, several = unused + count * max(0, pictures - 1), several + count * (pictures > 1)
+        no_picture += count * (pictures == 0)
+        no_text += count * (pictures > 0 and not any(name in TEXTS or name.endswith(".txt") for name in one))
     entry = ShardEntry(
         name=name,
         size=after.st_size,
@@ -117,9 +123,13 @@ def index_file(path: Path, name: str, location: str, version: str) -> IndexedSha
         skipped=extents.skipped,
         other_bytes=extents.other_bytes,
         padding_bytes=extents.padding_bytes,
+        unused_pictures=unused,
+        several_pictures=several,
+        no_picture=no_picture,
+        no_text=no_text,
         version=version,
     )
-    return IndexedShard(entry, rows_K, *key_rows(extents.keys, extents.extensions))
+    return IndexedShard(entry, rows_K)
 
 
 def walk_shard(path: Path, location: str) -> Extents:
@@ -131,56 +141,36 @@ def walk_shard(path: Path, location: str) -> Extents:
         OSError: it cannot be read.
     """
     bounds: list[tuple[int, int]] = []
-    caption_bytes: list[int] = []
     keys: list[bytes] = []
     sets: list[frozenset[str]] = []
     skipped = other_bytes = between = 0
     last: Member | None = None
-    extensions_of: dict[bytes, frozenset[str]] = {}
-    known_sets: dict[
-        frozenset[str], frozenset[str]
-    ] = {}  # equal sets are one object, so that a shard's keys stay small
-
-    def parts(descriptor: int, size: int) -> Iterator[tuple[bytes, str, Member]]:
-        nonlocal skipped, other_bytes, between, last
-        key: bytes | None = None
-        for member in iter_members(read_window(descriptor), size, needs_end=True):
-            last = member
-            split = split_key(member.name) if member.is_regular else None
-            if split is None:
-                skipped += 1
-                between += member.end_offset - member.header_offset
-                continue
-            # What lies between two members of one example belongs to its extent.
-            other_bytes, between = other_bytes + between * (split[0] != key), 0
-            key = split[0]
-            yield *split, member
-
+    # Equal sets are one object, so that a shard's keys stay small.
+    known_sets: dict[frozenset[str], frozenset[str]] = {}
     with open(path, "rb", buffering=0) as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
         if size == 0:
             raise DataError(f"missing or empty shards: {location} is empty; fetch it again")
         try:
-            for key, run in groupby(parts(descriptor, size), key=itemgetter(0)):
-                extensions: set[str] = set()
-                start = end = caption = 0
-                for _, extension, member in run:
-                    start, end = start if extensions else member.header_offset, member.end_offset
-                    extensions.add(extension)
-                    if caption == 0 and (extension.endswith("txt") or extension.endswith("json")):
-                        caption = member.size
-                same = known_sets.setdefault(frozenset(extensions), frozenset(extensions))
-                if (before := extensions_of.setdefault(key, same)) != same:
-                    raise DataError(
-                        merged_pairs(location, key, before | same)
-                        or f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
-                        f"{start}; bring them together by prepare.py repack {location} --output DIR, or write it again with "
-                        "tar --sort=name"
-                    )
-                keys.append(key)
-                sets.append(same)
-                bounds.append((start, end))
-                caption_bytes.append(caption)
+            for member in iter_members(read_window(descriptor), size, needs_end=True):
+                last = member
+                split = split_key(member.name) if member.is_regular else None
+                if split is None:
+                    skipped += 1
+                    between += member.end_offset - member.header_offset
+                    continue
+                key, extension = split
+                if keys and key == keys[-1]:  # What lies between two members of one example belongs to its extent.
+                    bounds[-1] = bounds[-1][0], member.end_offset
+                    grown = sets[-1] | {extension}
+                    sets[-1] = known_sets.setdefault(grown, grown)
+                else:
+                    other_bytes += between
+                    keys.append(key)
+                    bounds.append((member.header_offset, member.end_offset))
+                    first = frozenset((extension,))
+                    sets.append(known_sets.setdefault(first, first))
+                between = 0
         except TarFormatError as error:
             if last is None:
                 head = os.pread(descriptor, 16, 0)
@@ -197,10 +187,19 @@ def walk_shard(path: Path, location: str) -> Extents:
             problem = "is cut off" if isinstance(error, CutOffError) else "is no tar archive or is damaged"
             behind = f" (behind the member {shown(last.name)})" if last is not None else ""
             raise DataError(
-                f"{location} {problem}: {error}{behind}; write or fetch it again, or see what prepare.py repack "
-                f"{location} --output DIR saves of it"
+                f"{location} {problem}: {error}{behind}; write or fetch it again; where archives were joined, prepare.py repack "
+                f"{location} --output DIR takes them apart"
             ) from error
-    merged = {one for one in known_sets if merged_pairs(location, b"", one)}
+    extensions_of: dict[bytes, frozenset[str]] = {}
+    for key, one, (start, _) in zip(keys, sets, bounds, strict=True):
+        if (before := extensions_of.setdefault(key, one)) != one:
+            raise DataError(
+                merged_pairs(location, key, before | one)
+                or f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
+                f"{start}; bring them together by prepare.py repack {location} --output DIR, or write it again with "
+                "tar --sort=name"
+            )
+    merged = {one for one in set(sets) if merged_pairs(location, b"", one)}
     if merged:
         those = [(key, one) for key, one in zip(keys, sets, strict=True) if one in merged]
         raise DataError(merged_pairs(f"{location}: {len(those)} of {len(keys)} examples are several", *those[0]))
@@ -210,14 +209,26 @@ def walk_shard(path: Path, location: str) -> Extents:
     unaccounted = size - int((bounds_K2[:, 1] - bounds_K2[:, 0]).sum()) - other_bytes - padding_bytes
     if unaccounted:
         raise DataError(f"{location} has {unaccounted} bytes that are no example, no other member and no padding")
-    return Extents(
-        bounds_K2,
-        np.array(caption_bytes, dtype=np.int64),
-        keys,
-        sets,
-        skipped,
-        other_bytes,
-        padding_bytes,
+    return Extents(bounds_K2, keys, sets, skipped, other_bytes, padding_bytes)
+
+
+def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | None:
+    """Says why the members of a key are several pairs: two pictures, each with a text of the same name.
+
+    Args:
+        where: what the message begins with.
+        key: which key.
+        extensions: of all its members.
+    """
+    split = [(extension, *extension.rpartition(".")[::2]) for extension in extensions]
+    texts = next((found for kind in TEXTS if (found := {stem for _, stem, last in split if last == kind})), set())
+    texts |= {text.rpartition(".")[0] for text in texts if "." in text}  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
+    paired = {stem for name, stem, last in split if last in IMAGE_EXTENSIONS and not texts.isdisjoint((name, stem))}
+    if len(paired) < 2:
+        return None
+    return (
+        f"{where}: the key {shown(key)} joins {len(paired)} pairs of picture and text, because a key ends at the first dot of a "
+        f"name; make them examples of their own by prepare.py repack SHARDS --output DIR --key_until_last_dot"
     )
 
 

@@ -1,7 +1,7 @@
 """Which shards a pattern means: local files or URLs, with a clear complaint for everything that is no shard."""
 
 import glob
-import math
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -10,11 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from braceexpand import braceexpand
+
 from data.embedded import FASHION_FOLDER, unpack_fashion
 from data.errors import DataError
 
-_RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
-_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _PIPE = re.compile(r"(^|,|::)\s*pipe:")
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _MAX_SHARDS = 1_000_000
@@ -209,40 +210,18 @@ def _path(item: str, root: Path) -> Path:
 
 
 def _expand_braces(item: str) -> list[str]:
-    """Expands pair by pair, innermost and leftmost first; a word without braces is itself."""
-    flat = _BRACES.findall(item)
-    if len(flat) == item.count("{"):  # none inside of another: the product says how many, before any is made
-        sizes = [_num_choices(inside) for inside in flat]
-        if math.prod(sizes) > _MAX_SHARDS:
-            raise DataError(f"the shard pattern {item[:200]} names more than {_MAX_SHARDS:,} shards")
-    words, waiting = [], [item]
-    while waiting:
-        word = waiting.pop()
-        match = _BRACES.search(word)
-        if match is None:
-            words.append(word)
-            continue
-        choices = match[1].split(",")
-        if span := _RANGE.match(match[1]):
-            if max(map(len, span.groups())) > _MAX_DIGITS:
-                raise DataError(
-                    f"a range in the shard pattern {item[:100]} has a number of more than {_MAX_DIGITS} digits"
-                )
-            first, last = int(span[1]), int(span[2])
-            if last < first or last - first >= _MAX_SHARDS:
-                raise DataError(f"the range {{{match[1]}}} in the shard pattern {item} is empty or too long")
-            choices = [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
-        waiting += [word[: match.start()] + choice + word[match.end() :] for choice in reversed(choices)]
-        if len(words) + len(waiting) > _MAX_SHARDS:
-            raise DataError(f"the shard pattern {item} names more than {_MAX_SHARDS:,} shards")
+    """Expands ranges and lists as a shell does; a word without braces is itself."""
+    most = 1
+    for first, last in _RANGE.findall(item):  # before any name is made
+        if max(len(first), len(last)) > _MAX_DIGITS:
+            raise DataError(f"a range in the shard pattern {item[:100]} has a number of more than {_MAX_DIGITS} digits")
+        if not 0 <= int(last) - int(first) < _MAX_SHARDS:
+            raise DataError(f"the range {{{first}..{last}}} in the shard pattern {item} is empty or too long")
+        most *= int(last) - int(first) + 1
+    words = list(itertools.islice(braceexpand(item, escape=False), _MAX_SHARDS + 1)) if most <= _MAX_SHARDS else []
+    if not 0 < len(words) <= _MAX_SHARDS:
+        raise DataError(f"the shard pattern {item[:200]} names more than {_MAX_SHARDS:,} shards; name fewer at a time")
     return words
-
-
-def _num_choices(inside: str) -> int:
-    span = _RANGE.match(inside)
-    if span is None or max(map(len, span.groups())) > _MAX_DIGITS:  # the latter is refused when it is expanded
-        return inside.count(",") + 1
-    return max(1, int(span[2]) - int(span[1]) + 1)
 
 
 def _find_files(items: Sequence[str], root: Path, hint: str) -> list[Path]:

@@ -110,7 +110,7 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool, first: i
         if header == _ZERO_BLOCK:
             if start is not None or not needs_end:
                 raise TarFormatError(f"zeros at byte {position} stand where a member should begin")
-            require_padding(read_at, position, total_bytes)
+            require_padding(read_at, position, total_bytes, first)
             return
         if not has_checksum(header, position):
             raise TarFormatError(f"no tar header at byte {position} (checksum)")

@@ -6,15 +6,17 @@ comes back later in the shard with the same extensions is a copy, and an example
 refused, because an example was taken apart. An example without an image or a caption stays an example: the
 number of examples n is an input of the privacy accounting and may not depend on what can be decoded.
 
-On disk: `extents-DIGEST.npy` (rows of `shard.ROW`), `keys-DIGEST.npy` (rows of `keys.KEY`, which only a later build reads) and
-`manifest.json`, which names them and is renamed into place last: an index is either whole or not there. All are private (mode
-0600): shard sizes, counts and hashes describe the data. `build` writes them.
+A key that two shards have is an example in each of them.
+
+On disk: `extents-DIGEST.npy` (rows of `shard.ROW`) and `manifest.json`, which names it and is renamed into place last: an
+index is either whole or not there. Both are private (mode 0600): shard sizes, counts and hashes describe the data. `build`
+writes them.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +26,12 @@ from data.errors import DataError
 from data.files import private_file
 from data.index.shard import ROW, IndexedShard
 from data.index.shards import ShardSet
-from data.index.tar_format import BLOCK, TEXTS, is_image
+from data.index.tar_format import BLOCK
 from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
 from data.reading.staging import StagedStorage, Staging
 from data.reading.storage import Storage, open_storage, require_present
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """It changes whenever shards that were accepted are no longer, so that no index of such a shard is used."""
 MANIFEST = "manifest.json"
 _LOCAL = RemoteOptions()
@@ -42,15 +44,6 @@ class Extents(NamedTuple):
     offsets: np.ndarray
     lengths: np.ndarray
     crc32s: np.ndarray
-
-
-@dataclass(frozen=True)
-class IndexFiles:
-    """Names of the files with the extents and the keys of all examples, and the sets that the keys' numbers stand for."""
-
-    extents: str
-    keys: str
-    extension_sets: list[list[str]]
 
 
 class ExampleTable:
@@ -124,11 +117,10 @@ class ExampleTable:
         """
         ids_K = self._checked(ids)
         rows_K = self._rows_N[ids_K]
-        packed_K = rows_K["low"].astype(np.int64) | rows_K["high"].astype(np.int64) << 16
         return Extents(
             np.searchsorted(self._last_S, ids_K, side="right"),
             rows_K["first_block"].astype(np.int64) * BLOCK,
-            (packed_K & 0xFFFFF) * BLOCK,
+            (rows_K["low"].astype(np.int64) | rows_K["high"].astype(np.int64) << 16) * BLOCK,
             rows_K["crc32"].astype(np.int64),
         )
 
@@ -153,14 +145,6 @@ class ExampleTable:
             ReadRequest(self.entries[shard], offset, length, crc32)
             for shard, offset, length, crc32 in zip(*columns, strict=True)
         ]
-
-    def caption_classes(self, ids: np.ndarray | Sequence[int] | int) -> np.ndarray:
-        """uint8 per id: stored bytes of the caption / 16, rounded up, at most 15. Orders captions roughly by length."""
-        return self._rows_N["high"][self._checked(ids)] >> 4
-
-    def location(self, shard: int) -> str:
-        """Path or URL of a shard, for messages."""
-        return f"{self.shard_root}/{self.entries[shard].name}"
 
     def storage(self) -> Storage:
         """The place that the shards are read from: the copies of this node, if there are any."""
@@ -217,44 +201,21 @@ class ExampleTable:
         """
         entries = [replace(entry, version=status.version) for entry, status in zip(self.entries, statuses, strict=True)]
         if entries != list(self.entries):
-            manifest = _load_manifest(self.index_dir)
-            files = IndexFiles(manifest["extents"], manifest["keys"], manifest["extension_sets"])
-            write_manifest(self.index_dir, files, entries, self.excluded)
+            write_manifest(self.index_dir, _load_manifest(self.index_dir)["extents"], entries, self.excluded)
             self.entries = tuple(entries)
 
     def indexed_shards(self) -> Iterator[IndexedShard]:
-        """What is known of each shard.
-
-        Raises:
-            DataError: the index is damaged.
-        """
-        manifest = _load_manifest(self.index_dir)
-        try:
-            sets = [frozenset(one) for one in manifest["extension_sets"]]
-            keys_N = np.load(self.index_dir / manifest["keys"], mmap_mode="r", allow_pickle=False)
-            for entry, last in zip(self.entries, self._last_S.tolist(), strict=True):
-                mine = slice(last - entry.count, last)
-                keys_K = np.array(keys_N[mine])
-                used, keys_K["extensions"] = np.unique(keys_K["extensions"], return_inverse=True)
-                yield IndexedShard(entry, self._rows_N[mine], keys_K, [sets[number] for number in used.tolist()])
-        except (KeyError, IndexError, TypeError, OSError, ValueError) as error:
-            raise DataError(f"the index {self.index_dir} is damaged ({error}); build it again") from error
+        """What is known of each shard."""
+        for entry, last in zip(self.entries, self._last_S.tolist(), strict=True):
+            yield IndexedShard(entry, self._rows_N[last - entry.count : last])
 
     def remarks(self) -> Iterator[str]:
         """Lines for whoever made the shards: what is not used, and which examples lack a part, by the names of members alone."""
-        unused = several = no_picture = no_text = 0
-        lacking: list[str] = []
-        for shard in self.indexed_shards():
-            before = no_picture + no_text
-            for one, count in zip(shard.sets, np.bincount(shard.keys_K["extensions"]).tolist(), strict=True):
-                pictures = sum(map(is_image, one))
-                unused, several = unused + count * max(0, pictures - 1), several + count * (pictures > 1)
-                no_picture += count * (pictures == 0)
-                no_text += count * (pictures > 0 and not any(name in TEXTS or name.endswith(".txt") for name in one))
-            lacking += [shard.entry.name] * (no_picture + no_text > before)
-        repeated, skipped = (
-            sum(getattr(entry, what) for entry in self.entries) for what in ("repeated_keys", "skipped")
+        counted = ("repeated_keys", "skipped", "unused_pictures", "several_pictures", "no_picture", "no_text")
+        repeated, skipped, unused, several, no_picture, no_text = (
+            sum(getattr(entry, what) for entry in self.entries) for what in counted
         )
+        lacking = [entry.name for entry in self.entries if entry.no_picture + entry.no_text]
         if repeated or skipped or unused:
             yield (
                 f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, "
@@ -266,9 +227,10 @@ class ExampleTable:
                 "joined pairs, make them anew by prepare.py repack SHARDS --output DIR --key_until_last_dot"
             )
         if lacking:
-            halves = "; halves of a pair need the same path and name, letter by letter, up to the first dot" * (
-                no_picture > 0
-            )
+            halves = (
+                "; halves of a pair are two examples: they need one shard, and the same path and name, letter by letter, up to "
+                "the first dot; prepare.py repack brings those together that lie in several shards"
+            ) * (no_picture > 0)
             yield (
                 f"{no_text} of {len(self)} examples have a picture without caption or label, {no_picture} have no picture, in "
                 f"{len(lacking)} of {len(self.entries)} shards, first in {lacking[0]}{halves}"
@@ -291,11 +253,12 @@ def manifest_digest(entries: Sequence[ShardEntry]) -> bytes:
     return hashlib.sha256(json.dumps([1, rows], separators=(",", ":")).encode()).digest()
 
 
-def write_manifest(index_dir: Path, files: IndexFiles, entries: Sequence[ShardEntry], excluded: Sequence[str]) -> None:
+def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry], excluded: Sequence[str]) -> None:
     """Writes manifest.json, which makes an index whole.
 
     Args:
         index_dir: the folder of the index.
+        extents: name of the file with the rows of all examples.
         entries: the shards that are in the index.
         excluded: names of the shards that were left out on request.
 
@@ -305,7 +268,7 @@ def write_manifest(index_dir: Path, files: IndexFiles, entries: Sequence[ShardEn
     manifest = {
         "format_version": FORMAT_VERSION,
         "num_examples": sum(entry.count for entry in entries),
-        **asdict(files),
+        "extents": extents,
         "excluded": list(excluded),
         "shards": [asdict(entry) for entry in entries],
     }

@@ -21,7 +21,6 @@ from data.batch import Batch
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
-from data.reading import workers
 from data.reading.reader import RawExample, TarReader
 from data.reading.workers import data_loader, shared
 
@@ -78,7 +77,7 @@ class Prefetched:
         """The next micro-batch, None after the last; adds the time it took to `data_wait`.
 
         Raises:
-            ReadError: promised bytes could not be read, or a worker died or was stopped.
+            ReadError: promised bytes could not be read, or a worker died.
             DataError: what a worker refused.
             MemoryError: a worker had too little memory.
         """
@@ -88,8 +87,6 @@ class Prefetched:
         except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
-            if workers.stopped:
-                raise ReadError(f"a data worker was stopped (SIGSTOP to process {workers.stopped[0]})") from error
             raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
         finally:
             self.data_wait += time.perf_counter() - start

@@ -21,6 +21,9 @@ class ShardEntry:
         skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
         other_bytes: those of members between examples that belong to none.
         padding_bytes: the end marker and the padding; with `other_bytes` and the extents of the examples the whole size.
+        unused_pictures: those beyond the first of an example.
+        several_pictures: examples that have such.
+        no_picture, no_text: examples that lack a picture, or that have one without caption or label; by the names of members.
         version: its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
             object; empty when there is nothing.
     """
@@ -34,6 +37,10 @@ class ShardEntry:
     skipped: int
     other_bytes: int
     padding_bytes: int
+    unused_pictures: int
+    several_pictures: int
+    no_picture: int
+    no_text: int
     version: str
 
 
@@ -58,10 +65,6 @@ class ReadRequest(NamedTuple):
     offset: int
     length: int
     crc32: int
-
-    def is_whole(self, data: bytes) -> bool:
-        """Whether these are the bytes that were indexed."""
-        return len(data) == self.length and zlib.crc32(data) == self.crc32
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def check_crc(request: ReadRequest, data: bytes, where: str) -> bytes:
     Raises:
         ReadError: they are not.
     """
-    if not request.is_whole(data):
+    if len(data) != request.length or zlib.crc32(data) != request.crc32:
         raise ReadError(
             f"{where} at byte {request.offset} does not fit its index: the bytes changed; verify the shards"
         )

@@ -56,13 +56,12 @@ class Storage(Protocol):
 class LocalStorage:
     """Shards on a file system: one `pread` per example, announced ahead so that the kernel reads while we decode.
 
-    It survives a fork: another process opens its own files.
+    It survives a fork: every read says where it begins.
     """
 
     def __init__(self, root: str):
         self.root = root
         self._descriptors: OrderedDict[str, int] = OrderedDict()
-        self._owner = os.getpid()
 
     def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
         for name in names:
@@ -113,9 +112,8 @@ class LocalStorage:
 
     def close(self) -> None:
         descriptors, self._descriptors = self._descriptors, OrderedDict()
-        if self._owner == os.getpid():
-            for descriptor in descriptors.values():
-                os.close(descriptor)
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
     def __del__(self) -> None:
         if getattr(self, "_descriptors", None):
@@ -123,8 +121,6 @@ class LocalStorage:
 
     def _descriptor(self, shard: ShardEntry) -> int:
         """An open file for the shard, the least recently used one closed first."""
-        if self._owner != os.getpid():
-            self._descriptors, self._owner = OrderedDict(), os.getpid()
         descriptor = self._descriptors.pop(shard.name, None)
         if descriptor is None:
             path = Path(self.root, shard.name)

@@ -1,4 +1,4 @@
-"""Public data in the order of the shards, through the `webdataset` package: synthetic pre-training, evaluation.
+"""Public data in the order of the shards, shuffled by `webdataset`: synthetic pre-training.
 
 Shuffled streaming is not Poisson sampling and amplifies no privacy, so a private run never reads like this. Every epoch
 shuffles the shards, splits them over all readers (ranks times workers), and shuffles examples in a buffer. The same seed,
@@ -10,11 +10,9 @@ import hashlib
 import itertools
 import os
 import random
-import tarfile
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -22,9 +20,9 @@ from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
 from data.index.shard import walk_shard
-from data.index.tar_format import is_image, split_key
+from data.index.tar_format import TarFormatError
 from data.reading.loader import Failure, Prefetched, StepPlan, stack_examples
-from data.reading.reader import RawExample
+from data.reading.reader import MAX_EXAMPLE_BYTES, RawExample, parse_example
 from data.reading.workers import data_loader, shared
 
 Keyed = tuple[RawExample, int]
@@ -60,53 +58,51 @@ class Stream:
         """
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
             is_empty = True
-            for sample in self._epoch(epoch):
+            for name, raw in self._epoch(epoch):
                 is_empty = False
-                name = f"{self.seed} {epoch} {sample['__url__']} {sample['__key__']}".encode("utf-8", "surrogatepass")
-                key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-                yield raw_example(sample), key
+                identity = f"{self.seed} {epoch} {name}".encode("utf-8", "surrogatepass")
+                yield raw, int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big")
             if is_empty and self.epochs is None and len(self.shards) >= self.num_readers:
                 raise DataError(f"the shards {self.shards[0]} ... hold no examples")
 
-    def _epoch(self, epoch: int) -> Iterator[dict[str, Any]]:
-        import webdataset
-
+    def _epoch(self, epoch: int) -> Iterator[tuple[str, RawExample]]:
         shards = [str(path) for path in self.shards]
         if self.shuffle_buffer:
             random.Random(f"{self.seed} {epoch}").shuffle(shards)
         by_shard = len(shards) >= self.num_readers
-        mine = shards[self.reader :: self.num_readers] if by_shard else shards
-
-        def walked(shards: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-            # webdataset takes any end for the end of the archive, and parts of an example that come back for another
-            # example, so each shard is walked as the index does it before it is read.
-            for shard in shards:
-                walk_shard(Path(shard["url"]), shard["url"])
-                yield shard
-
-        files = webdataset.tarfile_to_samples(select_files=lambda name: split_key(os.fsencode(name)) is not None)
-        stages = webdataset.SimpleShardList(mine), walked, files
-        samples = iter(webdataset.DataPipeline(*stages))
+        named = _in_order(shards[self.reader :: self.num_readers] if by_shard else shards)
         if not by_shard:
-            samples = itertools.islice(samples, self.reader, None, self.num_readers)
+            named = itertools.islice(named, self.reader, None, self.num_readers)
         if self.shuffle_buffer:
+            import webdataset
+
             rng = random.Random(f"{self.seed} {epoch} {self.reader}")
-            samples = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(samples)
+            named = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(named)
+        yield from named
+
+
+def _in_order(shards: Sequence[str]) -> Iterator[tuple[str, RawExample]]:
+    """Names and examples of shards. Each shard is walked as the index does it before it is read.
+
+    Raises:
+        DataError: a shard is damaged.
+        ReadError: a shard cannot be read.
+    """
+    for path in shards:
         try:
-            yield from samples
-        except DataError:
-            raise
-        except (tarfile.TarError, ValueError, EOFError) as error:
-            raise DataError(f"a shard is damaged: {_one_line(error)}") from error
+            extents = walk_shard(Path(path), path)
+            with open(path, "rb") as file:
+                for key, (start, end) in zip(extents.keys, extents.bounds_K2.tolist(), strict=True):
+                    file.seek(start)
+                    is_readable = end - start <= MAX_EXAMPLE_BYTES
+                    raw = parse_example(file.read(end - start)) if is_readable else RawExample(None, {})
+                    yield f"{path} {os.fsdecode(key)}", raw
+        except TarFormatError as error:
+            raise ReadError(f"the shard {path} changed while it was read ({error})") from error
         except OSError as error:
-            raise ReadError(f"cannot read a shard: {_one_line(error)}") from error
-
-
-def raw_example(sample: dict[str, Any]) -> RawExample:
-    """A sample of webdataset as the tar reader gives it."""
-    fields = {name: body for name, body in sample.items() if not name.startswith("__")}
-    images = (body for name, body in fields.items() if is_image(name))
-    return RawExample(next(images, None), fields)
+            if isinstance(error, ReadError):
+                raise
+            raise ReadError(f"cannot read a shard: {error.strerror}: {path}") from error
 
 
 @dataclass(frozen=True)
@@ -231,9 +227,3 @@ class _MicroBatchStream(IterableDataset):
             yield Failure(type(error), str(error))
         except MemoryError:
             yield Failure(MemoryError, "in a data worker")
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}"
-    return " ".join(str(part) for part in error.args) or type(error).__name__

@@ -1,13 +1,10 @@
-"""Processes that read for a trainer: how they start and end, and what becomes of one that stands still."""
+"""Processes that read for a trainer: how they start and how they end."""
 
 import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import signal
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
@@ -18,10 +15,6 @@ from data.index.tar_index import ExampleTable
 from data.reading.staging import StagedStorage
 
 _PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
-LOOK_EVERY = 5.0
-"""Seconds between two looks at the workers."""
-stopped: list[int] = []
-"""Workers that a signal had stopped, and that were ended for that."""
 
 
 def worker_context() -> Any:
@@ -64,8 +57,6 @@ def data_loader(
     dataset: Dataset, sampler: Sampler | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
 ) -> DataLoader:
     """torch's loader of what is batched already, with workers that end with their trainer."""
-    if num_workers and not any(thread.name == "workers" for thread in threading.enumerate()):
-        threading.Thread(target=end_stopped_workers, name="workers", daemon=True).start()
     return DataLoader(
         dataset,
         sampler=sampler,
@@ -98,28 +89,6 @@ def shared(batch: Batch) -> Batch:
                 f"a data worker has no shared memory for a micro-batch ({reason}); use fewer workers"
             ) from error
     return batch
-
-
-def end_stopped_workers() -> None:
-    """Ends workers of this process that a signal has stopped (SIGSTOP), for ever; to be run by a thread.
-
-    The trainer may wait for such a worker in more than one way, and none of them would end; and the worker would outlive it.
-    """
-    before: set[int] = set()
-    while True:
-        time.sleep(LOOK_EVERY)
-        now = {worker.pid for worker in multiprocessing.active_children() if worker.pid and _is_stopped(worker.pid)}
-        for pid in now & before:  # with the whole job, by Ctrl-Z, it goes on as soon as this process does
-            stopped.append(pid)
-            os.kill(pid, signal.SIGKILL)
-        before = now
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has ended, or this system has no /proc
-        return False
 
 
 def as_is(batch: Any) -> Any:

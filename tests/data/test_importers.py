@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from data.errors import DecodeError
-from data.importers.convert import MAX_CHARACTERS, clean_caption, encoded, owner_digest, perceptual_hash, resized
-from data.importers.selection import MAX_DISTANCE, exact_duplicates, near_duplicates, over_limit
+from data.importers.convert import (
+    MAX_CHARACTERS,
+    MAX_DISTANCE,
+    clean_caption,
+    encoded,
+    owner_digest,
+    perceptual_hash,
+    resized,
+)
+from data.importers.selection import exact_duplicates, near_duplicates, over_limit
 from tests.data.conftest import ROOT, picture
 
 

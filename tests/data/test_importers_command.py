@@ -50,7 +50,6 @@ def test_the_next_command_is_said_with_the_number_of_pairs(tmp_path: Path, capsy
     [
         (("--from", "csv", "missing.csv"), "there is no missing.csv"),
         (("--from", "csv", "README.md"), "does not end in"),
-        (("--from", "webdataset", "no*.tar"), "no shards match"),
         (("--from", "folder", "README.md"), "no folder"),
         (("--from", "folder", "docs", "--max_per_owner", "2"), "or neither"),
         (("--from", "folder", "docs", "--duplicate_distance", "40"), "0 to 10"),

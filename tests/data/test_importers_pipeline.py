@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError, ReadError
-from data.importers.convert import Conversion
-from data.importers.items import ListedPart, Source
-from data.importers.pipeline import PROVENANCE, REPORT, Settings, import_examples
-from data.importers.sources import Columns, coco_source, folder_source, parquet_source, shard_source, table_source
+from data.importers.convert import Settings
+from data.importers.pipeline import PROVENANCE, REPORT, import_examples
+from data.importers.sources import Columns, ListedPart, Source, coco_source, folder_source, parquet_source, table_source
 from data.index.build import build_index
+from data.index.verify import verify_sample
 from data.reading.pool import worker_pool
 from data.reading.reader import TarReader
 from tests.data.conftest import picture, write_shard
@@ -60,11 +60,6 @@ def from_csv(folder: Path, names: list[str]) -> Source:
     return table_source(write_csv(folder / "t.csv", rows_of(names)), COLUMNS, None)
 
 
-def from_jsonl(folder: Path, names: list[str]) -> Source:
-    (folder / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows_of(names)))
-    return table_source(folder / "t.jsonl", COLUMNS, None)
-
-
 def from_folder(folder: Path, names: list[str]) -> Source:
     for row in rows_of(names):
         (folder / row["image"]).with_suffix(".txt").write_text(row["caption"])
@@ -97,33 +92,21 @@ def from_parquet(folder: Path, names: list[str], how: str = "bytes") -> Source:
     return parquet_source(folder / "t.parquet", COLUMNS, None)
 
 
-def from_shards(folder: Path, names: list[str]) -> Source:
-    samples = [
-        {"__key__": name[:3], "jpg": (folder / name).read_bytes(), "txt": f"picture {name[:3]}".encode()}
-        for name in names
-    ]
-    write_shard(folder / "a.tar", samples[:3])
-    write_shard(folder / "b.tar", samples[3:])
-    return shard_source(str(folder / "*.tar"), COLUMNS, None)
-
-
 SOURCES: dict[str, Callable[[Path, list[str]], Source]] = {
     "csv": from_csv,
-    "jsonl": from_jsonl,
     "folder": from_folder,
     "metadata": from_metadata,
     "coco": from_coco,
     "parquet bytes": from_parquet,
     "parquet paths": lambda folder, names: from_parquet(folder, names, "path"),
     "parquet structs": lambda folder, names: from_parquet(folder, names, "struct"),
-    "webdataset": from_shards,
 }
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_source_gives_the_same_examples(kind: str, tmp_path: Path) -> None:
     source = SOURCES[kind](tmp_path / "in", pictures(tmp_path / "in", 7))
-    report = import_examples(source, tmp_path / "out", Settings(kind, Conversion(size=40), shard_examples=3))
+    report = import_examples(source, tmp_path / "out", Settings(kind, size=40, shard_examples=3))
     assert (report["read"], report["written"], report["dropped"]) == (7, 7, {})
     assert captions(tmp_path / "out") == [f"picture {number:03d}" for number in range(7)]
     assert sorted(p.name for p in (tmp_path / "out").glob("*.tar")) == [f"train-0000{n}.tar" for n in range(3)]
@@ -191,7 +174,7 @@ def test_the_limit_of_pixels_is_that_of_what_is_decoded(
     else:
         assert report["dropped"] == {"large_image": 1} and report["samples"] == {"large_image": [name]}
         assert "more than 34 million pixels" in report["reasons"]["large_image"]
-        settings = Settings("folder", Conversion(max_megapixels=36))
+        settings = Settings("folder", max_megapixels=36)
         report = import_examples(folder_source(tmp_path / "in", Columns()), tmp_path / "more", settings)
         assert report["written"] == 2
 
@@ -200,7 +183,7 @@ def test_phones_write_more_than_one_picture_into_a_file(tmp_path: Path, monkeypa
     """Which Pillow calls MPO; and its own limit, here a small one, stays what it was for everybody else."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
     large_pictures(tmp_path / "in", [("a.jpg", (2000, 1500), "MPO"), ("b.jpg", (2000, 1500), "JPEG")])
-    settings = Settings("folder", Conversion(size=100, max_megapixels=1))
+    settings = Settings("folder", size=100, max_megapixels=1)
     report = import_examples(folder_source(tmp_path / "in", Columns()), tmp_path / "out", settings)
     assert report["written"] == 3 and Image.MAX_IMAGE_PIXELS == 10_000
 
@@ -225,7 +208,7 @@ def large_pictures(folder: Path, which: list[tuple[str, tuple[int, int], str]]) 
 
 @pytest.mark.parametrize("suffix", ["jfif", "jpe", "JPE", "JFIF", "JPG"])
 def test_a_jpeg_has_several_names(suffix: str, tmp_path: Path) -> None:
-    """In a folder, in a table and as a member of a shard."""
+    """In a folder, in a table and as a member of a shard that is indexed."""
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / f"a.{suffix}").write_bytes(picture(1))
@@ -235,7 +218,6 @@ def test_a_jpeg_has_several_names(suffix: str, tmp_path: Path) -> None:
     for number, source in enumerate((
         folder_source(folder, Columns()),
         table_source(tmp_path / "t.csv", COLUMNS, folder),
-        shard_source(str(tmp_path / "s.tar"), Columns(), None),
     )):  # fmt: skip
         report = import_examples(source, tmp_path / f"out{number}", Settings("folder"))
         assert (report["written"], dict(source.other_files)) == (1, {})
@@ -258,33 +240,69 @@ def test_owner_limit(tmp_path: Path) -> None:
     rows = rows_of(pictures(tmp_path / "in", 10))
     rows[9]["owner"] = " "
     source = table_source(write_csv(tmp_path / "in" / "t.csv", rows), columns, None)
-    settings = Settings("csv", Conversion(needs_owner=True), owner_field="owner", max_per_owner=2)
+    settings = Settings("csv", owner_field="owner", max_per_owner=2)
     report = import_examples(source, tmp_path / "out", settings)
     assert report["dropped"] == {"no_owner": 1, "owner_limit": 3} and report["written"] == 6
     kept = [int(caption[-3:]) % 3 for caption in captions(tmp_path / "out")]
     assert sorted(kept) == [0, 0, 1, 1, 2, 2]
     facts = json.loads((tmp_path / "out" / PROVENANCE).read_text())
-    assert facts["max_examples_per_owner"] == 2 and "At most 2 examples" in facts["owners"]
+    assert facts["settings"]["max_per_owner"] == 2 and "At most 2 examples" in facts["owners"]
     everything = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
     assert b"o1" not in members(tmp_path / "out") and b'"o1"' not in everything
 
 
-def test_duplicate_keys_in_shards_and_folders(tmp_path: Path) -> None:
-    sample = {"jpg": picture(1), "txt": b"one"}
-    other = {"jpg": picture(2), "txt": b"two"}
-    samples = [{"__key__": "a/../../x", **sample}, {"__key__": "b", **other}, {"__key__": "a/../../x", **other}]
-    write_shard(tmp_path / "s.tar", samples)
-    source = shard_source(str(tmp_path / "s.tar"), COLUMNS, None)
-    report = import_examples(source, tmp_path / "out", Settings("webdataset"))
-    assert report["dropped"] == {"duplicate_key": 1} and captions(tmp_path / "out") == ["one", "two"]
-    assert all("/" not in name for name in members(tmp_path / "out"))
-
+def test_duplicate_keys_in_folders(tmp_path: Path) -> None:
     folder = tmp_path / "f"
     pictures(folder, 1)
     (folder / "000.png").write_bytes(picture(5, fmt="PNG"))
     (folder / "000.txt").write_text("a caption")
-    report = import_examples(folder_source(folder, COLUMNS), tmp_path / "out2", Settings("folder"))
+    report = import_examples(folder_source(folder, COLUMNS), tmp_path / "out", Settings("folder"))
     assert report["dropped"] == {"duplicate_key": 1} and report["written"] == 1
+
+
+LABELS = [3, 0, 12, 3]
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet", "csv"])
+def test_labels_go_along(kind: str, tmp_path: Path) -> None:
+    """And stand for a caption: data for classifiers have none."""
+    folder = tmp_path / "in"
+    names, columns = pictures(folder, 4), Columns(label="fine")
+    rows = [{"image": name, "fine": label, "caption": None} for name, label in zip(names, LABELS, strict=True)]
+    rows[0]["caption"] = "a caption too"
+    if kind == "folder":
+        for name, label in zip(names, LABELS, strict=True):
+            (folder / name).with_suffix(".cls").write_text(f"{label}\n")
+        (folder / names[0]).with_suffix(".txt").write_text("a caption too")
+        source = folder_source(folder, COLUMNS)
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "t.parquet")
+        source = parquet_source(folder / "t.parquet", columns, None)
+    else:
+        source = table_source(write_csv(folder / "t.csv", rows), columns, None)  # type: ignore[arg-type]
+    report = import_examples(source, tmp_path / "out", Settings(kind, size=40))
+    assert (report["written"], report["dropped"]) == (4, {})
+    found = members(tmp_path / "out")
+    assert [body.decode() for name, body in found.items() if name.endswith(".cls")] == [str(label) for label in LABELS]
+    assert captions(tmp_path / "out") == ["a caption too"]
+    index = build_index(sorted((tmp_path / "out").glob("*.tar")), tmp_path / "index")
+    counts = verify_sample(index, 4, None, lambda items: items)
+    assert {state: count for state, count in counts.items() if count} == {"usable": 1, "labelled without caption": 3}
+
+
+def test_what_is_no_label_is_none_and_another_class_is_no_copy(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    pictures(folder, 1)
+    for number, text in enumerate(("7", "-1", "a cat", "", "1.5", "\u0663", "9" * 30, " 8\n", "7")):
+        (folder / f"{number:03d}.jpg").write_bytes(picture(0, width=120, height=80))
+        (folder / f"{number:03d}.cls").write_text(text)
+    settings = Settings("folder", size=40, duplicate_distance=None)
+    report = import_examples(folder_source(folder, COLUMNS), tmp_path / "out", settings)
+    assert report["dropped"] == {"no_caption": 6, "exact_duplicate": 1}
+    assert sorted(body for name, body in members(tmp_path / "out").items() if name.endswith(".cls")) == [b"7", b"8"]
 
 
 class Stop:
@@ -305,7 +323,7 @@ def test_workers_and_interruptions_change_nothing(tmp_path: Path) -> None:
     rows = rows_of(names + names[:3])
     source = table_source(write_csv(folder / "t.csv", rows), COLUMNS, None)
     source = Source([ListedPart((item,)) for item in source.parts[0].items()], source.fingerprint)
-    settings = Settings("csv", Conversion(size=40), shard_examples=5)
+    settings = Settings("csv", size=40, shard_examples=5)
     import_examples(source, tmp_path / "plain", settings)
     with worker_pool(2) as pool:
         import_examples(source, tmp_path / "two", settings, executor=pool.executor)
@@ -323,12 +341,6 @@ def test_workers_and_interruptions_change_nothing(tmp_path: Path) -> None:
     assert ".import" not in contents[0]
 
 
-def _single(item):
-    from data.importers.items import ListedPart
-
-    return [ListedPart((item,))]
-
-
 def test_other_content_in_the_folder_is_refused(tmp_path: Path) -> None:
     names = pictures(tmp_path / "in", 3)
     source = from_csv(tmp_path / "in", names)
@@ -339,7 +351,7 @@ def test_other_content_in_the_folder_is_refused(tmp_path: Path) -> None:
     first = import_examples(source, tmp_path / "out", Settings("csv"))
     assert import_examples(source, tmp_path / "out", Settings("csv")) == first  # done: nothing to do
     with pytest.raises(DataError, match="another import"):
-        import_examples(source, tmp_path / "out", Settings("csv", Conversion(size=9)))
+        import_examples(source, tmp_path / "out", Settings("csv", size=9))
     (tmp_path / "in" / "t.csv").write_text((tmp_path / "in" / "t.csv").read_text() + "000.jpg,x,y\n")
     with pytest.raises(DataError, match="another import"):
         import_examples(table_source(tmp_path / "in" / "t.csv", COLUMNS, None), tmp_path / "out", Settings("csv"))
@@ -381,6 +393,13 @@ def test_bad_coco_files(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(DataError, match=message):
         coco_source(tmp_path / "c.json", COLUMNS, None)
+
+
+def test_json_lines_are_told_the_way(tmp_path: Path) -> None:
+    pictures(tmp_path, 2)
+    (tmp_path / "metadata.jsonl").write_text('{"image": "000.jpg", "caption": "x"}')
+    with pytest.raises(DataError, match=r"metadata\.jsonl is not read; make it Parquet"):
+        folder_source(tmp_path, COLUMNS)
 
 
 def test_bad_parquet(tmp_path: Path) -> None:

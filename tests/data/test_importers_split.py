@@ -10,11 +10,10 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
-from data.importers.convert import Conversion, perceptual_hash
-from data.importers.items import ListedPart, Source
-from data.importers.pipeline import HELDOUT, Settings, import_examples
+from data.importers.convert import Settings, perceptual_hash
+from data.importers.pipeline import HELDOUT, import_examples
 from data.importers.selection import ALIKE
-from data.importers.sources import Columns, folder_source, table_source
+from data.importers.sources import Columns, ListedPart, Source, folder_source, table_source
 from data.index.shards import expand_shards
 from data.reading.pool import worker_pool
 from tests.data.conftest import picture
@@ -43,9 +42,7 @@ def test_pictures_that_look_alike_are_on_one_side(seed: int, tmp_path: Path) -> 
     names = alike(tmp_path / "in", 60, 3)
     rows = [{"image": name, "caption": f"a {name}", "owner": ""} for name in names]
     source = table_source(write_csv(tmp_path / "in" / "t.csv", rows), Columns(), None)
-    settings = Settings(
-        "csv", Conversion(size=160, image_format="png"), duplicate_distance=None, heldout_share=0.3, seed=seed
-    )
+    settings = Settings("csv", size=160, image_format="png", duplicate_distance=None, heldout_share=0.3, seed=seed)
     report = import_examples(source, tmp_path / "out", settings)
     trained, held_out = sides(tmp_path / "out")
     assert report["held_out"] == len(held_out) and len(trained) + len(held_out) == report["written"] == 180
@@ -60,7 +57,7 @@ def test_an_owner_is_on_one_side_and_nobody_is_no_owner(tmp_path: Path) -> None:
     names = pictures(tmp_path / "in", 60)
     rows = [{**row, "owner": f"o{n // 3}" if n < 45 else ""} for n, row in enumerate(rows_of(names))]
     source = table_source(write_csv(tmp_path / "in" / "t.csv", rows), Columns(owner="owner"), None)
-    import_examples(source, tmp_path / "out", Settings("csv", Conversion(size=64), heldout_share=0.4))
+    import_examples(source, tmp_path / "out", Settings("csv", size=64, heldout_share=0.4))
     trained, held_out = sides(tmp_path / "out")
     owner = {row["caption"]: row["owner"] for row in rows}
     both = {owner[caption] for caption in trained} & {owner[caption] for caption in held_out}
@@ -98,7 +95,7 @@ def test_training_shards_are_what_the_folder_names_and_all_is_private(tmp_path: 
 def test_workers_change_nothing_about_the_split(tmp_path: Path) -> None:
     source = folder_source(folder_with_texts(tmp_path / "in", 16), Columns())
     source = Source([ListedPart((item,)) for item in source.parts[0].items()], source.fingerprint)
-    settings = Settings("folder", Conversion(size=40), heldout_share=0.4)
+    settings = Settings("folder", size=40, heldout_share=0.4)
     import_examples(source, tmp_path / "plain", settings)
     with worker_pool(2) as pool:
         import_examples(source, tmp_path / "parallel", settings, executor=pool.executor)

@@ -24,7 +24,7 @@ from privacy.sampling.poisson import PoissonSampler, default_cap
 from privacy.sampling.rows import deal, most_of_share, shares_of_nodes
 from tests.data.conftest import ROOT
 from tests.data.servers import RangeServer, range_server
-from tests.data.test_whole_shards import archive, members
+from tests.data.test_bad_shards import archive, members
 
 NUM_SHARDS, FEW, PER_SHARD, EXPECTED, NUM_STEPS = 64, 12, 5, 40, 20
 QUICK = RemoteOptions(timeout_seconds=10, tries=2, backoff_seconds=0.01, connections=1)

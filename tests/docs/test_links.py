@@ -40,7 +40,6 @@ WRITTEN = {
         "config.json",
         "preprocessor_config.json",
         "extents-*.npy",
-        "keys-*.npy",
         "model.pth",
         "model.safetensors",
     ),

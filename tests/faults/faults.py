@@ -96,7 +96,6 @@ FAULTS = [
         "rank out of address space (RLIMIT_AS)", "deepspeed", None, FAILED, "no more memory", ("memory", "1", "3", "0")
     ),
     Fault("data worker killed", "deepspeed", signals(signal.SIGKILL, "worker"), FAILED, "a data worker died", settings=WORKER),
-    Fault("data worker stopped", "torchrun.py", signals(signal.SIGSTOP, "worker"), FAILED, "was stopped", settings=WORKER),
     Fault("data worker out of memory", "deepspeed", little_memory, FAILED, "memory", settings=WORKER),
     Fault("disk full in a checkpoint", "torchrun.py", None, FAILED, "No space left", ("disk", "1", "4", "0")),
     Fault("a weight is NaN", "deepspeed", None, FAILED, "NaN or infinity", ("nan", "1", "3", "0")),

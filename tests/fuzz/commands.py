@@ -25,7 +25,6 @@ WORKING: dict[str, tuple[str, ...]] = {
         "verify data/demo/heldout-00000.tar --index {made}/index --workers 1",
         "verify data/demo/heldout-00000.tar --index {made}/index --sample 3 --workers 1",
         "import {made}/pictures --from folder --output {case}/new --workers 1 --size 16",
-        "import data/demo/heldout-00000.tar --from webdataset --output {case}/new --workers 1 --size 16",
         "import {made}/table.csv --from csv --output {case}/new --workers 1 --size 16",
         "synthetic --output {case}/new --num_examples 2 --image_size 16 --workers 1 --backend numpy",
         "synthetic --preview {case}/new.png --num_examples 2 --image_size 16 --backend numpy",

@@ -90,7 +90,7 @@ class DataSection(Section):
     staging: str | None = None
     """A local folder of each node, e.g. "/local/nvme" or "$TMPDIR/shards", to which the shards of its ranks are copied whole."""
     streaming: bool = False
-    """Reads the shards in order through webdataset: for public data in runs without privacy only (data/reading/streaming.py)."""
+    """Reads the shards in order: for public data in runs without privacy only (data/reading/streaming.py)."""
     dataset_name: str | None = None
     """The name of the data, in words for the privacy card; public, like the next three."""
     dataset_owner: str | None = None
