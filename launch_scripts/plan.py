@@ -52,7 +52,6 @@ _RESOURCE_OPTIONS = (
     "bytes_per_example",
     "decoded_per_second",
     "store_gbits",
-    "request_price",
 )
 
 
@@ -106,26 +105,24 @@ class PlanOptions(PrivacyPart):
 
     ds_config: Annotated[Path | None, Shown("JSON")] = None
     """machine settings, e.g. ds_configs/zero3_bf16.json"""
-    world_size: Annotated[int | None, Shown("W")] = None
+    world_size: Annotated[int | None, Shown("W")] = Field(None, ge=1)
     """ranks, one per accelerator; default 1"""
     gpu: Annotated[str | None, Shown("NAME")] = None
     """v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb or cpu"""
     engine: EngineName | None = None
     """how to shard; default deepspeed"""
-    efficiency: Annotated[float | None, Shown("E")] = None
+    efficiency: Annotated[float | None, Shown("E")] = Field(None, gt=0, le=1)
     """share of the peak FLOP/s that is reached; default 0.35"""
-    gpus_per_node: Annotated[int | None, Shown("G")] = None
+    gpus_per_node: Annotated[int | None, Shown("G")] = Field(None, ge=1)
     """default: of the maker's reference system"""
-    network_gbits: Annotated[float | None, Shown("X")] = None
+    network_gbits: Annotated[float | None, Shown("X")] = Field(None, gt=0)
     """Gb/s per GPU to other nodes; default likewise"""
-    bytes_per_example: Annotated[float | None, Shown("N")] = None
+    bytes_per_example: Annotated[float | None, Shown("N")] = Field(None, gt=0)
     """default: the index's mean, else 50,000"""
-    decoded_per_second: Annotated[float | None, Shown("N")] = None
+    decoded_per_second: Annotated[float | None, Shown("N")] = Field(None, gt=0)
     """examples that one core decodes; default 366"""
-    store_gbits: Annotated[float | None, Shown("X")] = None
+    store_gbits: Annotated[float | None, Shown("X")] = Field(None, gt=0)
     """Gb/s per node from the place of the shards; default 10"""
-    request_price: Annotated[float | None, Shown("P")] = None
-    """dollars for 1,000 requests to it; default 0.0004"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -348,29 +345,17 @@ def _warn(line: str) -> None:
 def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
-    from trainer.planner.resources import DECODED_PER_SECOND, EFFICIENCY, Cluster, plan_resources
-    from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS
+    from trainer.planner.resources import Cluster, plan_resources
 
-    for name in _RESOURCE_OPTIONS[4:]:
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} is {value}; it must be positive")
-    world_size = 1 if options.world_size is None else options.world_size
-    if world_size < 1:
-        raise ConfigError(f"--world_size is {world_size}; it must be at least 1")
-    efficiency = EFFICIENCY if options.efficiency is None else options.efficiency
-    if not 0 < efficiency <= 1:
-        raise ConfigError(f"--efficiency is {efficiency}; it is a share of the peak, above 0 and at most 1")
-    cluster = Cluster(
-        engine=options.engine or "deepspeed",
-        world_size=world_size,
+    cluster = Cluster(engine=options.engine or "deepspeed", world_size=options.world_size or 1)
+    given = {
+        name: getattr(options, name) for name in ("efficiency", "gpus_per_node", "decoded_per_second", "store_gbits")
+    }
+    cluster = replace(
+        cluster,
         gpu=None if options.gpu is None else find_gpu(options.gpu),
-        efficiency=efficiency,
-        gpus_per_node=options.gpus_per_node,
-        store_gbits=STORE_GBITS if options.store_gbits is None else options.store_gbits,
-        request_price=REQUEST_PRICE if options.request_price is None else options.request_price,
         network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
-        decoded_per_second=options.decoded_per_second or DECODED_PER_SECOND,
+        **{name: value for name, value in given.items() if value is not None},
     )
     assert options.ds_config is not None
     return plan_resources(config, load_machine_settings(options.ds_config), cluster, examples, plan, ROOT)

@@ -74,9 +74,7 @@ def test_dpcap_target_epsilon():
     done, seconds = _timed(f"{DPCAP} --target_epsilon 8 --json")
     assert seconds < 15
     result = json.loads(done.stdout)
-    assert result["opacus_rdp"] == pytest.approx(result["epsilon_rdp"], rel=1e-3)
-    assert result["shuffled_instead"]["lower"] > 50 and len(result["epsilon_by_delta"]) == 9
-    assert [row["candidates"] for row in result["private_selection"]] == [3, 10, 30]
+    assert 0 < result["attack_risk"]["advantage"] < 1
     assert 0 < result["noise_tail_delta"] < 1e-12
     assert f"{result['noise_multiplier']:.4f}" == "0.7078"
     assert 7.999 <= result["epsilon_pld"] <= 8
@@ -94,8 +92,6 @@ def test_human_output_with_cap_and_reserve():
     assert done.returncode == 0, done.stderr
     for text in (
         "attack advantage",
-        "shuffled instead",
-        "best of 3",
         "Privacy plan",
         "batches cut at 122",
         "with 3 reserved",
@@ -213,10 +209,7 @@ def test_sizes_are_shown_before_anything_is_calibrated(monkeypatch, capsys):
     out = _plan_here(f"{SMALL} --target_epsilon 1 --no_extras", monkeypatch, capsys).out
     assert all(word in shown[0] for word in ("examples", "expected batch", "sample rate", "steps"))
     assert "epsilon (PLD)" in out and "replace-one" not in out and "none" not in out
-    result = dict.fromkeys(("replace_one", "group_2", "group_5", "opacus_prv", "shuffled_instead", "replays"))
-    result |= json.loads(_plan_here(f"{SMALL} --noise_multiplier 4 --json", monkeypatch, capsys).out) | {
-        "group_5": None
-    }
+    result = json.loads(_plan_here(f"{SMALL} --noise_multiplier 4 --json", monkeypatch, capsys).out) | {"group_5": None}
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(privacy_table(result))
     assert re.search(r"group of 5 .* none .*no finite epsilon at this delta", console.export_text())
@@ -320,11 +313,11 @@ def test_table_of_memory_and_time(monkeypatch, capsys):
     shown = capsys.readouterr()
     for text in (
         "2 ranks, local, float32, cpu",
-        "peak per rank",
-        "largest micro-batch",
-        "of a micro-batch in mode bookkeeping",
-        "assumed: 35% of 0.09 TFLOP/s",
-        "random reads",
+        "peak",
+        "largest micro batch",
+        "bookkeeping",
+        "efficiency",
+        "decoding cores per rank",
         "--bytes_per_example",
     ):
         assert text in shown.out, text
@@ -336,11 +329,11 @@ def test_table_of_memory_and_time(monkeypatch, capsys):
     [
         (f"{SMALL} --noise_multiplier 4 --gpu a100-80gb", "give --ds_config and --recipe"),
         (f"{SMALL} --noise_multiplier 4 --ds_config ds_configs/zero3.json", "give --recipe"),
-        (f"{QUICK}/zero3.json --efficiency 35", "above 0 and at most 1"),
-        (f"{QUICK}/zero3.json --network_gbits 0", "must be positive"),
+        (f"{QUICK}/zero3.json --efficiency 35", "--efficiency must be at most 1, got 35"),
+        (f"{QUICK}/zero3.json --network_gbits 0", "--network_gbits must be above 0"),
         (f"{QUICK}/zero3.json --gpu tpu", "choose one of"),
         (f"{QUICK}/zero3_bf16.json --gpu v100-32gb", "no bf16"),
-        (f"{QUICK}/zero3.json --world_size 0", "at least 1"),
+        (f"{QUICK}/zero3.json --world_size 0", "--world_size must be at least 1"),
         (f"{QUICK}/zero3.json --engine fairscale", "stage 3 is refused"),
         (f"{QUICK}/nowhere.json", "nowhere.json"),
         (f"{SMALL} --noise_multiplier 4 --choose", "--choose is for the choice .*: give --recipe too"),

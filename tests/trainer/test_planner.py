@@ -28,13 +28,12 @@ from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.engines import require_supported
 from trainer.errors import ConfigError
-from trainer.planner.batches import BYTES_PER_EXAMPLE, Examples, examples
+from trainer.planner.batches import BYTES_PER_EXAMPLE, Examples, examples, micro_batches, staged_bytes
 from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds, find_gpu
 from trainer.planner.memory import RankMemory, Trainable, accumulator_bytes, largest_that_fits, room
 from trainer.planner.privacy import scaling_rule
 from trainer.planner.probe import Probe, count_flops
 from trainer.planner.resources import Cluster, plan_of_shapes, plan_resources, planning_task
-from trainer.planner.staging import micro_batches_of_shares, staging_costs
 from trainer.planner.tables import scaling_table
 from trainer.tasks import make_task
 
@@ -375,24 +374,16 @@ def test_time_follows_from_flop_efficiency_and_ranks() -> None:
     assert memory["peak"] < memory["device"]
 
 
-def test_staging_costs_what_its_shards_do() -> None:
-    """233M examples of 50 KB in shards of 10,000, 16 nodes of eight ranks, 7.4e9 examples over the run."""
-    config = recipe(
-        "dpcap_base", "privacy.expected_batch_size=1300000", "train.num_steps=5708", 'data.staging="/local"'
-    )
-    costs = staging_costs(config, Examples(233_000_000, 50_000, ""), 128, 8, 10.0, 0.0004)
-    one_by_one, staged = costs["one_by_one"], costs["staged"]
-    assert one_by_one["requests"] == 1_300_000 * 5708 and one_by_one["price"] == pytest.approx(2968, abs=1)
-    assert staged["shards"] == 23_300 and staged["requests"] == 23_315 and staged["price"] < 0.01
-    assert staged["bytes_per_node"] == pytest.approx(233e6 * 50_000 / 16, rel=0.01)
-    assert staged["seconds"] == pytest.approx(staged["bytes_per_node"] * 8 / 10e9)
-    assert staging_costs(config, Examples(None, 50_000, ""), 128, 8, 10.0, 0.0004).keys() == {
-        "nodes", "store_gbits", "request_price", "one_by_one",
-    }  # fmt: skip
+def test_staging_copies_the_shards_of_a_node_and_has_rows_for_its_largest_share() -> None:
+    """233M examples of 50 KB in shards of 10,000, 16 nodes of eight ranks."""
+    assert staged_bytes(Examples(233_000_000, 50_000, ""), 128, 8) == pytest.approx(233e6 * 50_000 / 16, rel=0.01)
+    assert staged_bytes(Examples(233_000_000, 50_000, ""), 8, 8) == 233e6 * 50_000
+    assert staged_bytes(Examples(None, 50_000, ""), 128, 8) is None
     # Every node has rows for its largest share: 4 % more than B, as docs/data.md says.
+    config = recipe("dpcap_base", "privacy.expected_batch_size=1300000", 'data.staging="/local"')
     cap, size = 1_309_122, config.train.micro_batch_size
     without = math.ceil(math.ceil(cap / 128) / size)
-    number = micro_batches_of_shares(config, without, cap, 128, 8)
+    number = micro_batches(config, cap, 128, 8)
     assert number * size * 128 == pytest.approx(1.3e6 * 1.042, rel=size * 128 / 1.3e6) and number > without
-    assert micro_batches_of_shares(config, without, cap, 8, 8) == without
-    assert micro_batches_of_shares(recipe("dpcap_base"), without, cap, 128, 8) == without
+    assert micro_batches(config, cap, 8, 8) == math.ceil(cap / 8 / size)
+    assert micro_batches(recipe("dpcap_base"), cap, 128, 8) == without

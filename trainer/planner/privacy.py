@@ -1,15 +1,14 @@
-"""What a privacy plan means, in numbers: epsilon by every accountant, groups, attacks, and what else the run could cost."""
+"""What a privacy plan means, in numbers: epsilon by every accountant, groups and attacks."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 from privacy.accounting import accountants as accounting
-from privacy.accounting import attack_risk, what_if
+from privacy.accounting.attack_risk import attack_risk
 from privacy.accounting.several import epsilon_of_several
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
-from privacy.sampling.shuffle import steps_per_epoch
 
 # Group epsilons are guidance and no claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
 _GROUP_INTERVAL = 5e-3
@@ -25,7 +24,7 @@ def summarise(
 
     Args:
         warn: called with one line about a cross-check that cannot be done.
-        extras: also what the guarantee means and what else the run could cost (slower).
+        extras: also other neighbours, groups and bounds for attacks (slower).
         max_examples_per_owner: adds the epsilon of an owner of this many examples.
 
     Raises:
@@ -61,25 +60,13 @@ def summarise(
             groups = [plan.release_group(plan.num_steps)]
             epsilons["epsilon_owner"] = epsilon_of_several(plan, groups, max_examples_per_owner, _GROUP_INTERVAL)
     result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
-    return result | (_extras(plan) if extras else {}) | {"scaling_rule": scaling_rule(plan)}
-
-
-def _extras(plan: PrivacyPlan) -> dict[str, Any]:
-    """What the guarantee means, and what else the run could cost; None where it cannot be computed."""
-    names = ("epsilon_by_delta", "attack_risk", "replays", "private_selection", "shuffled_instead")
-    values: dict[str, Any] = dict.fromkeys((*names, "opacus_rdp", "opacus_prv"))
-    group, delta = plan.release_group(plan.num_steps), plan.accounted_delta
-    if not plan.formal_guarantee or delta < accounting.PLD_SMALLEST_DELTA or plan.epsilon_planned == float("inf"):
-        return values
-    whole = accounting.loss_distribution([group.without_cap()], accounting.COARSE_INTERVAL)
-    values["epsilon_by_delta"] = attack_risk.epsilon_curve(whole)
-    values["attack_risk"] = attack_risk.risk_of(whole, attack_risk.FALSE_POSITIVE_RATES)
-    values["private_selection"] = what_if.selection_costs(group, delta)
-    if plan.bands == 1:  # both are about releases whose noise is independent
-        values["replays"] = what_if.replay_costs(group, delta)
-        steps = steps_per_epoch(plan.num_examples, plan.expected_batch_size)
-        values["shuffled_instead"] = what_if.shuffled_instead(group, delta, steps)
-    return values | what_if.opacus_opinion(group, delta)
+    if extras:
+        result["attack_risk"] = None
+        has_pld = plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA
+        if has_pld and plan.epsilon_planned < math.inf:
+            group = plan.release_group(plan.num_steps).without_cap()
+            result["attack_risk"] = attack_risk([group], interval=accounting.COARSE_INTERVAL)
+    return result | {"scaling_rule": scaling_rule(plan)}
 
 
 def _epsilons(plan: PrivacyPlan, warn: Callable[[str], None], extras: bool) -> dict[str, float | None]:
