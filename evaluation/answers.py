@@ -9,8 +9,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
-from evaluation.captions import CaptionOptions, CaptionWriter
-from evaluation.sources.captioned import decoded, open_images
+from evaluation.captions import CaptionWriter, usable_batches
+from evaluation.options import CaptionedOptions
+from evaluation.sources import open_source
 from models.captioner import Captioner
 
 BATCH_SIZE = 250
@@ -46,10 +47,10 @@ def greedy_answers(model: Captioner, tokenizer: CaptionTokenizer, pattern: str, 
     Raises:
         DataError, ReadError: the shards are not there, or cannot be read.
     """
-    writer, size = CaptionWriter(model, tokenizer, CaptionOptions()), model.config.encoder.image_size
-    found = []
-    for batch in decoded(open_images(f"shards:{pattern}", cache=cache), image_size=size, batch_size=BATCH_SIZE):
-        for image_CHW, example, said in zip(batch.images_BCHW, batch.examples, writer(batch.images_BCHW), strict=True):
+    options = CaptionedOptions(cache=cache, batch_size=BATCH_SIZE)
+    writer, source, found = CaptionWriter(model, tokenizer), open_source(f"shards:{pattern}", options), []
+    for images_BCHW, examples, _ in usable_batches(model, source, options):
+        for image_CHW, example, said in zip(images_BCHW.cpu().numpy(), examples, writer(images_BCHW), strict=True):
             if example.captions:
                 found.append(Answer(denormalize(image_CHW), said.text, example.captions[0]))
     return found

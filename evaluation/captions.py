@@ -13,42 +13,29 @@ METEOR and SPICE are left out: their jars have licences of their own, and SPICE 
 import contextlib
 import io
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
+from data.errors import DataError
 from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
 from data.synthetic.render import contact_sheet
+from evaluation.features import open_checkpoint
+from evaluation.options import GRID, CaptionsOptions, CheckpointOptions, ImageOptions
+from evaluation.results import DataUse, ModelFacts, Results
+from evaluation.sources import Example, Source, decoded_batches, open_source
 from models.captioner import Captioner
 from models.generation import beam_captions, sampled_captions
 from trainer.errors import ConfigError
 
 Method = Literal["greedy", "beam", "sample"]
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr")
-
-
-@dataclass(frozen=True)
-class CaptionOptions:
-    """
-    Attributes:
-        method: "greedy" takes the likeliest next token, "beam" searches, "sample" draws.
-        max_tokens: None is as many as the model takes.
-        num_beams, length_penalty: of "beam"; see `models.generation.beam_captions`.
-        temperature, top_p, seed: of "sample".
-    """
-
-    method: Method = "greedy"
-    max_tokens: int | None = None
-    num_beams: int = 4
-    length_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 class Caption(NamedTuple):
@@ -65,45 +52,56 @@ class Caption(NamedTuple):
 class CaptionWriter:
     """Captions batch after batch; samples of later batches go on with the same random numbers."""
 
-    def __init__(self, model: Captioner, tokenizer: CaptionTokenizer, options: CaptionOptions) -> None:
+    def __init__(
+        self,
+        model: Captioner,
+        tokenizer: CaptionTokenizer,
+        *,
+        method: Method = "greedy",
+        max_tokens: int | None = None,
+        num_beams: int = 4,
+        length_penalty: float = 1.0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> None:
         """
+        Args:
+            method: "greedy" takes the likeliest next token, "beam" searches, "sample" draws.
+            max_tokens: None is as many as the model takes.
+            num_beams, length_penalty: of "beam"; see `models.generation.beam_captions`.
+            temperature, top_p, seed: of "sample".
+
         Raises:
-            ConfigError: a number out of range.
+            ConfigError: more tokens than the model takes.
         """
         limit = model.config.num_tokens - 1
-        max_tokens = limit if options.max_tokens is None else options.max_tokens
+        max_tokens = limit if max_tokens is None else max_tokens
         if not 1 <= max_tokens <= limit:
             raise ConfigError(f"max_tokens must be between 1 and {limit}, got {max_tokens}")
-        if options.num_beams < 1:
-            raise ConfigError(f"num_beams must be at least 1, got {options.num_beams}")
-        if not (options.temperature > 0 and 0 < options.top_p <= 1):
-            raise ConfigError(
-                f"temperature must be above 0, top_p in (0, 1], got {options.temperature}, {options.top_p}"
+        self._model, self._tokenizer = model, tokenizer
+        if method == "sample":
+            generator = torch.Generator().manual_seed(seed)
+            self._generate = partial(
+                sampled_captions, max_tokens=max_tokens, temperature=temperature, top_p=top_p, generator=generator
             )
-        self._model, self._tokenizer, self._options, self._max_tokens = model, tokenizer, options, max_tokens
-        self._generator = torch.Generator().manual_seed(options.seed)
+        elif method == "beam":
+            self._generate = partial(
+                beam_captions, max_tokens=max_tokens, num_beams=num_beams, length_penalty=length_penalty
+            )
+        else:
+            self._generate = partial(beam_captions, max_tokens=max_tokens)
 
-    def __call__(self, images_BCHW: np.ndarray) -> list[Caption]:
+    def __call__(self, images_BCHW: np.ndarray | Tensor) -> list[Caption]:
         """One caption for each normalised image."""
         if not len(images_BCHW):
             return []
-        images, options = torch.from_numpy(images_BCHW).to(next(self._model.parameters()).device), self._options
-        if options.method == "sample":
-            generated = sampled_captions(
-                self._model, images, max_tokens=self._max_tokens, temperature=options.temperature,
-                top_p=options.top_p, generator=self._generator,
-            )  # fmt: skip
-        else:
-            generated = beam_captions(
-                self._model, images, max_tokens=self._max_tokens,
-                num_beams=options.num_beams if options.method == "beam" else 1,
-                length_penalty=options.length_penalty if options.method == "beam" else 0.0,
-            )  # fmt: skip
+        generated = self._generate(self._model, torch.as_tensor(images_BCHW).to(next(self._model.parameters()).device))
         texts = [self._tokenizer.decode(row) for row in generated.tokens_BL.tolist()]
         return [Caption(text, log_prob) for text, log_prob in zip(texts, generated.log_probs_B.tolist(), strict=True)]
 
 
-def picture_grid(images: list[np.ndarray], lines: list[str], *, columns: int = 6) -> Image.Image:
+def picture_grid(images: Sequence[np.ndarray], lines: Sequence[str], *, columns: int = 6) -> Image.Image:
     """Normalised images (3, S, S) with their captions below."""
     return contact_sheet([denormalize(image) for image in images], lines, columns=columns)
 
@@ -156,3 +154,79 @@ def caption_metrics(captions: Mapping[str, str], references: Mapping[str, Sequen
         rouge = Rouge().compute_score(true_tokens, tokens)[0]
         cider = Cider().compute_score(true_tokens, tokens)[0]
     return {name: float(value) for name, value in zip(METRICS, [*bleu, rouge, cider], strict=True)}
+
+
+class OpenedCaptioner(NamedTuple):
+    """A captioner, its tokenizer, and what is proven of its training."""
+
+    model: Captioner
+    tokenizer: CaptionTokenizer
+    facts: ModelFacts
+
+
+def open_captioner(options: CheckpointOptions) -> OpenedCaptioner:
+    """
+    Raises:
+        ConfigError: the checkpoint holds another kind of model.
+    """
+    opened = open_checkpoint(options)
+    if not isinstance(opened.model, Captioner):
+        raise ConfigError(f"{options.checkpoint} holds a {type(opened.model).__name__}; captions need a captioner")
+    tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]
+    return OpenedCaptioner(opened.model, tokenizer, ModelFacts.of(opened.path, opened.manifest))
+
+
+def usable_batches(
+    model: Captioner, source: Source, options: ImageOptions, count: int | None = None
+) -> Iterator[tuple[Tensor, list[Example], int]]:
+    """Images that are of use, on the model's device, their examples, and how many others there were.
+
+    Args:
+        count: the first so many; None for all.
+    """
+    device = next(model.parameters()).device
+    for batch in decoded_batches(
+        source, range(min(len(source), count or len(source))), batch_size=options.batch_size,
+        image_size=model.config.encoder.image_size, num_workers=options.num_workers,
+    ):  # fmt: skip
+        usable = np.flatnonzero(batch.is_usable_B)
+        examples = [batch.examples[row] for row in usable]
+        yield batch.images_BCHW[usable].to(device), examples, len(batch.examples) - len(usable)
+
+
+def captions(options: CaptionsOptions) -> Results:
+    """The command; see its options."""
+    if options.metrics:
+        require_metrics()
+    model, tokenizer, facts = open_captioner(options)
+    how: dict[str, Any] = options.model_dump(
+        include={"method", "max_tokens", "num_beams", "length_penalty", "temperature", "top_p", "seed"}
+    )
+    writer, source = CaptionWriter(model, tokenizer, **how), open_source(options.data, options)
+    rows: list[dict[str, Any]] = []
+    shown: list[np.ndarray] = []
+    undecodable = 0
+    for images_BCHW, examples, left_out in usable_batches(model, source, options, options.max_examples):
+        undecodable += left_out
+        shown += list(images_BCHW[: max(0, GRID - len(shown))].cpu().numpy())
+        for example, caption in zip(examples, writer(images_BCHW), strict=True):
+            row = {"image": example.name, "caption": caption.text, "log_prob": caption.log_prob}
+            rows.append(row | ({"references": list(example.captions)} if example.captions else {}))
+    if not rows:
+        raise DataError(f"{source.name}: none of {undecodable} images can be decoded")
+    scalars = {"mean_log_prob": sum(row["log_prob"] for row in rows) / len(rows)}
+    if options.metrics:
+        with_references = {str(number): row for number, row in enumerate(rows) if "references" in row}
+        references = {name: row["references"] for name, row in with_references.items()}
+        scalars |= caption_metrics({name: row["caption"] for name, row in with_references.items()}, references)
+    if options.grid is not None:
+        try:
+            picture_grid(shown, [row["caption"] for row in rows[:GRID]]).save(options.grid)
+            if not options.results_are_public:
+                options.grid.chmod(0o600)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--grid {options.grid}: {error}") from error
+    uses = [DataUse("images", source.name, len(rows), undecodable)]
+    table = [{"image": row["image"], "caption": row["caption"]} for row in rows[:GRID]]
+    notes = [f"{name} {value:.4f}" for name, value in scalars.items()] if options.metrics else []
+    return Results("captions", scalars, uses, facts, table, {"captions": rows, "options": how}, notes=notes)

@@ -5,7 +5,6 @@ each; COCO-Order and Flickr30k-Order, several. And tests from synthetic pictures
 least loss is the model's answer, as in DP-Cap's evaluation; chance is one over the number of captions.
 """
 
-import io
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -15,22 +14,18 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from PIL import Image
 from scipy.stats import binomtest
 from torch import Tensor
 
 from data.errors import DataError, DecodeError
 from data.examples.tokenizer import CaptionTokenizer
-from data.examples.transforms import eval_image
 from evaluation.scoring import encoded_captions, own_log_probs
+from evaluation.sources import whole_image
 from models.captioner import Captioner
 from trainer.progress import track
 
 Format = Literal["vg-relation", "vg-attribution", "order"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-Tagger = Callable[[Sequence[str]], Sequence[str]]
-"""The part of speech of each word, in the letters of the Penn treebank (NN, JJ, ...)."""
-NOUNS, ADJECTIVES = {"NN", "NNS", "NNP", "NNPS"}, {"JJ", "JJR", "JJS"}
 Rule = Literal["loss", "sum", "prior"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 
@@ -53,25 +48,7 @@ class Choice:
     box: Box | None = None
 
 
-def spacy_tagger(name: str) -> Tagger:
-    """The tagger of a pipeline of spaCy, an extra: ARO takes `en_core_web_sm`.
-
-    Raises:
-        DataError: there is no spaCy, or no such pipeline.
-    """
-    try:
-        import spacy
-        from spacy.tokens import Doc
-
-        pipeline = spacy.load(name)
-    except (ImportError, OSError) as error:
-        raise DataError(
-            f"no tagger {name!r}: install spacy and a pipeline for English, and give its name or folder ({error})"
-        ) from error
-    return lambda words: [token.tag_ for token in pipeline(Doc(pipeline.vocab, words=list(words)))]
-
-
-def read_aro(path: Path, image_root: Path, kind: Format, tagger: Tagger | None = None) -> list[Choice]:
+def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
     """A file of ARO: a JSON list.
 
     vg-relation, vg-attribution: `image_path`, `bbox_x`, `bbox_y`, `bbox_w`, `bbox_h`, `true_caption`, `false_caption`, and
@@ -91,7 +68,7 @@ def read_aro(path: Path, image_root: Path, kind: Format, tagger: Tagger | None =
     tests: list[Choice] = []
     for number, record in enumerate(records):
         try:
-            tests += _tests(record, image_root, kind, number, tagger)
+            tests += _tests(record, image_root, kind, number)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(
                 f"{path}: test {number} is not of the format {kind}: {type(error).__name__} {error}"
@@ -99,9 +76,7 @@ def read_aro(path: Path, image_root: Path, kind: Format, tagger: Tagger | None =
     return tests
 
 
-def _tests(
-    record: dict[str, Any], image_root: Path, kind: Format, number: int, tagger: Tagger | None
-) -> Iterator[Choice]:
+def _tests(record: dict[str, Any], image_root: Path, kind: Format, number: int) -> Iterator[Choice]:
     """The tests that a record of a file of ARO makes."""
     image = image_root / str(record["image" if kind == "order" and "image" in record else "image_path"])
     if kind != "order":
@@ -116,31 +91,24 @@ def _tests(
         true = [record["caption"]] if isinstance(record["caption"], str) else list(record["caption"])
         for place, caption in enumerate(true):
             plain = " ".join(str(caption).lower().replace(".", " ").replace(",", " ").split()[:30])
-            others = perturbed(plain, random.Random(f"{number} {place}"), tagger)
+            others = perturbed(plain, random.Random(f"{number} {place}"))
             if others:
                 yield Choice(image, (plain, *others), "order")
 
 
-def perturbed(caption: str, rng: random.Random, tagger: Tagger | None = None) -> list[str]:
-    """The same words in wrong orders, none twice: ARO's four, where a tagger tells parts of speech, or else three.
+def perturbed(caption: str, rng: random.Random) -> list[str]:
+    """The same words in wrong orders, none twice: trigrams shuffled; words shuffled within trigrams; all words shuffled.
 
-    ARO's four are nouns and adjectives shuffled, each among their kind; all other words shuffled; words shuffled within trigrams;
-    trigrams shuffled. Without a tagger all words are shuffled in place of the first two. An order that is the caption's
-    own, or that was there before, is drawn again up to 20 times and then left out; ARO keeps such captions.
+    ARO has the first two, and two by part of speech in place of the third; a file with `false_captions` may hold them. An order
+    that is the caption's own, or that was there before, is drawn again up to 20 times and then left out; ARO keeps such captions.
     """
     words = caption.split()
     grams = [words[start : start + 3] for start in range(0, len(words), 3)]
     ways: list[Callable[[], list[str]]] = [
         lambda: [word for gram in rng.sample(grams, len(grams)) for word in gram],
         lambda: [word for gram in grams for word in rng.sample(gram, len(gram))],
+        lambda: rng.sample(words, len(words)),
     ]
-    if tagger is None:
-        ways.append(lambda: rng.sample(words, len(words)))
-    else:
-        tags = tagger(words)
-        nouns, adjectives = ([n for n, tag in enumerate(tags) if tag in kind] for kind in (NOUNS, ADJECTIVES))
-        rest = [n for n in range(len(words)) if n not in nouns and n not in adjectives]
-        ways[:0] = [lambda: shuffled_at(words, (nouns, adjectives), rng), lambda: shuffled_at(words, (rest,), rng)]
     others: list[str] = []
     for way in ways:
         for _ in range(20):
@@ -149,15 +117,6 @@ def perturbed(caption: str, rng: random.Random, tagger: Tagger | None = None) ->
                 others.append(other)
                 break
     return others
-
-
-def shuffled_at(words: Sequence[str], groups: Sequence[Sequence[int]], rng: random.Random) -> list[str]:
-    """The words, with those at each group's places shuffled among these places."""
-    found = list(words)
-    for places in groups:
-        for place, source in zip(places, rng.sample(places, len(places)), strict=True):
-            found[place] = words[source]
-    return found
 
 
 @dataclass(frozen=True)
@@ -251,20 +210,7 @@ def pixels_of(test: Choice, size: int) -> np.ndarray | None:
         data = test.image if isinstance(test.image, bytes) else test.image.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {error.filename}: {error.strerror or error}") from error
-    if test.box is not None or isinstance(test.image, Path):
-        buffer = io.BytesIO()
-        try:
-            with Image.open(io.BytesIO(data)) as opened:
-                image = opened.convert("RGB")
-                left, top, right, bottom = test.box or (0, 0, *image.size)
-                if not (left < right and top < bottom):
-                    return None
-                part = image.crop((round(left), round(top), round(right), round(bottom)))
-                part.resize((size, size), Image.Resampling.BICUBIC).save(buffer, "PNG")
-        except (OSError, ValueError, Image.DecompressionBombError):
-            return None
-        data = buffer.getvalue()
     try:
-        return eval_image(data, size)
+        return whole_image(data, size, test.box)[0]
     except DecodeError:
         return None

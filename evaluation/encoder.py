@@ -6,38 +6,14 @@ https://arxiv.org/abs/2306.08842, whose linear probe takes all 12 blocks of ViT-
 DP-Cap's few-shot evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506).
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
+from evaluation.options import FeatureOptions
 from models.captioner import Captioner
 from models.layers import PositionEmbedding, resized_positions
 from models.vit import VisionTransformer
 from trainer.errors import ConfigError
-
-FeatureKind = Literal["pooled", "class_token", "blocks", "memory"]
-
-
-@dataclass(frozen=True)
-class FeatureOptions:
-    """Which vector stands for an image.
-
-    Attributes:
-        kind: "pooled": mean of the normalised patch tokens; "class_token": the normalised class token; "blocks": mean of the
-            patch tokens of each of the last `num_blocks` blocks, concatenated; "memory": mean over what a captioner's
-            decoder attends to.
-        num_blocks: for "blocks" only.
-        image_size: pixels; None is the model's own. With another one, positions are interpolated.
-        resize: to how many pixels the shorter side is brought before the centre is cut out (256 for 224 in the papers); None is
-            `image_size`, which cuts nothing off a square.
-    """
-
-    kind: FeatureKind = "pooled"
-    num_blocks: int = 1
-    image_size: int | None = None
-    resize: int | None = None
 
 
 def encoder_of(model: nn.Module) -> VisionTransformer:
@@ -59,9 +35,9 @@ def check_options(model: nn.Module, options: FeatureOptions) -> None:
         ConfigError: options that this model cannot follow.
     """
     encoder = encoder_of(model)
-    if options.kind == "blocks" and not 1 <= options.num_blocks <= len(encoder.blocks):
+    if options.features == "blocks" and not 1 <= options.num_blocks <= len(encoder.blocks):
         raise ConfigError(f"{options.num_blocks} blocks were asked for; the encoder has {len(encoder.blocks)}")
-    if options.kind == "memory" and not isinstance(model, Captioner):
+    if options.features == "memory" and not isinstance(model, Captioner):
         raise ConfigError(f"only a captioner has an image memory, not a {type(model).__name__}; choose another kind")
     size = options.image_size or encoder.config.image_size
     if options.resize is not None and options.resize < size:
@@ -70,24 +46,27 @@ def check_options(model: nn.Module, options: FeatureOptions) -> None:
         )
     if options.image_size is not None:
         _grid(encoder, options.image_size, options.image_size)
-        if options.kind == "memory" and options.image_size != encoder.config.image_size:
+        if options.features == "memory" and options.image_size != encoder.config.image_size:
             raise ConfigError("the image memory has positions of its own: it exists at the model's image size only")
 
 
 def features(model: nn.Module, images_BCHW: Tensor, options: FeatureOptions) -> Tensor:
-    """One vector per image, float32 (B, D), or (B, K D) for the kind "blocks".
+    """One vector per image, float32 (B, D), or (B, K D) for "blocks".
+
+    "pooled" is the mean of the normalised patch tokens, "class_token" the normalised class token, "blocks" the mean of the
+    patch tokens of each of the last `num_blocks` blocks, concatenated, "memory" the mean over what a captioner's decoder sees.
 
     Args:
         images_BCHW: normalised, at the size that `options` say.
     """
-    if options.kind == "memory":
+    if options.features == "memory":
         assert isinstance(model, Captioner)
         return model.encode(images_BCHW).float().mean(dim=1)
     encoder = encoder_of(model)
     last_KBTD, normalised_BTD = tokens(encoder, images_BCHW, options.num_blocks)
-    if options.kind == "blocks":
+    if options.features == "blocks":
         return torch.cat([x_BTD[:, 1:].float().mean(dim=1) for x_BTD in last_KBTD], dim=1)
-    if options.kind == "class_token":
+    if options.features == "class_token":
         return normalised_BTD[:, 0].float()
     return normalised_BTD[:, 1:].float().mean(dim=1)
 

@@ -12,32 +12,29 @@ transform of training (`data.examples.transforms.eval_image`).
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file, save_file
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
-from data.errors import DataError, DecodeError, ReadError
-from data.examples.transforms import eval_image, train_image
+from data.errors import DataError, ReadError
 from data.files import named_when_whole, write_durably
-from data.reading.loader import Failure
-from data.reading.workers import as_is, end_with_parent, worker_context
-from evaluation.encoder import FeatureOptions, check_options, encoder_of, features
-from evaluation.sources.records import LabelledImages
-from trainer.progress import track
+from evaluation.encoder import check_options, encoder_of
+from evaluation.encoder import features as features_of
+from evaluation.options import CommandOptions, FeatureOptions, FeaturesOptions
+from evaluation.results import DataUse, ModelFacts, Results
+from evaluation.sources import Augmentation, Source, decoded_batches, open_source
+from trainer.errors import ConfigError
 from trainer.ranks import distributed
+from trainer.weights import open_model as opening
 from trainer.weights.open_model import OpenedModel
 
 FORMAT = 1
-_ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -84,26 +81,13 @@ class Features:
         """Features from arrays that came from elsewhere."""
         if values_ND.ndim != 2 or labels_N.shape != (len(values_ND),):
             raise DataError(f"{name}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}")
-        usable_N = np.ones(len(values_ND), dtype=bool)
-        kept_ND = np.empty(values_ND.shape, dtype=np.float32)
-        for start in range(
-            0, len(values_ND), _ROWS_AT_ONCE
-        ):  # a copy, and no more than that, of what may take gigabytes
-            rows = slice(start, start + _ROWS_AT_ONCE)
-            usable_N[rows] = np.isfinite(values_ND[rows]).all(axis=1)
-            kept_ND[rows] = np.where(usable_N[rows, None], values_ND[rows], 0)
+        usable_N = np.isfinite(values_ND).all(axis=1)
+        kept_ND = np.where(usable_N[:, None], values_ND, 0).astype(np.float32, copy=False)
         return cls(kept_ND, labels_N.astype(np.int64), usable_N, name=name)
 
 
 def extract(
-    opened: OpenedModel,
-    source: LabelledImages,
-    options: FeatureOptions,
-    *,
-    cache: Path | None = None,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    use_average: bool = False,
+    opened: OpenedModel, source: Source, options: FeatureOptions, *, cache: Path | None = None
 ) -> Features | None:
     """Features of all images of a source, from the cache where it has them.
 
@@ -112,7 +96,6 @@ def extract(
     Args:
         opened: a model with an encoder.
         cache: folder of caches; None keeps nothing.
-        use_average: as `opened` was opened; part of the cache's name.
 
     Returns:
         None on other ranks than 0.
@@ -130,18 +113,23 @@ def extract(
     if cache is None:
         if world_size > 1:
             raise DataError("several ranks need a folder for the features: give --cache")
-        return compute(opened.model, source, options, range(len(source)), batch_size, num_workers)
+        return compute(opened.model, source, options, range(len(source)))
     manifest = opened.manifest
     facts = {
         "format": FORMAT,
         "checkpoint": manifest.get("seal") or hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest(),
-        "use_average": use_average,
+        "use_average": options.use_average,
         "dtype": str(next(opened.model.parameters()).dtype),
         "data": source.identity(),
         "data_name": source.name,
         "class_names": list(source.class_names),
         "num_examples": len(source),
-        "options": asdict(options),
+        "options": {
+            "kind": options.features,
+            "num_blocks": options.num_blocks if options.features == "blocks" else 1,
+            "image_size": options.image_size,
+            "resize": options.resize,
+        },
     }
     named = {key: value for key, value in facts.items() if key != "data_name"}
     folder = cache / f"features-{hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:24]}"
@@ -151,7 +139,7 @@ def extract(
         folder.mkdir(mode=0o700, exist_ok=True)
         part = folder / _part(rank, world_size)
         if not part.exists():  # an earlier start may have left it whole
-            computed = compute(opened.model, source, options, rows, batch_size, num_workers)
+            computed = compute(opened.model, source, options, rows)
             columns = {"features": computed.values_ND, "labels": computed.labels_N, "is_usable": computed.is_usable_N}
             with named_when_whole(part) as temporary:
                 save_file(columns, temporary)
@@ -222,111 +210,12 @@ def stored_features(path: Path) -> Features:
     return Features.of(values_ND, labels_N, f"features:{path}")
 
 
-class _Decoded(NamedTuple):
-    images_BCHW: torch.Tensor
-    labels_B: np.ndarray
-    is_usable_B: np.ndarray
-
-
-class Augmentation(NamedTuple):
-    """Random crops and flips, by a key of each image's own in each epoch."""
-
-    seed: int
-    epoch: int
-
-    def key(self, row: int) -> int:
-        return int(np.random.SeedSequence([*self, row]).generate_state(1, np.uint64)[0])
-
-
-class _Batches(Dataset):
-    """Number of a batch -> decoded images, in a worker. Errors that name an exit code come back as `Failure`."""
-
-    def __init__(
-        self,
-        source: LabelledImages,
-        rows: Sequence[int],
-        batch_size: int,
-        image_size: int,
-        resize: int | None,
-        augmentation: Augmentation | None,
-    ) -> None:
-        self._source, self._rows, self._batch_size, self._image_size = source, rows, batch_size, image_size
-        self._resize, self._augmentation = resize or image_size, augmentation
-
-    def _pixels(self, image: bytes, row: int) -> np.ndarray:
-        size = self._image_size
-        if self._augmentation is not None:
-            return train_image(image, size, self._augmentation.key(row))
-        edge = (self._resize - size) // 2
-        return eval_image(image, self._resize)[:, edge : edge + size, edge : edge + size]
-
-    def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch_size)
-
-    def __getitem__(self, number: int) -> _Decoded | Failure:
-        if number >= len(self):
-            raise IndexError(number)
-        ids = self._rows[number * self._batch_size : (number + 1) * self._batch_size]
-        size = self._image_size
-        images = np.zeros((len(ids), 3, size, size), dtype=np.float32)
-        labels, usable = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids), dtype=bool)
-        try:
-            for row, example in enumerate(self._source.read(ids)):
-                if example.image is None or example.label is None:
-                    continue
-                try:
-                    images[row] = self._pixels(example.image, ids[row])
-                except DecodeError:
-                    continue
-                labels[row], usable[row] = example.label, True
-        except (ReadError, DataError) as error:
-            return Failure(type(error), str(error))
-        return _Decoded(torch.from_numpy(images), labels, usable)
-
-
-def decoded_batches(
-    source: LabelledImages,
-    rows: Sequence[int],
-    *,
-    batch_size: int,
-    image_size: int,
-    num_workers: int = 0,
-    resize: int | None = None,
-    augmentation: Augmentation | None = None,
-) -> Iterator[_Decoded]:
-    """Normalised images (B, 3, S, S) with labels, in order; rows that are not usable are black.
-
-    Args:
-        image_size: S.
-        resize: see `evaluation.encoder.FeatureOptions`; not looked at where images are augmented.
-
-    Raises:
-        ReadError, DataError: of the source.
-    """
-    loader = DataLoader(
-        _Batches(source, rows, batch_size, image_size, resize, augmentation),
-        batch_size=None,
-        collate_fn=as_is,
-        num_workers=num_workers,
-        multiprocessing_context=worker_context() if num_workers else None,
-        worker_init_fn=end_with_parent,
-    )
-    shows = not dist.is_initialized() or dist.get_rank() == 0
-    shows = shows and augmentation is None  # whoever trains on these shows the epochs
-    for batch in track(loader, f"batches of {source.name}", math.ceil(len(rows) / batch_size), shows=shows):
-        if isinstance(batch, Failure):
-            raise batch.kind(batch.message)
-        yield batch
-
-
 @torch.no_grad()
 def compute(
     model: nn.Module,
-    source: LabelledImages,
+    source: Source,
     options: FeatureOptions,
     rows: Sequence[int],
-    batch_size: int,
-    num_workers: int,
     augmentation: Augmentation | None = None,
 ) -> Features:
     """Features of these images, in this process."""
@@ -335,17 +224,126 @@ def compute(
     device = encoder.class_token.device
     values, labels, usable = [], [], []
     for batch in decoded_batches(
-        source, rows, batch_size=batch_size, image_size=size, num_workers=num_workers, resize=options.resize,
-        augmentation=augmentation,
+        source, rows, batch_size=options.batch_size, image_size=size, num_workers=options.num_workers,
+        resize=options.resize, augmentation=augmentation,
     ):  # fmt: skip
-        found_BD = features(model, batch.images_BCHW.to(device), options).cpu().numpy()
+        found_BD = features_of(model, batch.images_BCHW.to(device), options).cpu().numpy()
         found_BD[~batch.is_usable_B] = 0
         values.append(found_BD)
         labels.append(batch.labels_B)
         usable.append(batch.is_usable_B)
     if not values:  # more ranks than images
-        width = features(model, torch.zeros(1, 3, size, size, device=device), options).shape[1]
+        width = features_of(model, torch.zeros(1, 3, size, size, device=device), options).shape[1]
         values, labels, usable = [np.zeros((0, width), np.float32)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     return Features(
         np.concatenate(values), np.concatenate(labels), np.concatenate(usable), source.class_names, source.name
     )
+
+
+def open_checkpoint(options: CommandOptions) -> OpenedModel:
+    """The model of the checkpoint, in fp32 on the device.
+
+    Raises:
+        ConfigError: there is no checkpoint, or no such device.
+    """
+    assert options.checkpoint is not None
+    return opening.open_model(options.checkpoint, device=device_of(options), use_average=options.use_average)
+
+
+def device_of(options: CommandOptions) -> torch.device:
+    """
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if options.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(options.device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {options.device} is no device of torch") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {options.device}: this machine has no usable GPU")
+    return device
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a command works on.
+
+    Attributes:
+        features: by role ("train", "test").
+        model: None where all features came from files.
+        opened: the same, opened.
+        sources: the images by role; empty for features from files.
+    """
+
+    features: dict[str, Features]
+    model: ModelFacts | None
+    opened: OpenedModel | None
+    sources: dict[str, Source]
+
+    def uses(self) -> list[DataUse]:
+        """What the record says about the data."""
+        return [DataUse(role, f.name, len(f.labels_N), f.num_unusable) for role, f in self.features.items()]
+
+    def usable(self, role: str) -> tuple[np.ndarray, np.ndarray]:
+        """Features (N, D) and labels (N,), without what cannot be decoded or has no label.
+
+        Raises:
+            DataError: nothing is left.
+        """
+        usable = self.features[role].usable()
+        return usable.values_ND, usable.labels_N
+
+    def num_classes(self) -> int:
+        """How many classes all roles have together."""
+        return max(features.num_classes for features in self.features.values())
+
+
+def load_inputs(options: FeatureOptions, **sources: str) -> Inputs | None:
+    """Features of all sources by role; collective under a launcher, where only rank 0 gets them and the others None.
+
+    Raises:
+        ConfigError, DataError, ReadError: a source cannot be had.
+    """
+    from_images = [role for role, source in sources.items() if not source.startswith("features:")]
+    if from_images and options.checkpoint is None:
+        raise ConfigError(f"--{from_images[0]} names images: give --checkpoint, whose encoder makes features of them")
+    opened = None if options.checkpoint is None else open_checkpoint(options)
+    cache = options.cache_folder
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    found: dict[str, Features] = {}
+    images: dict[str, Source] = {}
+    for role, source in sources.items():
+        if role not in from_images:
+            if is_main:  # they may take gigabytes, of which the others keep nothing
+                found[role] = stored_features(Path(source.removeprefix("features:")))
+            continue
+        assert opened is not None
+        if cache is not None and options.cache is None:  # what describes the data is for their owner alone
+            cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        images[role] = open_source(source, options)
+        extracted = extract(opened, images[role], options, cache=cache)
+        if extracted is not None:
+            found[role] = extracted
+    if not is_main:
+        return None
+    model = None if opened is None else ModelFacts.of(opened.path, opened.manifest)
+    return Inputs(found, model, opened, images)
+
+
+def features(options: FeaturesOptions) -> Results | None:
+    """The command; see its options."""
+    if options.cache_folder is None:
+        raise ConfigError("the checkpoint lies in no run folder: give --cache, a folder for the features")
+    inputs = load_inputs(options, data=options.data)
+    if inputs is None:
+        return None
+    computed = inputs.features["data"]
+    scalars = {
+        "num_examples": len(computed.labels_N),
+        "num_unusable": computed.num_unusable,
+        "width": computed.values_ND.shape[1],
+        "num_classes": computed.num_classes,
+    }
+    return Results("features", scalars, inputs.uses(), inputs.model, notes=[f"kept in {options.cache_folder}"])

@@ -12,26 +12,31 @@ many machines, is a training run of `model.kind = "classifier"`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
-from torch import Tensor
 
 from data.errors import DataError
-from evaluation.features import Augmentation, decoded_batches
+from evaluation.encoder import encoder_of
+from evaluation.features import Inputs, device_of, load_inputs
 from evaluation.linear_probe import regression
-from evaluation.sources.records import LabelledImages
+from evaluation.options import FeatureOptions, FewShotOptions
+from evaluation.results import Results
+from evaluation.sources import Augmentation, Source, decoded_batches
 from models.adapters import without_adapters
 from models.classifier import Classifier, build_classifier
 from models.classifier_config import ClassifierConfig
 from models.vit import VisionTransformer
 from trainer.config.optimizer import OptimizerSection, ScheduleSection
+from trainer.errors import ConfigError
 from trainer.loop.schedule import learning_rate
 from trainer.optimizers import make_optimizer, parameter_groups, set_step
 from trainer.progress import track
 
 DPCAP_RIDGE = 0.0025
+LABEL_SMOOTHING = 0.1
 FITTED = 0.9
 """Whole fine-tuning that gets a smaller share of its own few training images right has not trained long enough."""
 
@@ -118,24 +123,20 @@ def few_shot_probe(
     return measured
 
 
-@dataclass(frozen=True)
-class FineTuneOptions:
-    """The rate is base_lr * batch / 256; `batch_size` is capped at the number of images."""
-
-    epochs: int = 100
-    batch_size: int = 1024
-    micro_batch_size: int = 64
-    base_lr: float = 5e-4
-    layer_decay: float = 0.65
-    weight_decay: float = 0.05
-    warmup_epochs: int = 5
-    label_smoothing: float = 0.1
-    augment: bool = True
-    seed: int = 0
-
-
 def fine_tune(
-    encoder: VisionTransformer, source: LabelledImages, rows: np.ndarray, num_classes: int, options: FineTuneOptions
+    encoder: VisionTransformer,
+    source: Source,
+    rows: np.ndarray,
+    num_classes: int,
+    *,
+    epochs: int = 100,
+    batch_size: int = 1024,
+    micro_batch_size: int = 64,
+    base_lr: float = 5e-4,
+    layer_decay: float = 0.65,
+    weight_decay: float = 0.05,
+    warmup_epochs: int = 5,
+    seed: int = 0,
 ) -> Classifier:
     """A classifier on the mean of the patch tokens that starts from the encoder; the encoder given stays as it is.
 
@@ -143,84 +144,63 @@ def fine_tune(
 
     Args:
         rows: which images of `source` to train on.
+        batch_size: capped at the number of images; the rate is base_lr * batch / 256.
 
     Raises:
         DataError: an image among them that cannot be used.
         ReadError: images cannot be read.
     """
     device = encoder.class_token.device
-    model = starting_classifier(encoder, num_classes, options).to(device)
+    model = starting_classifier(encoder, num_classes, seed).to(device)
     named = dict(model.named_parameters())
-    batch_size = min(options.batch_size, len(rows))
-    per_epoch = -(-len(rows) // batch_size)
-    peak_lr = options.base_lr * batch_size / 256
+    batch_size = min(batch_size, len(rows))
+    per_epoch, peak_lr = -(-len(rows) // batch_size), base_lr * batch_size / 256
     section = OptimizerSection(
-        name="adamw",
-        peak_lr=peak_lr,
-        betas=(0.9, 0.999),
-        weight_decay=options.weight_decay,
-        layer_decay=options.layer_decay,
+        name="adamw", peak_lr=peak_lr, betas=(0.9, 0.999), weight_decay=weight_decay, layer_decay=layer_decay
     )
-    optimizer = make_optimizer(
-        parameter_groups(named.items(), {n: p.shape for n, p in named.items()}, section), section
-    )
-    schedule = ScheduleSection(warmup_steps=min(options.warmup_epochs, options.epochs - 1) * per_epoch)
-    rng, step = np.random.default_rng(options.seed), 0
+    groups = parameter_groups(named.items(), {n: p.shape for n, p in named.items()}, section)
+    optimizer = make_optimizer(groups, section)
+    schedule = ScheduleSection(warmup_steps=min(warmup_epochs, epochs - 1) * per_epoch)
+    rng, step = np.random.default_rng(seed), 0
     model.train()
-    for epoch in track(range(options.epochs), "epochs of fine-tuning", options.epochs):
+    for epoch in track(range(epochs), "epochs of fine-tuning", epochs):
         order = rng.permutation(rows)
         for start in range(0, len(order), batch_size):
             step += 1
-            ids = order[start : start + batch_size]
-            for first in range(0, len(ids), options.micro_batch_size):
-                part = [int(i) for i in ids[first : first + options.micro_batch_size]]
-                images_BCHW, labels_B = _training_batch(source, part, epoch, encoder.config.image_size, options)
-                loss_B = model(images_BCHW.to(device), labels_B.to(device))
+            ids = order[start : start + batch_size].tolist()
+            for batch in decoded_batches(
+                source, ids, batch_size=micro_batch_size, image_size=encoder.config.image_size,
+                augmentation=Augmentation(seed, epoch),
+            ):  # fmt: skip
+                if not batch.is_usable_B.all():
+                    raise DataError(f"{source.name}: an image to train on cannot be decoded or has no label")
+                loss_B = model(batch.images_BCHW.to(device), torch.from_numpy(batch.labels_B).to(device))
                 (loss_B.sum() / len(ids)).backward()
-            lr = learning_rate(step, options.epochs * per_epoch, peak_lr, schedule)
+            lr = learning_rate(step, epochs * per_epoch, peak_lr, schedule)
             set_step(optimizer.param_groups, lr=lr, noise_variance=0.0)
             optimizer.step()
             optimizer.zero_grad()
     return model.eval()
 
 
-def starting_classifier(encoder: VisionTransformer, num_classes: int, options: FineTuneOptions) -> Classifier:
+def starting_classifier(encoder: VisionTransformer, num_classes: int, seed: int = 0) -> Classifier:
     """A classifier with a new head whose encoder computes what the given one does."""
     config = ClassifierConfig(
-        encoder=encoder.config, num_classes=num_classes, features="pooled", label_smoothing=options.label_smoothing
+        encoder=encoder.config, num_classes=num_classes, features="pooled", label_smoothing=LABEL_SMOOTHING
     )
-    model = build_classifier(config, generator=torch.Generator().manual_seed(options.seed))
+    model = build_classifier(config, generator=torch.Generator().manual_seed(seed))
     model.encoder.load_state_dict(without_adapters(encoder).state_dict())
     return model
 
 
-def _training_batch(
-    source: LabelledImages, ids: list[int], epoch: int, image_size: int, options: FineTuneOptions
-) -> tuple[Tensor, Tensor]:
-    """Images, cropped and flipped at random by a key for every image and epoch where they are augmented, and labels."""
-    augmentation = Augmentation(options.seed, epoch) if options.augment else None
-    [batch] = decoded_batches(source, ids, batch_size=len(ids), image_size=image_size, augmentation=augmentation)
-    if not batch.is_usable_B.all():
-        row = ids[int(np.argmin(batch.is_usable_B))]
-        raise DataError(f"{source.name}: image {row} cannot be decoded or has no label")
-    return batch.images_BCHW, torch.from_numpy(batch.labels_B)
-
-
 @torch.no_grad()
 def classifier_accuracy(
-    model: Classifier,
-    source: LabelledImages,
-    rows: Sequence[int] | None = None,
-    *,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    resize: int | None = None,
+    model: Classifier, source: Source, rows: Sequence[int] | None, options: FeatureOptions
 ) -> float:
     """Share of the usable images whose own class scores highest.
 
     Args:
-        rows: which images; all by default.
-        resize: see `evaluation.encoder.FeatureOptions`.
+        rows: which images; None for all.
 
     Raises:
         DataError: none is usable.
@@ -228,16 +208,74 @@ def classifier_accuracy(
     correct, count = 0, 0
     size, device = model.config.encoder.image_size, model.head.weight.device
     for batch in decoded_batches(
-        source,
-        range(len(source)) if rows is None else rows,
-        batch_size=batch_size,
-        image_size=size,
-        num_workers=num_workers,
-        resize=resize,
-    ):
+        source, range(len(source)) if rows is None else rows, batch_size=options.batch_size, image_size=size,
+        num_workers=options.num_workers, resize=options.resize,
+    ):  # fmt: skip
         predicted_B = model(batch.images_BCHW.to(device), output="logits").argmax(dim=1).cpu().numpy()
         correct += int(((predicted_B == batch.labels_B) & batch.is_usable_B).sum())
         count += int(batch.is_usable_B.sum())
     if not count:
         raise DataError(f"{source.name}: no example has both an image and a label")
     return correct / count
+
+
+def few_shot(options: FewShotOptions) -> Results | None:
+    """The command; see its options."""
+    inputs = load_inputs(options, train=options.train, test=options.test)
+    if inputs is None:
+        return None
+    notes: list[str] = []
+    if options.method == "finetune":
+        measured, notes = _fine_tuned(options, inputs)
+    else:
+        measured = few_shot_probe(
+            inputs.usable("train"), inputs.usable("test"), inputs.num_classes(), options.shots,
+            num_splits=options.num_splits, seed=options.seed, device=device_of(options),
+        )  # fmt: skip
+    scalars: dict[str, float] = {}
+    table: list[dict[str, Any]] = []
+    for shots in measured:
+        row: dict[str, Any] = {"shots": shots.shots, "test accuracy": shots.mean}
+        scalars[f"{options.method}/{shots.shots}-shot/accuracy"] = shots.mean
+        if not math.isnan(shots.half_width):
+            row["95 % interval"] = f"+- {shots.half_width:.4f}"
+            scalars[f"{options.method}/{shots.shots}-shot/interval_half_width"] = shots.half_width
+        table.append(row)
+    details = {
+        "method": options.method, "num_splits": options.num_splits, "seed": options.seed,
+        "accuracies": {str(shots.shots): shots.accuracies for shots in measured},
+    }  # fmt: skip
+    return Results("few-shot", scalars, inputs.uses(), inputs.model, table, details, notes=notes)
+
+
+def _fine_tuned(options: FewShotOptions, inputs: Inputs) -> tuple[list[Shots], list[str]]:
+    """Accuracies, and a note for each number of shots at which training has not fitted its own images.
+
+    The features that were computed say which images are usable; training sees the images."""
+    if inputs.opened is None or len(inputs.sources) < 2:
+        raise ConfigError("fine-tuning needs --checkpoint and images for --train and --test, not features")
+    encoder, train = encoder_of(inputs.opened.model), inputs.features["train"]
+    if options.image_size not in (None, encoder.config.image_size):
+        raise ConfigError(
+            f"--image_size is for --method probe; fine-tuning is at the model's {encoder.config.image_size}"
+        )
+    usable = np.flatnonzero(train.is_usable_N)
+    measured, notes = [], []
+    for shots in options.shots:
+        accuracies: list[float] = []
+        fitted: list[float] = []
+        for number in range(options.num_splits):
+            rows = usable[split(train.labels_N[usable], shots, options.seed + number)]
+            model = fine_tune(
+                encoder, inputs.sources["train"], rows, inputs.num_classes(), epochs=options.epochs,
+                base_lr=options.base_lr, layer_decay=options.layer_decay, warmup_epochs=min(5, options.epochs // 10),
+            )  # fmt: skip
+            accuracies.append(classifier_accuracy(model, inputs.sources["test"], None, options))
+            fitted.append(classifier_accuracy(model, inputs.sources["train"], rows.tolist(), options))
+        measured.append(Shots(shots, tuple(accuracies)))
+        if min(fitted) < FITTED:
+            notes.append(
+                f"fine-tuning at {shots} shots has not converged: it gets {min(fitted):.2f} of its own training images right; "
+                "raise --epochs or --base_lr"
+            )
+    return measured, notes

@@ -115,7 +115,7 @@ class PrivateRelease:
 
 @dataclass(frozen=True)
 class Results:
-    """What a command of `evaluation.commands` returns.
+    """What a command of `evaluation.options` returns.
 
     Attributes:
         name: of the command.

@@ -4,15 +4,10 @@ log p(caption | image) is the sum over its tokens, the end token included, of th
 tokens before. Captions that begin alike share that work: every distinct beginning is computed once per image, its keys and
 values kept (models/generation.py), level by level for many images together.
 
-Retrieval asks which caption belongs to the image, and which image to the caption. A caption's own likelihood says little of
-whether it fits the image, so captions are compared by `prior` too: log p(caption | image) minus the log of its mean probability
-over all images. Between the images of one caption that changes nothing.
-
 Shapes: B images, C captions, N nodes (distinct beginnings that something follows), E edges (a token after a node), S tokens of a
 beginning, V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +23,6 @@ from models.generation import IncrementalDecoder
 
 MAX_NUMBERS = 2**26
 """Most floating-point numbers that scoring holds at once, of keys and values, and of scores: 256 MiB each in fp32."""
-RANKS = (1, 5, 10)
 
 
 def encoded_captions(tokenizer: CaptionTokenizer, captions: Sequence[str], num_tokens: int) -> list[tuple[int, ...]]:
@@ -82,7 +76,7 @@ class Level(NamedTuple):
     Attributes:
         tokens_n: last token of each node.
         paths_nS: nodes before it.
-        sources_e: of each edge, the node's place in this level.
+        sources_e: of each edge, the node's place in this level, in ascending order.
         targets_e: the token after it.
         reached_by_n: the edge (through all levels) that ends in each node; -1 for the root.
     """
@@ -127,36 +121,25 @@ class PrefixTree:
         if not captions or any(len(caption) < 2 or caption[0] != captions[0][0] for caption in captions):
             raise ValueError("captions must begin with the same token and have at least one more")
         levels: list[Level] = []
-        nodes: dict[tuple[int, ...], int] = {tuple(captions[0][:1]): 0}  # of this level: beginning -> number
-        paths: dict[tuple[int, ...], list[int]] = {tuple(captions[0][:1]): []}
-        reached_by: dict[tuple[int, ...], int] = {tuple(captions[0][:1]): -1}
-        last_edge_C = np.full(len(captions), -1)
-        num_nodes, num_edges = 1, 0
+        node_of: dict[tuple[int, ...], int] = {}
+        edge_of: dict[tuple[int, ...], int] = {}
         for size in range(1, max(len(caption) for caption in captions)):
-            edges: dict[tuple[int, ...], int] = {}
-            place = {beginning: k for k, beginning in enumerate(nodes)}
-            following: dict[tuple[int, ...], int] = {}
-            for number, caption in enumerate(captions):
-                if len(caption) <= size:
-                    continue
-                longer = tuple(caption[: size + 1])
-                edge = edges.setdefault(longer, num_edges + len(edges))
-                if len(caption) == size + 1:
-                    last_edge_C[number] = edge
-                elif longer not in following:
-                    following[longer] = num_nodes + len(following)
+            longer = sorted({tuple(caption[: size + 1]) for caption in captions if len(caption) > size})
+            here = list(dict.fromkeys(beginning[:-1] for beginning in longer))
+            place = {beginning: k for k, beginning in enumerate(here)}
+            node_of |= {beginning: len(node_of) + k for k, beginning in enumerate(here)}
+            paths = [[node_of[beginning[:k]] for k in range(1, size)] for beginning in here]
             levels.append(
                 Level(
-                    np.array([beginning[-1] for beginning in nodes]),
-                    np.array([paths[beginning] for beginning in nodes]).reshape(len(nodes), size - 1).astype(np.int64),
-                    np.array([place[longer[:-1]] for longer in edges]),
-                    np.array([longer[-1] for longer in edges]),
-                    np.array([reached_by[beginning] for beginning in nodes]),
+                    np.array([beginning[-1] for beginning in here]),
+                    np.array(paths, dtype=np.int64).reshape(len(here), size - 1),
+                    np.array([place[beginning[:-1]] for beginning in longer]),
+                    np.array([beginning[-1] for beginning in longer]),
+                    np.array([edge_of.get(beginning, -1) for beginning in here]),
                 )
             )
-            paths = {longer: [*paths[longer[:-1]], nodes[longer[:-1]]] for longer in following}
-            reached_by = {longer: edges[longer] for longer in following}
-            num_nodes, num_edges, nodes = num_nodes + len(following), num_edges + len(edges), following
+            edge_of |= {beginning: len(edge_of) + k for k, beginning in enumerate(longer)}
+        last_edge_C = np.array([edge_of[tuple(caption)] for caption in captions])
         return cls(tuple(levels), last_edge_C, np.array([len(caption) - 1 for caption in captions]))
 
 
@@ -177,46 +160,30 @@ def tree_log_probs(
 
 
 def _some_images(model: Captioner, images_BCHW: Tensor, tree: PrefixTree, max_numbers: int) -> Tensor:
-    batch, device = len(images_BCHW), images_BCHW.device
+    """Level by level, and by parts of a level's nodes: the sum of an edge is its own log-probability and that before it."""
+    batch, device, config = len(images_BCHW), images_BCHW.device, model.config
     decoder = IncrementalDecoder(model.decoder, model.encode(images_BCHW), tree.num_nodes)
     totals_BE = torch.zeros(batch, tree.num_edges, dtype=torch.float64)
-    first_edge = 0
+    edge = 0
     for level in tree.levels:
-        edges = slice(first_edge, first_edge + len(level.targets_e))
-        own_Be = _level(model, decoder, level, batch, device, max_numbers)
-        before_e = torch.from_numpy(level.reached_by_n[level.sources_e])
-        before_Be = totals_BE[:, before_e.clamp(min=0)].masked_fill(before_e < 0, 0)
-        totals_BE[:, edges] = before_Be + own_Be
-        first_edge = edges.stop
+        per_node = batch * max(config.vocab_size, 2 * (level.paths_nS.shape[1] + 1) * config.decoder.width)
+        part = max(1, max_numbers // per_node)
+        for start in range(0, len(level.tokens_n), part):
+            nodes = slice(start, start + part)
+            tokens_n = torch.from_numpy(level.tokens_n[nodes]).to(device)
+            paths_nS = torch.from_numpy(level.paths_nS[nodes]).to(device)
+            hidden_BnD = decoder.step(tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1))
+            logits_BnV = model.decoder.head(hidden_BnD)
+            logits_BnV = logits_BnV if logits_BnV.dtype == torch.float64 else logits_BnV.float()
+            here_e = (level.sources_e >= start) & (level.sources_e < start + part)
+            sources_e = torch.from_numpy(level.sources_e[here_e] - start).to(device)
+            targets_e = torch.from_numpy(level.targets_e[here_e]).to(device)
+            own_Be = logits_BnV[:, sources_e, targets_e] - logits_BnV.logsumexp(-1)[:, sources_e]
+            before_e = torch.from_numpy(level.reached_by_n[level.sources_e[here_e]])
+            before_Be = totals_BE[:, before_e.clamp(min=0)].masked_fill(before_e < 0, 0)
+            totals_BE[:, edge : edge + len(sources_e)] = before_Be + own_Be.double().cpu()
+            edge += len(sources_e)
     return totals_BE[:, torch.from_numpy(tree.last_edge_C)]
-
-
-def _level(
-    model: Captioner, decoder: IncrementalDecoder, level: Level, batch: int, device: torch.device, max_numbers: int
-) -> Tensor:
-    """Log-probabilities (B, e) of a level's edges, by parts of its nodes."""
-    config = model.config
-    per_node = batch * max(config.vocab_size, 2 * (level.paths_nS.shape[1] + 1) * config.decoder.width)
-    part = max(1, max_numbers // per_node)
-    parts: list[Tensor] = []
-    for start in range(0, len(level.tokens_n), part):
-        nodes = slice(start, start + part)
-        tokens_n = torch.from_numpy(level.tokens_n[nodes]).to(device)
-        paths_nS = torch.from_numpy(level.paths_nS[nodes]).to(device)
-        hidden_BnD = decoder.step(tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1))
-        logits_BnV = model.decoder.head(hidden_BnD)
-        logits_BnV = logits_BnV if logits_BnV.dtype == torch.float64 else logits_BnV.float()
-        logsumexp_Bn = logits_BnV.logsumexp(-1)
-        here_e = (level.sources_e >= start) & (level.sources_e < start + part)
-        sources_e = torch.from_numpy(level.sources_e[here_e] - start).to(device)
-        targets_e = torch.from_numpy(level.targets_e[here_e]).to(device)
-        parts.append((logits_BnV[:, sources_e, targets_e] - logsumexp_Bn[:, sources_e]).double().cpu())
-    # Edges stand in the order of their captions, not of their nodes.
-    order_e = np.argsort(level.sources_e // part, kind="stable")
-    joined_Be = torch.cat(parts, dim=1)
-    result_Be = torch.empty_like(joined_Be)
-    result_Be[:, torch.from_numpy(order_e)] = joined_Be
-    return result_Be
 
 
 @torch.no_grad()
@@ -250,49 +217,3 @@ def own_log_probs(
         parts.append(-mean_R.cpu() * (lengths_R - 1))
     joined = _finite(torch.cat(parts))
     return list(joined.split([len(captions) for captions in captions_B]))
-
-
-@dataclass(frozen=True)
-class Recalls:
-    """Recall at 1, 5 and 10: the share of queries with a right answer among that many best ones."""
-
-    image_to_text: dict[int, float]
-    text_to_image: dict[int, float]
-
-
-def recalls(log_probs_NC: Tensor, lengths_C: np.ndarray, true_NC: np.ndarray) -> dict[str, Recalls]:
-    """Recalls by rule: `sum` (log-probability), `mean` (per token), `prior` (see the module).
-
-    Equal scores count against the model.
-
-    Args:
-        log_probs_NC: from `tree_log_probs`.
-        lengths_C: tokens of each caption.
-        true_NC: bool, which caption is true of which image; at least one of each image.
-    """
-    prior_C = log_probs_NC.logsumexp(0) - math.log(len(log_probs_NC))
-    by_rule = {"sum": log_probs_NC, "mean": log_probs_NC / torch.from_numpy(lengths_C), "prior": log_probs_NC - prior_C}
-    return {
-        rule: Recalls(_recall(scores_NC.numpy(), true_NC), _recall(scores_NC.numpy().T, true_NC.T))
-        for rule, scores_NC in by_rule.items()
-    }
-
-
-def _recall(scores_QA: np.ndarray, true_QA: np.ndarray) -> dict[int, float]:
-    """Queries in rows, answers in columns."""
-    best_Q1 = np.where(true_QA, scores_QA, -np.inf).max(axis=1, keepdims=True)
-    before_Q = (~true_QA & (scores_QA >= best_Q1)).sum(axis=1)
-    return {rank: float((before_Q < rank).mean()) for rank in RANKS}
-
-
-def distinct_texts(captions: Sequence[str], owners_C: Sequence[int], num_images: int) -> tuple[list[str], np.ndarray]:
-    """Each text once, in order of appearance, and (N, C) bool: of which images it is true.
-
-    A text that many images share is one answer and one query: counted as often as it repeats, it would fill the ranks before a
-    right answer, or be asked for again and again.
-    """
-    places = {text: place for place, text in enumerate(dict.fromkeys(captions))}
-    true_NC = np.zeros((num_images, len(places)), dtype=bool)
-    for text, owner in zip(captions, owners_C, strict=True):
-        true_NC[owner, places[text]] = True
-    return list(places), true_NC

@@ -1,8 +1,8 @@
 """Tests of what a captioner sees, from synthetic pictures whose programs know what is true. No download.
 
 `shape_choices` and `shape_images` ask about plain shapes (`prepare.py synthetic --content shapes`): all false captions have as
-many words as the true one, and in "relation" and "order" the very same words up to the name of the relation. `scene_choices` asks
-about pictures of every kind. Test pictures come from seeds of their own: choose one that no training shard has.
+many words as the true one, and in "relation" and "order" the very same words up to the name of the relation. Test pictures come
+from seeds of their own: choose one that no training shard has.
 """
 
 from collections.abc import Sequence
@@ -18,37 +18,19 @@ from data.synthetic.statement import Statement
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from data.synthetic.write import encode
 from evaluation.compositional import Choice
-from evaluation.sources.records import LabelledImage
+from evaluation.sources import Arrays
 
 SHAPE_GROUPS = ("colour", "shape", "relation", "order")
 SHAPE_CLASSES = tuple(f"{colour} {shape}" for colour in BASIC for shape in shapes.SIMPLE)
 """Names of all single shapes: 12 colours times 10 shapes."""
 
 
-def shape_images(data: SyntheticData, count: int) -> tuple[list[bytes], np.ndarray]:
-    """Pictures of single shapes (PNG) and the numbers of their classes in SHAPE_CLASSES."""
+def shape_images(data: SyntheticData, count: int) -> Arrays:
+    """Pictures of single shapes; their classes are SHAPE_CLASSES."""
     examples = _with_number(data, 1, count)
     labels = [SHAPE_CLASSES.index(f"{e.statement.groups[0].colour} {e.statement.groups[0].shape}") for e in examples]
-    return [encode(example, "png") for example in examples], np.array(labels)
-
-
-class ShapePictures:
-    """Pictures of single shapes as a source of labelled images."""
-
-    class_names: tuple[str, ...] = SHAPE_CLASSES
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.name = f"{count} synthetic shapes, seed {seed}"
-        self._images, self._labels_N = shape_images(SyntheticData(seed, 64, "shapes"), count)
-
-    def identity(self) -> str:
-        return self.name
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
-        return [LabelledImage(self._images[i], int(self._labels_N[i])) for i in ids]
+    images = np.stack([example.image_HWC for example in examples])
+    return Arrays(f"{count} synthetic shapes, seed {data.seed}", images, np.array(labels), SHAPE_CLASSES)
 
 
 def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE_GROUPS) -> list[Choice]:
@@ -64,15 +46,6 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
         for number, example in enumerate(examples):
             captions = (example.statement.plain_caption(), *_wrong(example.statement, group, number))
             choices.append(Choice(encode(example, "png"), captions, group))
-    return choices
-
-
-def scene_choices(data: SyntheticData, count: int) -> list[Choice]:
-    """Two-way tests on `count` pictures of every kind, by what is wrong with the false caption (swapped_order, ...)."""
-    choices = []
-    for test in map(data.relation_test, range(count)):
-        image = encode(SyntheticExample(test.image_HWC, "", None, None), "png")  # type: ignore[arg-type]
-        choices += [Choice(image, (test.caption, wrong), kind) for kind, wrong in test.wrong.items()]
     return choices
 
 

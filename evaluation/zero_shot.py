@@ -4,9 +4,9 @@ As in DP-Cap's evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506)
 
 * `sum`: log p(class | image), where p(class | image) is the mean over templates of p(caption | image);
 * `mean`: the mean over templates of the caption's log-probability per token (the published rule): long names are not punished;
-* `prior`: `sum` minus log p(class), where p(class) is the mean of p(class | image) over calibration images that need no
-  label: common names are not rewarded (pointwise mutual information; Zhao et al. 2021, https://arxiv.org/abs/2102.09690, correct
-  with content-free inputs). The images to classify are calibration images themselves if no others are given.
+* `prior`: `sum` minus log p(class), where p(class) is the mean of p(class | image) over all images to classify, without their
+  labels: common names are not rewarded (pointwise mutual information; Zhao et al. 2021, https://arxiv.org/abs/2102.09690,
+  correct with content-free inputs).
 
 Shapes: N images, K classes, P templates, C = K P captions.
 """
@@ -22,8 +22,15 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.examples.tokenizer import CaptionTokenizer
+from data.synthetic.generate import SyntheticData
 from data.synthetic.vocabulary import a
-from evaluation.scoring import PrefixTree, encoded_captions
+from evaluation.captions import open_captioner, usable_batches
+from evaluation.options import ZeroShotOptions
+from evaluation.results import DataUse, Results
+from evaluation.scoring import PrefixTree, encoded_captions, tree_log_probs
+from evaluation.sources import Source, open_source
+from evaluation.synthetic_tests import shape_images
+from trainer.errors import ConfigError
 
 Rule = Literal["sum", "mean", "prior"]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -69,19 +76,15 @@ class Prompts:
         captions = tuple(fill(template, name) for name in names for template in templates)
         return cls(captions, len(templates), PrefixTree.of(encoded_captions(tokenizer, captions, num_tokens)))
 
-    def by_rule(self, log_probs_NC: Tensor, calibration_MC: Tensor | None = None) -> dict[Rule, Tensor]:
+    def by_rule(self, log_probs_NC: Tensor) -> dict[Rule, Tensor]:
         """Scores (N, K) by each rule; see the module.
 
         Args:
             log_probs_NC: of all captions, from `evaluation.scoring.tree_log_probs`.
-            calibration_MC: the same for calibration images; default: `log_probs_NC`.
         """
         lengths_C = torch.from_numpy(self.tree.lengths_C)
         sum_NK = self._classes(log_probs_NC).logsumexp(-1) - math.log(self.num_templates)
-        calibration_MK = sum_NK
-        if calibration_MC is not None:
-            calibration_MK = self._classes(calibration_MC).logsumexp(-1) - math.log(self.num_templates)
-        prior_K = calibration_MK.logsumexp(0) - math.log(len(calibration_MK))
+        prior_K = sum_NK.logsumexp(0) - math.log(len(sum_NK))
         return {"sum": sum_NK, "mean": self._classes(log_probs_NC / lengths_C).mean(-1), "prior": sum_NK - prior_K}
 
     def _classes(self, values_NC: Tensor) -> Tensor:
@@ -131,3 +134,55 @@ def accuracy(scores_NK: Tensor, labels_N: np.ndarray) -> Accuracy:
         [first_N[labels_N == k].mean() if (labels_N == k).any() else np.nan for k in range(num_classes)]
     )
     return Accuracy(float(first_N.mean()), float(five_N.mean()) if num_classes > 5 else None, per_class)
+
+
+def zero_shot(options: ZeroShotOptions) -> Results:
+    """The command; see its options."""
+    captioner = open_captioner(options)
+    source: Source
+    if options.data is None:
+        assert options.synthetic_shapes is not None
+        source = shape_images(SyntheticData(options.synthetic_seed, 64, "shapes"), options.synthetic_shapes)
+    else:
+        source = open_source(options.data, options)
+    names: Sequence[str] = source.class_names
+    if options.classes is not None:
+        try:
+            lines = options.classes.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--classes {options.classes}: {error}") from error
+        names = [line for line in lines if line.strip()]
+    elif not names:
+        raise ConfigError(f"{source.name} does not name its classes: give --classes FILE, one name per line")
+    # Captions of synthetic shapes have no introduction.
+    templates = options.template or (("{a}",) if options.data is None else TEMPLATES)
+    prompts = Prompts.of(names, templates, captioner.tokenizer, captioner.model.config.num_tokens)
+    log_probs, labels, num_used, num_unusable = [], [], 0, 0
+    for images_BCHW, examples, left_out in usable_batches(captioner.model, source, options, options.max_examples):
+        num_used, num_unusable = num_used + len(examples), num_unusable + left_out
+        if examples:
+            log_probs.append(tree_log_probs(captioner.model, images_BCHW, prompts.tree))
+            labels += [example.label or 0 for example in examples]
+    if not log_probs:
+        raise DataError(f"{source.name}: there are no images to classify")
+    uses = [DataUse("images", source.name, num_used, num_unusable)]
+    by_rule = prompts.by_rule(torch.cat(log_probs))
+    accuracies = {rule: accuracy(scores_NK, np.array(labels)) for rule, scores_NK in by_rule.items()}
+    chance = 1 / len(names)
+    scalars = {f"accuracy_{rule}": result.top1 for rule, result in accuracies.items()}
+    scalars |= {f"top5_{rule}": result.top5 for rule, result in accuracies.items() if result.top5 is not None}
+    scalars["chance"] = chance
+    table = [
+        {"rule": rule, "top 1": result.top1, "top 5": result.top5, "chance": chance}
+        for rule, result in accuracies.items()
+    ]
+    details = {
+        "templates": templates,
+        "num_classes": len(names),
+        "num_prompts": len(prompts.captions),
+        "num_tree_nodes": prompts.tree.num_nodes,
+        "per_class": {
+            rule: dict(zip(names, result.per_class_K.tolist(), strict=True)) for rule, result in accuracies.items()
+        },
+    }
+    return Results("zero-shot", scalars, uses, captioner.facts, table, details)

@@ -12,15 +12,13 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from evaluation.commands import COMMANDS, Command, command_of  # noqa: E402
-from evaluation.commands.common import CommandOptions, output_of  # noqa: E402
+from evaluation.options import COMMANDS, Command, CommandOptions, command_of  # noqa: E402
 from trainer.config.cli import Parser, explain, run_command  # noqa: E402
 from trainer.config.options import add_options, parse_options, require_folders  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
@@ -36,7 +34,7 @@ def parse_args(arguments: list[str]) -> CommandOptions:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        description = inspect.getdoc(command.run)
+        description = inspect.getdoc(command.options)
         sub = commands.add_parser(command.name, help=command.help, description=description, formatter_class=formatter)
         add_options(sub, command.options)
     options = parse_options(parser, arguments)
@@ -54,7 +52,7 @@ def main() -> int:
         return evaluate(command, options, ranks, arguments)
 
 
-def evaluate(command: Command[Any], options: CommandOptions, ranks: Ranks, arguments: list[str]) -> int:
+def evaluate(command: Command, options: CommandOptions, ranks: Ranks, arguments: list[str]) -> int:
     """Runs the command; with other ranks it never returns (`trainer.ranks.distributed.finish`)."""
     from evaluation.results import publish
     from trainer.ranks.distributed import fail, finish, quit_now, start
@@ -63,7 +61,7 @@ def evaluate(command: Command[Any], options: CommandOptions, ranks: Ranks, argum
         results = command.run(options)
         if results is not None:
             publish(
-                results, output=output_of(options), data_is_public=options.results_are_public,
+                results, output=options.output_folder, data_is_public=options.results_are_public,
                 as_json=options.as_json, arguments=arguments,
             )  # fmt: skip
 

@@ -7,7 +7,6 @@
     python launch_scripts/export.py --import vip FILE OUT      a checkpoint of ours, for [init] checkpoint and evaluation
     python launch_scripts/export.py --import dpcap FILE OUT --tokenizer data/tokenizer/bert-base-uncased.json
     python launch_scripts/export.py --import hf DIR OUT      a ViTModel or ViTMAE that transformers saved
-    python launch_scripts/export.py --import peft DIR OUT     LoRA adapters, added into the ViTModel that DIR names as its base
 
 Exit codes: 0 done, 2 bad input.
 """
@@ -140,14 +139,14 @@ def exported(options: ExchangeOptions) -> dict[str, Any]:
     (out,) = options.paths
     opened = open_model(options.checkpoint, use_average=options.use_average, tokenizer=options.tokenizer)
     attestation = export(opened, options.format, out, encoder_only=options.parts == "encoder")
-    if attestation.card is None:
+    card = attestation.card
+    if card is None:
         claim = f"not attested ({attestation.reason}): no epsilon is stated"
-    elif not attestation.formal_guarantee:
-        claim = f"formal_guarantee: false ({'; '.join(attestation.card.reasons)}); no epsilon is claimed"
+    elif not card.formal_guarantee:
+        claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
     else:
-        epsilon = attestation.epsilon
-        shown = "no finite epsilon" if epsilon is None else f"epsilon {rounded_up(epsilon, 4)}"
-        claim = f"{shown} at delta {attestation.card.delta:g}, from its ledger"
+        shown = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon, 4)}"
+        claim = f"{shown} at delta {card.delta:g}, from its ledger"
     return {
         "out": str(out),
         "format": options.format,
@@ -160,7 +159,7 @@ def exported(options: ExchangeOptions) -> dict[str, Any]:
 def imported(options: ExchangeOptions) -> dict[str, Any]:
     """Imports; what was made, and whether a private run may start from it."""
     from models.converters import Unstated
-    from trainer.weights.import_weights import Declared, import_weights
+    from trainer.weights.import_weights import import_weights
 
     assert options.source is not None and options.paths
     source, out = options.paths
@@ -169,7 +168,8 @@ def imported(options: ExchangeOptions) -> dict[str, Any]:
         source,
         out,
         tokenizer=options.tokenizer,
-        declared=Declared(options.provenance, options.claim),
+        provenance=options.provenance,
+        claim=options.claim,
         unstated=Unstated(**{name: getattr(options, name) for name in UnstatedPart.model_fields}),
     )
     model, provenance = manifest["model"], manifest["training_data"]["provenance"]

@@ -1,7 +1,7 @@
 """Scaling studies: a grid of training runs from one TOML file, resumable, and their comparison.
 
 python launch_scripts/study.py run studies/batch_size_dpcap.toml --workers 2      the same command again resumes
-python launch_scripts/study.py report --study_dir runs/studies/batch_size_dpcap   tables, plots, CSV, TensorBoard hparams
+python launch_scripts/study.py report --study_dir runs/studies/batch_size_dpcap   tables and plots
 
 Every point is an ordinary run folder that launch_scripts/train.py trains. Exit codes of `run`: 0 all points are done;
 2 bad study, or bad recipe of a point; 3 the budget of some point is spent and steps remain; 4 the shared ledger is refused;
@@ -24,6 +24,10 @@ from trainer.config.options import Options, Shown, add_options, parse_options
 ROOT = Path(__file__).resolve().parents[1]
 
 
+ALLOCATION = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node")
+"""Options of sbatch for each point of an array job."""
+
+
 class RunOptions(Options):
     """Options of `run`."""
 
@@ -33,8 +37,8 @@ class RunOptions(Options):
     """default: runs/studies/NAME"""
     workers: Annotated[int, Shown("N"), Field(ge=1)] = 1
     """runs at the same time (default: 1)"""
-    executor: Literal["local", "slurm-array", "script"] = "local"
-    """here; as a Slurm array job; or only write a script that trains a point by its number"""
+    executor: Literal["local", "slurm-array"] = "local"
+    """here, or as a Slurm array job"""
     nodes: Annotated[int | None, Shown("N"), Field(ge=1)] = None
     """nodes for each point of a Slurm array job (default: 1)"""
     ntasks_per_node: Annotated[int | None, Shown("N"), Field(ge=1)] = None
@@ -46,7 +50,7 @@ class RunOptions(Options):
 
     @model_validator(mode="after")
     def _allocates_for_slurm(self) -> "RunOptions":
-        for name in ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node"):
+        for name in ALLOCATION:
             if getattr(self, name) is not None and self.executor != "slurm-array":
                 raise ValueError(f"--{name} is for --executor slurm-array")
         return self
@@ -61,7 +65,7 @@ class ReportOptions(Options):
 
 def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
-    from trainer.studies.executors import LocalPool, Trainer, write_script
+    from trainer.studies.executors import Trainer, exit_code, run_local, submit_array
     from trainer.studies.folder import StudyFolder
     from trainer.studies.grid import expand, load_study
     from trainer.studies.points import plan_points
@@ -79,25 +83,18 @@ def run(options: RunOptions) -> int:
         if late:
             say(f"chosen after outputs, so charged by an RDP filter (docs/planning.md): {', '.join(late)}")
         names = [one.name for one in planned]
-        if options.executor == "script":
-            say(f"written: {write_script(folder, trainer, study.name, names)}")
-            return 0
         if options.executor == "slurm-array":
-            from trainer.studies.slurm import Allocation, submit_array
-
-            allocation = Allocation(
-                options.nodes, options.ntasks_per_node, options.cpus_per_task, options.gpus_per_node
-            )
+            allocation = {name: getattr(options, name) for name in ALLOCATION}
             for line in submit_array(folder, trainer, names, options.workers, allocation):
                 say(line)
             return 0
-        outcome = LocalPool(folder, trainer, options.workers, say).run(names)
-    finished = outcome.finished_before
-    done = len(finished) + sum(code == 0 for code in outcome.codes.values())
-    before = f" ({len(finished)} were done before)" if finished else ""
+        before = sum(folder.progress(name) == "finished" for name in names)
+        codes = run_local(folder, trainer, names, options.workers, say)
+    done = sum(code == 0 for code in codes.values())
+    earlier = f" ({before} were done before)" if before else ""
     rest = "" if done == len(names) else "; the same command goes on with the rest"
-    say(f"{done} of {len(names)} points are done{before}{rest}")
-    return outcome.exit_code
+    say(f"{done} of {len(names)} points are done{earlier}{rest}")
+    return exit_code(codes)
 
 
 def report(options: ReportOptions) -> int:

@@ -41,10 +41,10 @@ MISTAKES = [
         "tests/privacy/clipping",
     ),
     Mistake(
-        "an overflowing norm counts as zero",
-        "privacy/clipping/norms.py",
-        "totals.squared_B.clamp_min(0), torch.inf)",
-        "totals.squared_B.clamp_min(0), 0.0)",
+        "what is not finite of an example is multiplied by zero, not zeroed",
+        "privacy/clipping/clipped_sum.py",
+        "blank_B = ~is_finite_B if needs_blanking(is_finite_B) else None",
+        "blank_B = None",
         "tests/privacy/clipping",
     ),
     Mistake(

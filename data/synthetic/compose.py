@@ -1,13 +1,12 @@
 """Seed and index -> a scene and what is true of it. Each example has its own generator and knows of no other.
 
-`compose` and `compose_relation` draw pictures of every kind. `compose_shapes` draws content "shapes": one, two or three plain
+`compose` draws pictures of every kind. `compose_shapes` draws content "shapes": one, two or three plain
 shapes in basic colours, described in the plainest words. Everything in such a caption can be asked for: colour, shape, which
 of two lies where, the order of three. A small captioner learns it in minutes, which pictures of every kind do not allow.
 Shapes next to each other are level, those above each other plumb, so that no relation holds but the stated one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import cos, pi, sin
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from data.synthetic import shapes
 from data.synthetic.scene import Scene, Shape, Texture
 from data.synthetic.statement import Group, Statement
 from data.synthetic.texture_kinds import describe, random_colours, random_texture
-from data.synthetic.vocabulary import BASIC, COLOURS, PLACES, a, size_word
+from data.synthetic.vocabulary import BASIC, PLACES, a, size_word
 
 Rng = np.random.Generator
 Box = tuple[float, float, float, float]
@@ -51,26 +50,13 @@ class Composition(NamedTuple):
     statement: Statement
 
 
-class _Look(NamedTuple):
-    """How the shapes of a picture may look."""
-
-    names: Sequence[str]
-    colours: Sequence[str]
-    patterned: bool
-    backgrounds: Sequence[str]
-
-
-_FREE = _Look(shapes.NAMES, tuple(COLOURS), True, _CALM)
-_TESTABLE = _Look(shapes.SIMPLE, BASIC, False, tuple(name for name in _CALM if name not in ("clouds", "gradient")))
-
-
 def compose(rng: Rng) -> Composition:
     """One picture of any kind."""
-    makers: tuple[Callable[[Rng, _Look], Composition] | None, ...]
+    makers: tuple[Callable[[Rng], Composition] | None, ...]
     makers = (None, _halves, _scattered, _arranged, _two_groups, _nested, _three_in_order)
     maker = makers[rng.choice(len(makers), p=(0.3, 0.06, 0.17, 0.08, 0.22, 0.07, 0.1))]
     if maker is not None:
-        return maker(rng, _FREE)
+        return maker(rng)
     texture = random_texture(rng)
     return Composition(Scene((texture,)), Statement(textures=(describe(texture, rng),)))
 
@@ -107,16 +93,7 @@ def compose_shapes(rng: Rng, number: int | None = None) -> Composition:
     return Composition(Scene((Texture("plain", background),), drawn), Statement(groups, relation))
 
 
-def compose_relation(rng: Rng) -> Composition:
-    """Two groups in a relation, one inside the other, or three in order: plain shapes in basic colours only."""
-    makers = (_two_groups, _nested, _three_in_order)
-    maker: Callable[[Rng, _Look], Composition] = makers[rng.choice(3, p=(0.65, 0.15, 0.2))]
-    scene, statement = maker(rng, _TESTABLE)
-    # A word such as "huge" would give the order away without a look at the picture.
-    return Composition(scene, replace(statement, groups=tuple(replace(group, size="") for group in statement.groups)))
-
-
-def _halves(rng: Rng, look: _Look) -> Composition:
+def _halves(rng: Rng) -> Composition:
     side_by_side = rng.random() < 0.5
     boxes: tuple[Box, Box] = ((0, 0, 0.5, 1), (0.5, 0, 1, 1)) if side_by_side else ((0, 0, 1, 0.5), (0, 0.5, 1, 1))
     first = random_texture(rng, kinds=_HALVES, box=boxes[0])
@@ -128,10 +105,10 @@ def _halves(rng: Rng, look: _Look) -> Composition:
     return Composition(Scene((first, second)), Statement(textures=phrases, relation=relation))
 
 
-def _scattered(rng: Rng, look: _Look) -> Composition:
+def _scattered(rng: Rng) -> Composition:
     """One group anywhere; a single shape has a place."""
     count = int(rng.choice(10, p=(0.28, 0.15, 0.13, 0.1, 0.09, 0.07, 0.06, 0.05, 0.04, 0.03))) + 1
-    group, background = _groups(rng, look, (count,))
+    group, background = _groups(rng, (count,))
     if count == 1:
         place, phrases = list(PLACES.items())[rng.integers(len(PLACES))]
         radius = float(rng.uniform(0.05, 0.15))
@@ -144,11 +121,11 @@ def _scattered(rng: Rng, look: _Look) -> Composition:
     return _finish(rng, group, [spots], background, Statement(place=where))
 
 
-def _arranged(rng: Rng, look: _Look) -> Composition:
+def _arranged(rng: Rng) -> Composition:
     """One group in a row, a column, a circle or a square grid."""
     kind = int(rng.integers(4))
     count = int(rng.integers(3, 8)) if kind < 3 else 4 if rng.random() < 0.4 else 9
-    groups, background = _groups(rng, look, (count,))
+    groups, background = _groups(rng, (count,))
     radius = 0.36 / count if kind < 2 else {4: 0.16, 9: 0.11}[count] if kind == 3 else 0.09
     radius *= float(rng.uniform(0.8, 1.1))
     steps = [0.5 + (place - (count - 1) / 2) * 0.9 / count for place in range(count)]
@@ -167,10 +144,10 @@ def _arranged(rng: Rng, look: _Look) -> Composition:
     return _finish(rng, groups, [[(x, y, radius) for x, y in points]], background, Statement(place=where))
 
 
-def _two_groups(rng: Rng, look: _Look) -> Composition:
+def _two_groups(rng: Rng) -> Composition:
     """One group left of, right of, above or below another."""
     counts = tuple(int(value) for value in rng.choice((1, 2, 3, 4, 5), size=2, p=(0.5, 0.2, 0.15, 0.1, 0.05)))
-    groups, background = _groups(rng, look, counts)
+    groups, background = _groups(rng, counts)
     gap = 0.02
     relation = _RELATIONS[rng.integers(4)]
     low, high = (0.03, 0.5 - gap), (0.5 + gap, 0.97)
@@ -183,13 +160,13 @@ def _two_groups(rng: Rng, look: _Look) -> Composition:
     return _finish(rng, groups, spots, background, Statement(relation=relation))
 
 
-def _nested(rng: Rng, look: _Look) -> Composition:
+def _nested(rng: Rng) -> Composition:
     """A small shape inside of a large roomy one."""
     roomy = ("circle", "square", "hexagon", "pentagon")
-    inner, background = _groups(rng, look, (1,))
+    inner, background = _groups(rng, (1,))
     used = [inner[0].colour, *([inner[0].second] if inner[0].second else []), *background.colours]
     names = [name for name in roomy if name != inner[0].shape]
-    colour = random_colours(rng, 1, avoid=used, contrast=_BACKGROUND_CONTRAST, among=look.colours)[0]
+    colour = random_colours(rng, 1, avoid=used, contrast=_BACKGROUND_CONTRAST)[0]
     outer = Group(1, names[rng.integers(len(names))], colour, "hollow" if rng.random() < 0.3 else "solid")
     x, y = (float(value) for value in rng.uniform(0.42, 0.58, 2))
     spots = [[(x, y, float(rng.uniform(0.1, 0.19)))], [(x, y, float(rng.uniform(0.34, 0.4)))]]
@@ -201,9 +178,9 @@ def _nested(rng: Rng, look: _Look) -> Composition:
     return drawn
 
 
-def _three_in_order(rng: Rng, look: _Look) -> Composition:
+def _three_in_order(rng: Rng) -> Composition:
     """Three different shapes from left to right or from top to bottom."""
-    groups, background = _groups(rng, look, (1, 1, 1))
+    groups, background = _groups(rng, (1, 1, 1))
     relation = "right" if rng.random() < 0.6 else "down"
     spots = []
     for place in range(3):
@@ -213,16 +190,16 @@ def _three_in_order(rng: Rng, look: _Look) -> Composition:
     return _finish(rng, groups, spots, background, Statement(relation=relation))
 
 
-def _groups(rng: Rng, look: _Look, counts: tuple[int, ...]) -> tuple[tuple[Group, ...], Texture]:
+def _groups(rng: Rng, counts: tuple[int, ...]) -> tuple[tuple[Group, ...], Texture]:
     """Groups of different shapes in clearly different colours, and a background clearly different from all of them."""
-    names = rng.permutation(list(look.names))[: len(counts)]
-    colours = list(random_colours(rng, len(counts), contrast=_BACKGROUND_CONTRAST, among=look.colours))
+    names = rng.permutation(list(shapes.NAMES))[: len(counts)]
+    colours = list(random_colours(rng, len(counts), contrast=_BACKGROUND_CONTRAST))
     groups, used = [], list(colours)
     for count, name, colour in zip(counts, names, colours, strict=True):
         fill, second = "solid", None
-        if rng.random() < 0.25 and str(name) in shapes.HOLLOW and (count == 1 or look.patterned):
+        if rng.random() < 0.25 and str(name) in shapes.HOLLOW:
             fill = "hollow"
-        elif look.patterned and rng.random() < 0.25:
+        elif rng.random() < 0.25:
             fill = str(rng.choice(["striped", "dotted", "checkered"]))
             second = random_colours(rng, 1, avoid=used, contrast=0.25)[0]
             used.append(second)
@@ -230,7 +207,7 @@ def _groups(rng: Rng, look: _Look, counts: tuple[int, ...]) -> tuple[tuple[Group
     if rng.random() < 0.7:
         background = Texture("plain", random_colours(rng, 1, avoid=used, contrast=_BACKGROUND_CONTRAST))
     else:
-        background = random_texture(rng, avoid=used, contrast=_BACKGROUND_CONTRAST, kinds=look.backgrounds)
+        background = random_texture(rng, avoid=used, contrast=_BACKGROUND_CONTRAST, kinds=_CALM)
     return tuple(groups), background
 
 

@@ -1,4 +1,4 @@
-"""The example of any index: picture, caption, and the scene behind both; and tests of relations.
+"""The example of any index: picture, caption, and the scene behind both.
 
 An example depends on (seed, index) alone, whatever the number of workers, the batch or the order.
 """
@@ -8,15 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError
-from data.synthetic.compose import Composition, compose, compose_relation, compose_shapes
+from data.synthetic.compose import Composition, compose, compose_shapes
 from data.synthetic.render import draw
 from data.synthetic.scene import CONTENTS, Scene
 from data.synthetic.statement import Statement
 
 GENERATOR_VERSION = 1
 """Changes whenever any example of any seed does."""
-_RELATION_STREAM = 1 << 63
-"""Relation tests have indices of their own, far from those of training examples."""
 
 
 class SyntheticExample(NamedTuple):
@@ -33,21 +31,6 @@ class SyntheticExample(NamedTuple):
     caption: str
     scene: Scene
     statement: Statement
-
-
-class RelationTest(NamedTuple):
-    """A picture with its true caption and false ones in the same wording, by what is wrong with each.
-
-    Attributes:
-        image_HWC: uint8.
-        caption: the true one.
-        wrong: swapped_order, swapped_colours, swapped_shapes, opposite_relation, wrong_colour, wrong_shape, wrong_count; those
-            that apply.
-    """
-
-    image_HWC: np.ndarray
-    caption: str
-    wrong: dict[str, str]
 
 
 class SyntheticData:
@@ -81,20 +64,9 @@ class SyntheticData:
 
     def composition(self, index: int) -> tuple[Composition, str]:
         """Scene, statement and caption without the picture."""
-        rng = _rng(self.seed, index)
+        rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64)))
         if self.content == "shapes":
             composition = compose_shapes(rng)
             return composition, composition.statement.plain_caption()
         composition = compose(rng)
         return composition, composition.statement.caption(rng)
-
-    def relation_test(self, index: int) -> RelationTest:
-        """A relation test; its picture is never a training example."""
-        rng = _rng(self.seed, _RELATION_STREAM + index)
-        scene, statement = compose_relation(rng)
-        wrong = statement.contradictions(rng, scene.textures[0].colours)
-        return RelationTest(draw(scene, self.image_size), statement.plain_caption(), wrong)
-
-
-def _rng(seed: int, index: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=np.array([seed, index], dtype=np.uint64)))

@@ -135,7 +135,7 @@ OUTLINES: dict[str, Outline] = {
 }
 NAMES = tuple(OUTLINES)
 SIMPLE = ("circle", "square", "triangle", "star", "diamond", "heart", "hexagon", "pentagon", "rectangle", "oval")
-"""Shapes that everybody names alike and that stay recognisable when small: relation tests use no others."""
+"""Shapes that everybody names alike and that stay recognisable when small: content "shapes" has no others."""
 HOLLOW = (
     *("circle", "square", "triangle", "diamond", "heart", "hexagon", "pentagon", "octagon", "rectangle", "oval"),
     *("semicircle", "trapezoid", "parallelogram", "arrow", "crescent", "kite"),

@@ -1,19 +1,14 @@
-"""What a picture shows, as structure; its true captions and false ones that differ in one respect."""
+"""What a picture shows, as structure; and its true captions."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 
 import numpy as np
 
 from data.synthetic import shapes
-from data.synthetic.texture_kinds import random_colours
 from data.synthetic.vocabulary import (
     ABSTRACT_INTRODUCTIONS,
-    BASIC,
     COUNTS,
     INTRODUCTIONS,
-    OPPOSITES,
     RELATIONS,
     a,
     listed,
@@ -59,9 +54,6 @@ class Group:
         """This number and shape in the colours of the other."""
         return replace(self, colour=other.colour, fill=other.fill, second=other.second)
 
-    def with_shape_of(self, other: "Group") -> "Group":
-        return replace(self, shape=other.shape)
-
 
 @dataclass(frozen=True)
 class Statement:
@@ -92,50 +84,9 @@ class Statement:
             introduction = ""  # "an image of from left to right", "an abstract pattern of a checkerboard"
         return introduction + body
 
-    def contradictions(self, rng: Rng, avoid: Sequence[str] = ()) -> dict[str, str]:
-        """False captions in the same wording as `plain_caption`, by what is wrong with them.
-
-        swapped_order exchanges the two sides of the relation, swapped_colours and swapped_shapes only the colours or
-        only the shapes; opposite_relation, wrong_colour, wrong_shape and wrong_count change one word.
-
-        Args:
-            avoid: further colours in the picture, of which none is a wrong colour.
-        """
-        wrong: dict[str, Statement] = {}
-        if self.groups:
-            place = int(rng.integers(len(self.groups)))
-            group = self.groups[place]
-            used = [g.colour for g in self.groups] + [g.second for g in self.groups if g.second]
-            free = [name for name in BASIC if name not in avoid]
-            colour = random_colours(rng, 1, avoid=used, among=free)[0]
-            others = [name for name in shapes.SIMPLE if name not in {g.shape for g in self.groups}]
-            counts = [count for count in range(1, 8) if count != group.count]
-            changed = {
-                "wrong_colour": replace(group, colour=colour),
-                "wrong_shape": replace(group, shape=others[rng.integers(len(others))]),
-                "wrong_count": replace(group, count=counts[rng.integers(len(counts))]),
-            }
-            for name, other in changed.items():
-                wrong[name] = replace(self, groups=(*self.groups[:place], other, *self.groups[place + 1 :]))
-        if len(self.groups) == 2 and self.relation is not None:
-            first, second = self.groups
-            pairs = {
-                "swapped_order": (second, first),
-                "swapped_colours": (first.with_look_of(second), second.with_look_of(first)),
-                "swapped_shapes": (first.with_shape_of(second), second.with_shape_of(first)),
-            }
-            wrong |= {name: replace(self, groups=pair) for name, pair in pairs.items()}
-            wrong["opposite_relation"] = replace(self, relation=OPPOSITES[self.relation])
-        if len(self.groups) == 3:
-            orders = [order for order in permutations(self.groups) if order != self.groups]
-            wrong["swapped_order"] = replace(self, groups=orders[rng.integers(len(orders))])
-        true = self.plain_caption()
-        captions = {name: statement.plain_caption() for name, statement in wrong.items()}
-        return {name: caption for name, caption in captions.items() if caption != true}
-
     def plain_caption(self) -> str:
-        """The true caption in the plainest wording, without background."""
-        return self._groups(None) if self.groups else self._textures(None)
+        """The true caption of shapes in the plainest wording, without background."""
+        return self._groups(None)
 
     def _groups(self, rng: Rng | None) -> str:
         phrases = [group.phrase() for group in self.groups]
@@ -148,7 +99,7 @@ class Statement:
             return f"{phrases[0]} {_relation_word(self.relation, rng)} {phrases[1]}"
         return f"{listed(phrases)} {self.place}".strip()
 
-    def _textures(self, rng: Rng | None) -> str:
+    def _textures(self, rng: Rng) -> str:
         if self.relation is None:
             return self.textures[0]
         return f"{self.textures[0]} {_relation_word(self.relation, rng)} {self.textures[1]}"

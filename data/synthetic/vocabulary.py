@@ -17,7 +17,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 }
 # fmt: on
 BASIC = ("red", "green", "blue", "yellow", "orange", "purple", "pink", "brown", "black", "white", "gray", "cyan")
-"""Colours that everybody names alike: relation tests use no others."""
+"""Colours that everybody names alike: content "shapes" has no others."""
 
 COUNTS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SIZES = (("tiny", 0.0, 0.065), ("small", 0.065, 0.105), ("large", 0.2, 0.28), ("huge", 0.28, 1.0))

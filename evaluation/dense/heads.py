@@ -13,19 +13,22 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data.errors import DataError
-from data.examples.transforms import decode, eval_image, to_rgb
-from evaluation.dense.sources import IGNORED, DensePictures, Objects
+from data.errors import DataError, DecodeError
+from evaluation.dense.sources import IGNORED, DensePictures, Objects, open_dense
 from evaluation.encoder import encoder_of, token_maps
-from evaluation.sources.records import encode_png
+from evaluation.features import open_checkpoint
+from evaluation.options import DenseOptions
+from evaluation.results import DataUse, ModelFacts, Results
+from evaluation.sources import whole_image
+from trainer.errors import ConfigError
 
 HeadKind = Literal["linear", "conv"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(a head's values for some pictures, the rows of these pictures) -> mean loss."""
+BATCH_SIZE = 16
 NMS_OVERLAP = 0.5
 LEAST_SCORE = 0.05
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
@@ -33,20 +36,12 @@ RECALLS = np.linspace(0, 1, 101)
 MOST_BOXES = 100
 
 
-@dataclass(frozen=True)
-class DenseOptions:
-    """
-    Attributes:
-        image_size: to which whole pictures are brought, square; None: the model's.
-        head: one linear layer on each token, or two convolutions at twice the resolution.
-    """
+class Training(NamedTuple):
+    """How a head is trained: `linear` is one layer on each token, `conv` two convolutions at twice the resolution."""
 
-    image_size: int | None = None
     head: HeadKind = "conv"
     epochs: int = 30
-    batch_size: int = 16
     lr: float = 2e-3
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,20 +63,26 @@ class Detections(NamedTuple):
 
 
 @torch.no_grad()
-def prepare(model: nn.Module, source: DensePictures, options: DenseOptions) -> DenseSet:
+def prepare(model: nn.Module, source: DensePictures, image_size: int | None = None) -> DenseSet:
     """Runs the encoder over all pictures of a source; the maps stay in memory.
+
+    Args:
+        image_size: to which whole pictures are brought, square; None: the model's.
 
     Raises:
         DataError: a picture that cannot be decoded.
         ConfigError: a size that is no whole number of patches.
     """
     encoder = encoder_of(model)
-    side = options.image_size or encoder.config.image_size
+    side = image_size or encoder.config.image_size
     device = encoder.class_token.device
     maps, masks, objects = [], [], []
     for index in range(len(source)):
         picture = source.read(index)
-        image_CHW, (width, height) = whole_image(picture.image, side)
+        try:
+            image_CHW, (width, height) = whole_image(picture.image, side)
+        except DecodeError as error:
+            raise DataError(f"a picture cannot be used: {error}") from error
         maps.append(token_maps(encoder, torch.from_numpy(image_CHW)[None].to(device)).float())
         masks.append(picture.mask_HW)
         if picture.objects is not None:
@@ -90,46 +91,19 @@ def prepare(model: nn.Module, source: DensePictures, options: DenseOptions) -> D
     return DenseSet(torch.cat(maps), masks, objects if len(objects) == len(masks) else None, side)
 
 
-def whole_image(data: bytes, side: int) -> tuple[np.ndarray, tuple[int, int]]:
-    """The whole picture, squeezed to a square and normalised as in training, (3, S, S); and its own (width, height).
-
-    Raises:
-        DataError: no usable picture.
-    """
-    size: list[tuple[int, int]] = []
-
-    def squeeze(image: Image.Image) -> Image.Image:
-        size.append(image.size)
-        return to_rgb(image).resize((side, side), Image.Resampling.BICUBIC)
-
-    try:
-        square = decode(data, squeeze)
-        return eval_image(encode_png(np.asarray(square)), side), size[0]
-    except ValueError as error:
-        raise DataError(f"a picture cannot be used: {error}") from error
+def dense_head(width: int, num_values: int, kind: HeadKind) -> nn.Sequential:
+    """Token maps (B, D, h, w) -> values of every cell, (B, num_values, h, w) or at twice the resolution for "conv"."""
+    norm, hidden = nn.BatchNorm2d(width, affine=False), 128
+    if kind == "linear":
+        return nn.Sequential(norm, nn.Conv2d(width, num_values, 1))
+    return nn.Sequential(
+        norm, nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(),
+        nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(),
+        nn.Conv2d(hidden, num_values, 1),
+    )  # fmt: skip
 
 
-class DenseHead(nn.Module):
-    """Token maps -> values of every cell, (B, num_values, h, w) or at twice the resolution for "conv"."""
-
-    def __init__(self, width: int, num_values: int, kind: HeadKind) -> None:
-        super().__init__()
-        norm, hidden = nn.BatchNorm2d(width, affine=False), 128
-        if kind == "linear":
-            self.layers = nn.Sequential(norm, nn.Conv2d(width, num_values, 1))
-        else:
-            self.layers = nn.Sequential(
-                norm, nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(),
-                nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(),
-                nn.Conv2d(hidden, num_values, 1),
-            )  # fmt: skip
-
-    def forward(self, maps_BDhw: Tensor) -> Tensor:
-        values: Tensor = self.layers(maps_BDhw)
-        return values
-
-
-def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, options: DenseOptions) -> dict[str, float]:
+def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Training) -> dict[str, float]:
     """Trains a segmentation head and scores it at the resolution of the test masks: mean IoU, accuracy of pixels."""
     targets = []
     for mask_HW in train.masks:  # the nearest pixel of each of S x S
@@ -141,7 +115,7 @@ def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, optio
         logits = F.interpolate(values, size=target_NSS.shape[1:], mode="bilinear", align_corners=False)
         return F.cross_entropy(logits, target_NSS[rows], ignore_index=IGNORED)
 
-    head = _train(train, num_classes, loss, options)
+    head = _train(train, num_classes, loss, how)
     counts = np.zeros((num_classes, num_classes), dtype=np.int64)
     with torch.no_grad():
         for values, mask_HW in zip(_values(head, test), test.masks, strict=True):
@@ -150,7 +124,7 @@ def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, optio
     return {"mean_iou": mean_iou(counts), "pixel_accuracy": pixel_accuracy(counts)}
 
 
-def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, options: DenseOptions) -> dict[str, float]:
+def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Training) -> dict[str, float]:
     """Trains a detection head and gives COCO's AP, AP50 and AP75 on the test pictures.
 
     Raises:
@@ -158,7 +132,7 @@ def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, options:
     """
     if train.objects is None or test.objects is None:
         raise DataError("detection needs boxes; this source has masks only")
-    factor = 2 if options.head == "conv" else 1
+    factor = 2 if how.head == "conv" else 1
     cells = train.maps_NDhw.shape[2] * factor
     targets = [cell_targets(objects, cells, train.side, num_classes) for objects in train.objects]
     device = train.maps_NDhw.device
@@ -171,22 +145,22 @@ def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, options:
         error = F.smooth_l1_loss(values[:, num_classes + 1 :][inside], sides[inside], beta=0.1, reduction="sum")
         return F.cross_entropy(values[:, : num_classes + 1], kind) + error / inside.sum().clamp(min=1)
 
-    head = _train(train, num_classes + 5, loss, options)
+    head = _train(train, num_classes + 5, loss, how)
     detected = [boxes_of(values.cpu().numpy(), test.side, num_classes) for values in _values(head, test)]
     return average_precision(test.objects, detected, num_classes)
 
 
-def _train(train: DenseSet, num_values: int, loss: Loss, options: DenseOptions) -> DenseHead:
-    generator = torch.Generator().manual_seed(options.seed)
+def _train(train: DenseSet, num_values: int, loss: Loss, how: Training) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
-        head = DenseHead(train.maps_NDhw.shape[1], num_values, options.head).to(train.maps_NDhw.device)
+        torch.manual_seed(0)
+        head = dense_head(train.maps_NDhw.shape[1], num_values, how.head).to(train.maps_NDhw.device)
     count = len(train.maps_NDhw)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=options.lr, weight_decay=1e-4)
-    steps = options.epochs * -(-count // options.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps)
-    for _ in range(options.epochs):
-        for rows in torch.randperm(count, generator=generator).to(train.maps_NDhw.device).split(options.batch_size):
+    optimizer = torch.optim.AdamW(head.parameters(), lr=how.lr, weight_decay=1e-4)
+    steps = how.epochs * -(-count // BATCH_SIZE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, how.lr, total_steps=steps)
+    for _ in range(how.epochs):
+        for rows in torch.randperm(count, generator=generator).to(train.maps_NDhw.device).split(BATCH_SIZE):
             optimizer.zero_grad()
             loss(head(train.maps_NDhw[rows]), rows).backward()
             optimizer.step()
@@ -195,7 +169,7 @@ def _train(train: DenseSet, num_values: int, loss: Loss, options: DenseOptions) 
 
 
 @torch.no_grad()
-def _values(head: DenseHead, test: DenseSet) -> list[Tensor]:
+def _values(head: nn.Sequential, test: DenseSet) -> list[Tensor]:
     return [values for part in test.maps_NDhw.split(32) for values in head(part)]
 
 
@@ -286,15 +260,30 @@ def average_precision(truth: Sequence[Objects], detected: Sequence[Detections], 
 
 
 def _one_class(truth: Sequence[Objects], detected: Sequence[Detections], kind: int) -> np.ndarray | None:
-    """Average precision by threshold (10,); None where no picture has such an object (crowds do not count)."""
+    """Average precision by threshold (10,); None where no picture has such an object (crowds do not count).
+
+    Boxes of a picture, best score first, take the free object that they overlap most; what overlaps none but a crowd is not
+    counted.
+    """
     scores, hits, ignored, total = [], [], [], 0
     for objects, detections in zip(truth, detected, strict=True):
         here, mine = objects.classes_M == kind, detections.classes_M == kind
         order = np.argsort(-detections.scores_M[mine], kind="stable")[:MOST_BOXES]
-        boxes, crowd = objects.boxes_M4[here], objects.is_crowd_M[here]
-        iou_MK = overlaps(detections.boxes_M4[mine][order], boxes, crowd)
-        total += int((~crowd).sum())
-        hit_TM, ignored_TM = _match(iou_MK, crowd)
+        boxes, crowd_K = objects.boxes_M4[here], objects.is_crowd_M[here]
+        iou_MK = overlaps(detections.boxes_M4[mine][order], boxes, crowd_K)
+        total += int((~crowd_K).sum())
+        hit_TM, ignored_TM = (np.zeros((len(THRESHOLDS), len(iou_MK)), dtype=bool) for _ in range(2))
+        for t, threshold in enumerate(THRESHOLDS):
+            free_K = ~crowd_K
+            for m, iou_K in enumerate(iou_MK):
+                candidates_K = np.where(free_K, iou_K, -1.0)
+                if len(candidates_K) and candidates_K.max() >= min(threshold, 1 - 1e-10):
+                    hit_TM[t, m] = True
+                    free_K[np.flatnonzero(candidates_K == candidates_K.max())[-1]] = (
+                        False  # COCO takes the last of equals
+                    )
+                else:
+                    ignored_TM[t, m] = bool((iou_K[crowd_K] >= threshold).any())
         scores.append(detections.scores_M[mine][order])
         hits.append(hit_TM)
         ignored.append(ignored_TM)
@@ -303,31 +292,32 @@ def _one_class(truth: Sequence[Objects], detected: Sequence[Detections], kind: i
     order = np.argsort(-np.concatenate(scores), kind="stable")
     hit_TN, ignored_TN = np.concatenate(hits, axis=1)[:, order], np.concatenate(ignored, axis=1)[:, order]
     areas = []
-    for hit, is_ignored in zip(
-        hit_TN, ignored_TN, strict=True
-    ):  # mean over 101 recalls of the best precision from there on
-        right = np.cumsum(hit[~is_ignored])
+    for hit_N, ignored_N in zip(hit_TN, ignored_TN, strict=True):
+        right = np.cumsum(hit_N[~ignored_N])
         recall, precision = right / total, right / np.arange(1, len(right) + 1)
         best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
+        # Mean over 101 recalls of the best precision from there on.
         areas.append(float(best[np.searchsorted(recall, RECALLS, side="left")].mean()))
     return np.array(areas)
 
 
-def _match(iou_MK: np.ndarray, crowd_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Says for each threshold and box (T, M) whether it finds an object of its own, and whether it lies in a crowd instead.
-
-    Boxes, best score first, take the free object that they overlap most; what overlaps none but a crowd is not counted.
-    """
-    num_boxes = len(iou_MK)
-    hit, ignored = (np.zeros((len(THRESHOLDS), num_boxes), dtype=bool) for _ in range(2))
-    for t, threshold in enumerate(THRESHOLDS):
-        free = ~crowd_K
-        for m in range(num_boxes):
-            candidates = np.where(free, iou_MK[m], -1.0)
-            if len(candidates) and candidates.max() >= min(threshold, 1 - 1e-10):
-                hit[t, m] = True
-                # COCO takes the last of equal ones.
-                free[len(candidates) - 1 - int(np.argmax(candidates[::-1]))] = False
-            else:
-                ignored[t, m] = bool((iou_MK[m][crowd_K] >= threshold).any())
-    return hit, ignored
+def dense(options: DenseOptions) -> Results:
+    """The command; see its options."""
+    opened = open_checkpoint(options)
+    how = Training(options.head, options.epochs, options.lr)
+    side = options.image_size or encoder_of(opened.model).config.image_size
+    sources = {"train": open_dense(options.train, side), "test": open_dense(options.test, side)}
+    classes = sources["train"]
+    if classes.mask_classes != sources["test"].mask_classes:
+        raise ConfigError("--train and --test have other classes")
+    if options.task == "detection" and not classes.object_classes:
+        raise ConfigError(f"detection needs boxes, and {classes.name} has masks only")
+    train, test = (prepare(opened.model, source, side) for source in sources.values())
+    if options.task == "segmentation":
+        scores = segmentation_scores(train, test, len(classes.mask_classes), how)
+    else:
+        scores = detection_scores(train, test, len(classes.object_classes), how)
+    uses = [DataUse(role, source.name, len(source)) for role, source in sources.items()]
+    scalars = {f"{options.task}/{name}": value for name, value in scores.items()}
+    facts = ModelFacts.of(opened.path, opened.manifest)
+    return Results("dense", scalars, uses, facts, details={"head": options.head})

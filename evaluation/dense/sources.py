@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -22,7 +22,7 @@ from data.synthetic.generate import SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
 from data.synthetic.shapes import SIMPLE
-from evaluation.sources.records import bytes_of, encode_png
+from evaluation.sources import bytes_of, encode_png
 
 IGNORED = -1
 
@@ -46,20 +46,6 @@ class DensePicture(NamedTuple):
     image: bytes
     mask_HW: np.ndarray
     objects: Objects | None
-
-
-class DensePictures(Protocol):
-    """A source."""
-
-    name: str
-    mask_classes: tuple[str, ...]
-    """Names of the values of masks."""
-    object_classes: tuple[str, ...]
-    """Names of the classes of boxes; empty without boxes."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> DensePicture: ...
 
 
 class SyntheticShapes:
@@ -183,7 +169,7 @@ class Coco:
 
 
 def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:
-    """(H, W) bool of COCO's `segmentation`: a list of polygons, or run lengths down the columns, plain or compressed.
+    """(H, W) bool of COCO's `segmentation`: a list of polygons, or run lengths down the columns.
 
     Raises:
         DataError: neither.
@@ -194,9 +180,11 @@ def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:
             _fill(covered_HW, np.asarray(polygon, dtype=np.float64).reshape(-1, 2))
         return covered_HW
     counts = segmentation.get("counts") if isinstance(segmentation, dict) else None
-    counts = _uncompressed(counts) if isinstance(counts, str) else counts
     if not isinstance(counts, list) or sum(counts) != size[0] * size[1]:
-        raise DataError("a COCO segmentation is neither polygons nor run lengths of its picture")
+        raise DataError(
+            "a COCO segmentation is neither polygons nor run lengths of its picture (a list: pycocotools' compressed text is "
+            "not read)"
+        )
     values = np.arange(len(counts)) % 2 == 1
     return np.repeat(values, counts).reshape(size[1], size[0]).T
 
@@ -213,21 +201,9 @@ def _fill(covered_HW: np.ndarray, corners_P2: np.ndarray) -> None:
     covered_HW[low[1] : high[1], low[0] : high[0]] |= inside
 
 
-def _uncompressed(text: str) -> list[int]:
-    """COCO's own base-48 text of run lengths: five bits a character, differences to the run two before from the third on."""
-    counts: list[int] = []
-    value, shift = 0, 0
-    for character in text.encode():
-        bits = character - 48
-        value |= (bits & 31) << shift
-        shift += 5
-        if bits & 32:
-            continue
-        if bits & 16:
-            value -= 1 << shift
-        counts.append(value + (counts[-2] if len(counts) > 2 else 0))
-        value, shift = 0, 0
-    return counts
+DensePictures = SyntheticShapes | Ade20k | Coco
+"""A source has a `name`, `mask_classes` (names of the values of masks), `object_classes` (empty without boxes), and reads
+pictures by number."""
 
 
 def open_dense(text: str, image_size: int) -> DensePictures:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from privacy.noise import NoiseSource, add_noise
 from privacy.releases import Release
@@ -43,44 +42,34 @@ class Budget:
     Args:
         statistics: all that will be asked for.
         mu: what they cost together, 1 / noise_multiplier of the plan; infinite for no noise (comparisons that claim nothing).
-        noise: where normals come from; None on other ranks than 0, which receive what rank 0 has noised.
-        num_ranks: how many ranks ask together; with more than one, every release is collective.
+        noise: where normals come from; None where, and only where, mu is infinite.
     """
 
-    def __init__(
-        self, statistics: Sequence[Statistic], mu: float, noise: NoiseSource | None, num_ranks: int = 1
-    ) -> None:
-        if not mu > 0:
-            raise ValueError(f"mu must be positive, not {mu}")
+    def __init__(self, statistics: Sequence[Statistic], mu: float, noise: NoiseSource | None) -> None:
+        if not mu > 0 or math.isinf(mu) != (noise is None):
+            raise ValueError(f"mu must be positive, and infinite where there is no noise, not {mu}")
         shares = math.sqrt(sum(s.share**2 for s in statistics))
         own_mu = {s.name: mu * s.share / shares for s in statistics}
         if len(own_mu) != len(statistics):
             raise ValueError("two statistics have one name")
-        self._releases = [
+        self.releases = [
             Release(name=s.name, std=s.sensitivity / own_mu[s.name], sensitivity=s.sensitivity) for s in statistics
         ]
-        self._stds = {release["name"]: release["std"] for release in self._releases}
+        """What the ledger notes before any of them is drawn."""
+        self._stds = {release["name"]: release["std"] for release in self.releases}
         self._left: dict[str, set[Piece]] = {}
         self._noise = noise
-        self._num_ranks = num_ranks
-
-    @property
-    def releases(self) -> list[Release]:
-        """What the ledger notes before any of them is drawn."""
-        return list(self._releases)
 
     def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008  (immutable)
         """The statistic with independent noise on every entry. A second request is an error: its noise is not paid for.
 
         Args:
-            values: the whole statistic, or the entries of this piece of it; the sum over all ranks.
+            values: the whole statistic, or the entries of this piece of it.
         """
         std = self._take(name, piece)
         noised = torch.from_numpy(np.array(values, dtype=np.float64))
         if self._noise is not None:
             add_noise(noised.view(-1), std, self._noise)
-        if self._num_ranks > 1:
-            dist.broadcast(noised, 0)
         return noised.numpy()
 
     def release_symmetric(self, name: str, matrices_KDD: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008

@@ -1,7 +1,8 @@
 """DP-LS, DP-Newton, DP-FC and one-step DP-GD: weights of a linear head, argmax_l w_l . x, from a few noised statistics.
 
 Shapes: N examples, B of them in a block, D features, L classes, K of them in a chunk, W weights (L, D). Each method first says
-which statistics it will ask for, with their sensitivities, so that the ledger has them before any is computed. Noise is
+which statistics it will ask for, with their sensitivities for one example there or zeroed out, so that the ledger has them before
+any is computed; `fit` gives (L, D) weights and refuses steps that diverge, which is seen on released weights. Noise is
 independent for every class, every entry and every step (the released code of the paper adds one vector to all classes, which
 cancels in the argmax: no privacy at all).
 
@@ -10,7 +11,7 @@ through at once, which means one pass over the examples for each such chunk.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -32,22 +33,6 @@ Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
 Steps = Annotated[int, Field(ge=1, le=1000)]
 
 method_options = dataclass(frozen=True, config=ConfigDict(strict=True))
-
-
-class HeadMethod(Protocol):
-    """A way to train a head."""
-
-    def statistics(self, num_classes: int) -> list[Statistic]:
-        """What `fit` will release, with sensitivities for one example there or zeroed out."""
-        ...
-
-    def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
-        """(L, D) weights, equal on all ranks. Labels are ints below `num_classes`; a row of zeros contributes nothing.
-
-        Raises:
-            PrivacyConfigError: steps that diverge, seen on released weights.
-        """
-        ...
 
 
 def accuracy(weights_LD: np.ndarray, features_ND: np.ndarray, labels_N: np.ndarray) -> float:
@@ -278,7 +263,8 @@ def _clipped(residual_BL: np.ndarray, x_BD: np.ndarray, bound: float) -> np.ndar
     return np.asarray((residual_BL * factor_B[:, None]).T @ x_BD)
 
 
-METHODS: Mapping[str, type[LeastSquares | Newton | FeatureCovariance | OneStep]] = {
+HeadMethod = LeastSquares | Newton | FeatureCovariance | OneStep
+METHODS: Mapping[str, type[HeadMethod]] = {
     "dp-ls": LeastSquares,
     "dp-newton": Newton,
     "dp-fc": FeatureCovariance,

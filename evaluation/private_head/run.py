@@ -1,15 +1,18 @@
-"""One private head, from features to weights, with a ledger of its own: the plan is charged before any noise is drawn."""
+"""One private head, from features to weights, with a ledger of its own, and what all heads of a folder cost together.
+
+The plan is charged before any noise is drawn.
+"""
 
 import inspect
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
@@ -17,11 +20,21 @@ from evaluation.private_head.budget import Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
 from privacy import verify
-from privacy.audit.members import FILE, LedgerMark, MembersRecord, append_line, members_digest
-from privacy.card.composition import claim_of
-from privacy.errors import BudgetSpent, PrivacyConfigError
+from privacy.audit.members import (
+    FILE,
+    LedgerMark,
+    MembersRecord,
+    append_line,
+    members_digest,
+    not_in_ledger,
+    read_lines,
+)
+from privacy.card.composition import claim_of, states_behind
+from privacy.card.numbers import claimed_epsilon
+from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.durable import make_directory
 from privacy.ledger.places import require_apart
+from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
@@ -40,17 +53,16 @@ class HeadResult:
     delta: float
 
 
-def head_plan(num_examples: int, epsilon: float, delta: float | None, num_ranks: int = 1) -> PrivacyPlan:
+def head_plan(num_examples: int, epsilon: float, delta: float | None) -> PrivacyPlan:
     """One full-batch release: no sampling, so no amplification, and an exact epsilon.
 
     Raises:
         PrivacyConfigError: an epsilon or delta that cannot be met, or too many examples.
     """
-    if rounding(num_examples, num_ranks) > ROUNDING_SLACK / 2:
-        ranks = f" over {num_ranks:,} ranks" if num_ranks > 1 else ""
+    if rounding(num_examples) > ROUNDING_SLACK / 2:
         raise PrivacyConfigError(
-            f"a private head cannot take {num_examples:,} examples{ranks}: rounding may move its sums further than the "
-            f"accounting charges for; train it on fewer (4,194,304 are possible on one rank)"
+            f"a private head cannot take {num_examples:,} examples: rounding may move its sums further than the "
+            f"accounting charges for; train it on at most 4,194,304"
         )
     return make_plan(
         PlanRequest(
@@ -85,7 +97,6 @@ def train_head(
     The number of examples, the number of classes and the method's options count as public.
 
     Args:
-        rows: the examples of this rank. Where there are several, this is rank 0, and the others call `help_train`.
         covers: which examples the guarantee is about, and given what; for ledger, card and head.json.
         behind: the ledgers of private runs that made the encoder; their charges compose with the head's.
 
@@ -97,7 +108,7 @@ def train_head(
     """
     head = make_method(method, options or {})
     rows.require_labels_below(num_classes)
-    plan = head_plan(rows.num_examples, epsilon, delta, rows.num_ranks)
+    plan = head_plan(rows.num_examples, epsilon, delta)
     private = output / "private"
     if shared is not None:
         require_apart({"the shared ledger": Path(shared.path)}, output)
@@ -122,7 +133,7 @@ def train_head(
         if ledger.state.opened["head"] != json.loads(json.dumps(facts["head"])):
             raise PrivacyConfigError(f"{output} was begun with another head, or other words; choose another folder")
         require_kept(output, ledger.state.opened, behind)
-        budget = Budget(head.statistics(num_classes), 1 / plan.noise_multiplier, noise or SystemNoise(), rows.num_ranks)
+        budget = Budget(head.statistics(num_classes), 1 / plan.noise_multiplier, noise or SystemNoise())
         nonce, count = ledger.start_session({}), plan.num_examples
         digest = members_digest(key, nonce, 0, 1, 0, np.arange(count))
         attempt = MembersRecord(*ledger.position(), 1, 0, nonce.hex(), count, (count,), (digest,), ())
@@ -168,23 +179,41 @@ def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
         ) from error
 
 
-def help_train(rows: Rows, num_classes: int, method: str, options: dict[str, Any] | None = None) -> None:
-    """What ranks other than 0 do while rank 0 is in `train_head` or `without_noise`: they sum their rows."""
-    head = make_method(method, options or {})
-    rows.require_labels_below(num_classes)
-    head.fit(rows, num_classes, Budget(head.statistics(num_classes), np.inf, None, rows.num_ranks))
-
-
 def without_noise(rows: Rows, num_classes: int, method: str, options: dict[str, Any] | None = None) -> np.ndarray:
     """The same estimator without privacy, for comparison; (L, D)."""
     head = make_method(method, options or {})
     rows.require_labels_below(num_classes)
-    return head.fit(rows, num_classes, Budget(head.statistics(num_classes), np.inf, _NoNoise(), rows.num_ranks))
+    return head.fit(rows, num_classes, Budget(head.statistics(num_classes), np.inf, None))
 
 
-class _NoNoise:
-    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
-        raise AssertionError("a budget without noise draws none")
+class Together(NamedTuple):
+    """What all releases in a folder of heads cost at the largest of their deltas, the private runs behind encoders included."""
 
-    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
-        raise AssertionError("a budget without noise draws none")
+    num_releases: int
+    epsilon: float
+    delta: float
+
+
+def spent_in(folder: Path) -> Together:
+    """Everything that the ledgers of the heads in this folder have charged, earlier commands and heads that failed included.
+
+    Raises:
+        PrivacyStateRefused: a ledger is broken, or lacks what private/ recorded.
+    """
+    # By the last line: heads on features of one encoder have the same ledgers behind them.
+    states: dict[str, LedgerState] = {}
+    paths = sorted(folder.glob("*/ledger.jsonl"))
+    for path in paths:
+        members = path.parent / "private" / FILE
+        recorded = list(read_lines(members)) if members.is_file() else []
+        state = read_ledger(path)
+        if (lost := not_in_ledger(recorded, state)) is not None:
+            raise PrivacyStateRefused(f"{path} and {members} contradict each other: {lost}; restore both")
+        states |= {one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))}
+    groups = [group for state in states.values() for group in state.charged_groups()]
+    if not groups:
+        return Together(0, 0.0, 0.0)
+    delta = max(read_ledger(path).plan.target_delta for path in paths)
+    left = delta - math.fsum(state.plan.noise_tail_delta for state in states.values())
+    value = claimed_epsilon(groups, left)[0] if left > 0 else math.inf
+    return Together(sum(read_ledger(path).num_charged for path in paths), value, delta)

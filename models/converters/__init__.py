@@ -18,33 +18,28 @@ def read_foreign(kind: Foreign, path: Path, unstated: Unstated = Unstated()) -> 
     """Configuration, and parameters by our names in fp32.
 
     Args:
-        path: the official torch file (or .safetensors) of ViP or DP-Cap; a folder that transformers saved, or peft next to
-            its base; or one that `export.py --format safetensors` wrote.
+        path: the official torch file (or .safetensors) of ViP or DP-Cap; a folder that transformers saved; or one that
+            `export.py --format safetensors` wrote.
         unstated: what no tensor of an official file tells; folders state it in their config.json.
 
     Raises:
         WeightsError: not such a file or folder, not of the expected structure, or something that no tensor tells is not stated.
         ModelConfigError: sizes that do not fit together.
     """
-    if kind in ("hf", "peft", "safetensors"):
+    if kind in ("hf", "safetensors"):
         unstated.decided((), None, f"{path}, whose config.json states its model")
     if kind == "hf":
         from models.converters.huggingface import from_huggingface
 
         return from_huggingface(path)
-    if kind == "peft":
-        from models.converters.huggingface import from_huggingface
-        from models.converters.peft import base_of, deltas
-
-        return from_huggingface(base_of(path), deltas(path))
     if kind == "safetensors":
         _, config, parameters = read_folder(path)
         return config, parameters
     state = read_weights(path)
     if kind == "dpcap":
-        from models.converters.dpcap import from_dpcap
+        from models.converters.official import from_dpcap
 
         return from_dpcap(state, str(path), unstated)
-    from models.converters.vip import from_vip
+    from models.converters.official import from_vip
 
     return from_vip(state, str(path), unstated)

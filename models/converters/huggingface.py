@@ -13,47 +13,19 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from models.config import VitConfig
-from models.converters.native import parameters_from, with_tables
-from models.converters.vip import position_kind
-from models.converters.weights import (
-    PartNames,
-    Renaming,
-    WeightsError,
-    count_blocks,
-    mlp_ratio,
-    read_weights,
-    rename_back,
-)
+from models.converters.names import HUGGINGFACE
+from models.converters.native import encoder_as, parameters_from, with_tables
+from models.converters.weights import WeightsError, count_blocks, mlp_ratio, position_kind, read_weights, rename_back
 from models.image_encoder import EncoderConfig
+from models.layers import image_sincos_table
 from models.mae_config import MaskedAutoencoderConfig, PixelDecoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
 
-Told = TypeVar("Told", bool, float, str)
+Told = TypeVar("Told", bool, int, float, str)
 
 CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "preprocessor_config.json"
-_INDEX = "model.safetensors.index.json"
 
-_BLOCK = {
-    "norm1": ("layernorm_before",),
-    "attention.qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    "attention.out": ("attention.output.dense",),
-    "norm2": ("layernorm_after",),
-    "mlp.up": ("intermediate.dense",),
-    "mlp.down": ("output.dense",),
-}
-_ENCODER = PartNames(
-    {"class_token": "embeddings.cls_token", "position.table": "embeddings.position_embeddings"},
-    {"patch_embedding": "embeddings.patch_embeddings.projection", "norm": "layernorm"},
-    "encoder.layer.",
-    _BLOCK,
-)
-_DECODER = PartNames(
-    {"mask_token": "decoder.mask_token", "position.table": "decoder.decoder_pos_embed"},
-    {"embedding": "decoder.decoder_embed", "norm": "decoder.decoder_norm", "head": "decoder.decoder_pred"},
-    "decoder.decoder_layers.",
-    _BLOCK,
-)
 _IN_MEMORY = (  # transformers 5 in memory -> in files
     (r"^vit\.", ""),
     (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),  # version 5 writes the first for the second
@@ -69,20 +41,9 @@ _HEADS = (r"pooler\.dense\.(weight|bias)", r"classifier\.(weight|bias)", r"embed
 """Patterns of names that stand on top of a ViTModel and are no part of the encoder."""
 
 
-def encoder_renamings(config: VitConfig) -> list[Renaming]:
-    """Names of a ViTModel without its pooler."""
-    return _ENCODER.renamings("encoder", config.depth, qkv_bias=config.qkv_bias)
-
-
-def autoencoder_renamings(config: MaskedAutoencoderConfig) -> list[Renaming]:
-    """Names of a ViTMAEForPreTraining, without the prefix `vit.` of its encoder."""
-    return encoder_renamings(config.encoder) + _DECODER.renamings("decoder", config.decoder.depth)
-
-
 def to_vit_model(encoder: VisionTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(config.json, tensors) of a ViTModel. The positions become a parameter whatever their kind."""
-    named = {f"encoder.{name}": value for name, value in with_tables(encoder).items()}
-    return _vit_config(encoder.config, "vit", "ViTModel"), rename_back(named, encoder_renamings(encoder.config))
+    return _vit_config(encoder.config, "vit", "ViTModel"), encoder_as(HUGGINGFACE, encoder)
 
 
 def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -106,7 +67,7 @@ def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tens
         "mask_ratio": model.config.mask_ratio,
         "norm_pix_loss": model.config.normalise_pixels,
     }
-    tensors = rename_back(with_tables(model), autoencoder_renamings(model.config))
+    tensors = rename_back(with_tables(model), HUGGINGFACE)
     return config, {name if name.startswith("decoder.") else f"vit.{name}": value for name, value in tensors.items()}
 
 
@@ -153,14 +114,9 @@ def image_processor(image_size: int, mean: tuple[float, ...], std: tuple[float, 
     }
 
 
-def from_huggingface(
-    folder: Path, added: Mapping[str, Tensor] | None = None
-) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
+def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
     """Configuration and parameters of a folder that transformers saved: ViTModel (also under a head, which is left out),
     ViTMAEModel or ViTMAEForPreTraining.
-
-    Args:
-        added: what is added to the weights of these names, as transformers has them in memory or in files.
 
     Raises:
         WeightsError: no such folder, another architecture, missing or unknown names.
@@ -171,30 +127,48 @@ def from_huggingface(
         raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {error}") from error
     if not isinstance(stated, dict):
         raise WeightsError(f"{folder / CONFIG} is no JSON object")
-    state = {_in_file(name): value for name, value in _read_state(folder).items()}
-    for name, value in (added or {}).items():
-        weight = state.get(_in_file(name))
-        if weight is None or weight.shape != value.shape:
-            raise WeightsError(
-                f"{folder} has no weight {name} of shape {tuple(value.shape)}, to which an adapter belongs"
-            )
-        state[_in_file(name)] = weight.float() + value
+    single = folder / WEIGHTS
+    weights = read_weights(single if single.is_file() else folder / "pytorch_model.bin")
+    state: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        for pattern, replacement in _IN_MEMORY:
+            name = re.sub(pattern, replacement, name)
+        state[name] = value
     what, kind = str(folder), stated.get("model_type")
     if kind not in ("vit", "vit_mae"):
         raise WeightsError(f"{folder}: model_type {kind!r} cannot be imported, only vit and vit_mae")
-    encoder = _from_vit_config(stated, state, what)
+    act = _told(stated, "hidden_act", str, what)
+    if act != "gelu":
+        raise WeightsError(f"{what}: hidden_act {act!r} differs from ours, gelu")
+    width, patch = _told(stated, "hidden_size", int, what), _told(stated, "patch_size", int, what)
+    image_size, depth = _told(stated, "image_size", int, what), _told(stated, "num_hidden_layers", int, what)
+    if (num_blocks := count_blocks(state, "encoder.layer.", what)) != depth:
+        raise WeightsError(f"{what}: {CONFIG} states {depth} layers, but the weights have {num_blocks}")
+    table, grid = "embeddings.position_embeddings", image_size // patch
+    encoder = VitConfig(
+        image_size=image_size,
+        patch_size=patch,
+        num_channels=_told(stated, "num_channels", int, what),
+        width=width,
+        depth=depth,
+        num_heads=_told(stated, "num_attention_heads", int, what),
+        mlp_ratio=mlp_ratio(_told(stated, "intermediate_size", int, what), width),
+        position=position_kind(state, table, image_sincos_table, grid, width, what),
+        qkv_bias=bool(stated.get("qkv_bias", True)),
+        norm_eps=_told(stated, "layer_norm_eps", float, what),
+    )
     unused = [name for name in state if any(re.fullmatch(pattern, name) for pattern in _HEADS)]
     if kind == "vit" or not any(name.startswith("decoder.") for name in state):
         alone = EncoderConfig(encoder=encoder)
-        return alone, parameters_from(state, alone, encoder_renamings(encoder), what, unused=unused)
-    width = _number(stated, "decoder_hidden_size", what)
+        return alone, parameters_from(state, alone, HUGGINGFACE, what, unused=unused)
+    width = _told(stated, "decoder_hidden_size", int, what)
     decoder = PixelDecoderConfig(
         width=width,
-        depth=_number(stated, "decoder_num_hidden_layers", what),
-        num_heads=_number(stated, "decoder_num_attention_heads", what),
-        mlp_ratio=mlp_ratio(_number(stated, "decoder_intermediate_size", what), width),
+        depth=_told(stated, "decoder_num_hidden_layers", int, what),
+        num_heads=_told(stated, "decoder_num_attention_heads", int, what),
+        mlp_ratio=mlp_ratio(_told(stated, "decoder_intermediate_size", int, what), width),
         norm_eps=encoder.norm_eps,
-        position=position_kind(state, "decoder.decoder_pos_embed", encoder.grid_size, width, what),
+        position=position_kind(state, "decoder.decoder_pos_embed", image_sincos_table, grid, width, what),
     )
     config = MaskedAutoencoderConfig(
         encoder=encoder,
@@ -202,67 +176,15 @@ def from_huggingface(
         mask_ratio=_told(stated, "mask_ratio", float, what),
         normalise_pixels=_told(stated, "norm_pix_loss", bool, what),
     )
-    return config, parameters_from(state, config, autoencoder_renamings(config), what)
-
-
-def _in_file(name: str) -> str:
-    for pattern, replacement in _IN_MEMORY:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def _read_state(folder: Path) -> dict[str, Tensor]:
-    if not (folder / _INDEX).is_file():
-        single = folder / WEIGHTS
-        return read_weights(single if single.is_file() else folder / "pytorch_model.bin")
-    try:
-        files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{folder / _INDEX} is damaged: {error}") from error
-    state: dict[str, Tensor] = {}
-    for name in files:
-        state |= read_weights(folder / Path(str(name)).name)
-    return state
-
-
-def _from_vit_config(stated: Mapping[str, Any], state: Mapping[str, Tensor], what: str) -> VitConfig:
-    act = _told(stated, "hidden_act", str, what)
-    if act != "gelu":
-        raise WeightsError(f"{what}: hidden_act {act!r} differs from ours, gelu")
-    width, patch = _number(stated, "hidden_size", what), _number(stated, "patch_size", what)
-    image_size, depth = _number(stated, "image_size", what), _number(stated, "num_hidden_layers", what)
-    if (num_blocks := count_blocks(state, "encoder.layer.", what)) != depth:
-        raise WeightsError(f"{what}: {CONFIG} states {depth} layers, but the weights have {num_blocks}")
-    return VitConfig(
-        image_size=image_size,
-        patch_size=patch,
-        num_channels=_number(stated, "num_channels", what),
-        width=width,
-        depth=depth,
-        num_heads=_number(stated, "num_attention_heads", what),
-        mlp_ratio=mlp_ratio(_number(stated, "intermediate_size", what), width),
-        position=position_kind(state, "embeddings.position_embeddings", image_size // patch, width, what),
-        qkv_bias=bool(stated.get("qkv_bias", True)),
-        norm_eps=_told(stated, "layer_norm_eps", float, what),
-    )
+    return config, parameters_from(state, config, HUGGINGFACE, what)
 
 
 def _told(stated: Mapping[str, Any], name: str, kind: type[Told], what: str) -> Told:
-    """What no tensor tells. transformers always writes it; its defaults are no fact about weights that lack it."""
+    """One of the facts in config.json. transformers always writes them; its defaults are no fact about weights that lack one."""
     value = stated.get(name)
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (isinstance(value, int) and kind is int and value < 1):
         raise WeightsError(
             f"{what}: {CONFIG} states {name} = {value!r}, but a {kind.__name__} is needed, which no tensor tells: add it as in "
             "the code that trained the model"
         )
-    return value
-
-
-def _number(stated: Mapping[str, Any], name: str, what: str) -> int:
-    """A whole positive number; a pair of equal ones stands for one (square images and patches)."""
-    value = stated.get(name)
-    if isinstance(value, list) and len(set(map(str, value))) == 1:
-        value = value[0]
-    if type(value) is not int or value < 1:
-        raise WeightsError(f"{what}: {CONFIG} states {name} = {value!r}, but one positive number is needed")
     return value

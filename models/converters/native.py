@@ -18,7 +18,8 @@ from models.captioner import Captioner
 from models.classifier import Classifier
 from models.classifier_config import ClassifierConfig
 from models.config import SIZES, CaptionerConfig, DecoderConfig, VitConfig
-from models.converters.weights import Renaming, WeightsError, read_weights, rename, write_weights
+from models.converters.names import Names
+from models.converters.weights import WeightsError, read_weights, rename, rename_back, write_weights
 from models.image_encoder import EncoderConfig, ImageEncoder
 from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
@@ -95,10 +96,15 @@ def with_tables(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def encoder_as(names: Names, encoder: nn.Module) -> dict[str, Tensor]:
+    """An encoder's tensors under others' names, e.g. `TIMM` for ViTDet-style codes; positions are one whatever their kind."""
+    return rename_back({f"encoder.{name}": value for name, value in with_tables(encoder).items()}, names)
+
+
 def parameters_from(
     state: Mapping[str, Tensor],
     config: AnyConfig,
-    renamings: Iterable[Renaming],
+    names: Names,
     what: str,
     *,
     unused: Iterable[str] = (),
@@ -109,7 +115,7 @@ def parameters_from(
     """
     model = build_empty(config)
     shapes = {name: value.shape for name, value in with_tables(model).items()}
-    renamed = rename(state, renamings, shapes, what, unused=unused)
+    renamed = rename(state, shapes, names, what, unused=unused)
     fixed = dict(model.named_buffers())
     return {name: value for name, value in renamed.items() if name not in fixed}
 
@@ -147,9 +153,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], AnyConfig, dict[str, Tens
     if not isinstance(facts, dict) or content.get("format") != FORMAT:
         raise WeightsError(f"{folder / CONFIG} is not that of a model exported with --format safetensors")
     config = config_from_facts(facts, str(folder))
-    shapes = parameter_shapes(config)
-    renamings = [Renaming(name, (name,)) for name in shapes]
-    return content, config, rename(read_weights(folder / WEIGHTS), renamings, shapes, str(folder))
+    return content, config, rename(read_weights(folder / WEIGHTS), parameter_shapes(config), {}, str(folder))
 
 
 def load_model(folder: Path) -> nn.Module:

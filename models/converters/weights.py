@@ -6,7 +6,7 @@ shape must be the one expected. Nothing is guessed and nothing dropped without b
 
 import argparse
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.config import Activation, ForeignActivation
+from models.config import Activation, ForeignActivation, PositionKind
+from models.converters.names import Names, theirs
 
 _MOST_NAMES = 16
+POSITION_TOLERANCE = 1e-6
+"""A table this close to the sin-cos one is it: other programs compute it in other orders."""
 
 
 class WeightsError(ValueError):
@@ -64,43 +67,6 @@ class Unstated(NamedTuple):
                 "gelu, which computes other features from these weights"
             )
         return {name: values[name] for name in asked}
-
-
-class Renaming(NamedTuple):
-    """One of our tensors is the concatenation, along its first dimension, of `theirs` (usually one)."""
-
-    ours: str
-    theirs: tuple[str, ...]
-
-
-class PartNames(NamedTuple):
-    """How another project names the parameters of a vision transformer, by our names within it.
-
-    Attributes:
-        raw: parameters by themselves.
-        layers: layers with weight and bias.
-        blocks: what stands before the number of a block.
-        block: the layers of a block; ours may be the concatenation of several of theirs.
-    """
-
-    raw: Mapping[str, str]
-    layers: Mapping[str, str]
-    blocks: str
-    block: Mapping[str, tuple[str, ...]]
-
-    def renamings(self, part: str, depth: int, *, qkv_bias: bool = True) -> list[Renaming]:
-        """Renamings of our `part`, which has `depth` blocks."""
-        layers: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in self.layers.items()}
-        for i in range(depth):
-            for ours, names in self.block.items():
-                layers[f"blocks.{i}.{ours}"] = tuple(f"{self.blocks}{i}.{name}" for name in names)
-        renamings = [Renaming(f"{part}.{ours}", (theirs,)) for ours, theirs in self.raw.items()]
-        for ours, names in layers.items():
-            kinds = ("weight", "bias") if qkv_bias or not ours.endswith("attention.qkv") else ("weight",)
-            renamings += [
-                Renaming(f"{part}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in names)) for kind in kinds
-            ]
-        return renamings
 
 
 _WRAPPERS = ("module.", "_module.", "_orig_mod.")
@@ -158,8 +124,8 @@ def _read_torch(path: Path) -> object:
 
 def rename(
     state: Mapping[str, Tensor],
-    renamings: Iterable[Renaming],
     shapes: Mapping[str, torch.Size],
+    names: Names,
     what: str,
     *,
     unused: Iterable[str] = (),
@@ -167,53 +133,50 @@ def rename(
     """Our tensors, in fp32, from those of another project.
 
     Args:
-        renamings: one for each tensor of ours.
         shapes: of each of our tensors.
+        names: their names by ours; empty where these are the same.
         what: the file, for errors.
         unused: their names that may be there and are not needed.
 
     Raises:
         WeightsError: missing or unknown names (listed), another shape, or numbers that are no floating point.
     """
-    renamings = list(renamings)
-    expected = [name for renaming in renamings for name in renaming.theirs]
-    missing, unknown = sorted(set(expected) - state.keys()), sorted(state.keys() - set(expected) - set(unused))
-    if missing or unknown:
-        problems = []
-        for problem, names in (("lacks", missing), ("has unknown", unknown)):
-            rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            problems += [f"{problem} {', '.join(names[:_MOST_NAMES])}{rest}"] if names else []
+    sources = {ours: theirs(ours, names) for ours in shapes}
+    expected = {name for parts in sources.values() for name in parts}
+    problems = []
+    for problem, listed in (
+        ("lacks", sorted(expected - state.keys())),
+        ("has unknown", sorted(state.keys() - expected - set(unused))),
+    ):
+        rest = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
+        problems += [f"{problem} {', '.join(listed[:_MOST_NAMES])}{rest}"] if listed else []
+    if problems:
         raise WeightsError(f"{what} {' and '.join(problems)}: it is not of the expected structure")
     renamed = {}
-    for ours, theirs in renamings:
-        for name in theirs:
-            if not state[name].is_floating_point():
-                raise WeightsError(f"{what}: {name} holds {state[name].dtype}, but weights are floating point")
-            if state[name].dim() == 0:
-                raise WeightsError(f"{what}: {name} is a single number, but {ours} has shape {tuple(shapes[ours])}")
-        parts = [state[name].to(torch.float32) for name in theirs]
-        broken = [name for name, part in zip(theirs, parts, strict=True) if not bool(part.isfinite().all())]
-        if broken:
-            raise WeightsError(
-                f"{what}: {broken[0]} holds NaN or infinity (or values beyond fp32): its training had failed"
-            )
-        if len({part.shape[1:] for part in parts}) == 1 and len({part.shape[0] for part in parts}) == 1:
-            value = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-        else:
-            value = parts[0]  # its shape is wrong in any case
-        if value.shape != shapes[ours]:
-            raise WeightsError(
-                f"{what}: {' + '.join(theirs)} has shape {tuple(value.shape)}, but {tuple(shapes[ours])} was expected"
-            )
-        renamed[ours] = value.contiguous()
+    for ours, sought in sources.items():
+        parts = []
+        for name in sought:
+            part, rows = state[name], shapes[ours][0] // len(sought)
+            if not part.is_floating_point():
+                raise WeightsError(f"{what}: {name} holds {part.dtype}, but weights are floating point")
+            if part.shape != (rows, *shapes[ours][1:]):
+                expects = (rows, *shapes[ours][1:])
+                raise WeightsError(f"{what}: {name} has shape {tuple(part.shape)}, but {expects} was expected")
+            parts.append(part.to(torch.float32))
+            if not bool(parts[-1].isfinite().all()):
+                raise WeightsError(
+                    f"{what}: {name} holds NaN or infinity (or values beyond fp32): its training had failed"
+                )
+        renamed[ours] = torch.cat(parts).contiguous()  # a copy, of one part too
     return renamed
 
 
-def rename_back(parameters: Mapping[str, Tensor], renamings: Iterable[Renaming]) -> dict[str, Tensor]:
+def rename_back(parameters: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     """The other direction: their tensors from ours."""
     state = {}
-    for ours, theirs in renamings:
-        for name, part in zip(theirs, parameters[ours].detach().chunk(len(theirs)), strict=True):
+    for ours, value in parameters.items():
+        sought = theirs(ours, names)
+        for name, part in zip(sought, value.detach().chunk(len(sought)), strict=True):
             state[name] = part.clone().contiguous()
     return state
 
@@ -247,6 +210,17 @@ def shape_of(state: Mapping[str, Tensor], name: str, num_dims: int, what: str) -
     if len(shape) != num_dims:
         raise WeightsError(f"{what}: {name} has shape {shape}, but {num_dims} dimensions were expected")
     return shape
+
+
+def position_kind(
+    state: Mapping[str, Tensor], name: str, fixed: Callable[[int, int], Tensor], size: int, width: int, what: str
+) -> PositionKind:
+    """ "sincos" if the table is `fixed(size, width)`, else "learned", of a wrong shape too, which `rename` reports."""
+    shape_of(state, name, 3, what)
+    table = fixed(size, width)[None] if width % 4 == 0 else None
+    if table is None or state[name].shape != table.shape:
+        return "learned"
+    return "sincos" if bool((state[name].double() - table).abs().max() <= POSITION_TOLERANCE) else "learned"
 
 
 def mlp_ratio(hidden_width: int, width: int) -> float:

@@ -59,7 +59,7 @@ ENGINES: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
 }
 OPTIMIZERS = {
     "adamw": OptimizerSection(name="adamw", peak_lr=1e-2, eps=1e-4, weight_decay=0.01),
-    "sgd": OptimizerSection(name="sgd", peak_lr=1e-2, weight_decay=0.01),
+    "sgd": OptimizerSection(name="sgd", peak_lr=0.3, weight_decay=0.01),
 }
 MAX_GRAD_NORM, SIGMA = 1.0, 0.5
 DEALS = {1: [(7,), (7,), (7,)], 2: [(5, 2), (7, 0), (1, 6)]}
@@ -131,6 +131,7 @@ def _steps(device: torch.device, case: Case, num_steps: int) -> dict[str, Tensor
         self_check=False,
     )
     run = a_mechanism(engine, clipped, NamedNoise(engine), sigma, NUM_EXAMPLES)
+    run.learning_rate = lambda step: OPTIMIZERS[case.optimizer].peak_lr
     for step, counts in enumerate(DEALS[distributed.world_size()][:num_steps], start=1):
         train_step(run, step, iter(micro_batches(pairs(), counts)))
     return whole_parameters(engine)

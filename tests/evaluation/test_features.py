@@ -1,6 +1,5 @@
 """Features against plain re-computations; the same rows from every kind of source, number of workers and number of ranks."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from PIL import Image
 from data.errors import DataError
 from data.examples.transforms import eval_image
 from data.index.tar_writer import write_shard
-from evaluation.encoder import FeatureOptions, check_options, encoder_of, features, token_maps
+from evaluation.encoder import check_options, encoder_of, features, token_maps
 from evaluation.features import Features, extract, read_features
-from evaluation.sources.labelled import ArrayImages, ReadingOptions, open_source
-from evaluation.sources.records import encode_png
+from evaluation.options import FeatureOptions, LabelledOptions
+from evaluation.sources import Arrays, encode_png, open_source
 from models.layers import image_sincos_table, resized_positions
 from tests.distributed.ranks import run_ranks
 from tests.evaluation.tiny_models import SIZE, opened_autoencoder, opened_captioner, pictures
@@ -46,9 +45,9 @@ def test_each_kind_is_what_its_name_says() -> None:
         "memory": model.encode(images).mean(1),
     }
     for kind, values in expected.items():
-        found = features(model, images, FeatureOptions(kind, 2))  # type: ignore[arg-type]
+        found = features(model, images, FeatureOptions(features=kind, num_blocks=2))  # type: ignore[arg-type]
         assert torch.equal(found, values), kind
-    last = features(model, images, FeatureOptions("blocks", 1))
+    last = features(model, images, FeatureOptions(features="blocks", num_blocks=1))
     assert torch.equal(last, blocks[-1][:, 1:].mean(1)) and not torch.allclose(last, expected["pooled"], atol=0.1)
     assert torch.equal(token_maps(encoder, images).flatten(2).transpose(1, 2), out[:, 1:])
 
@@ -68,32 +67,20 @@ def test_token_maps_of_other_sizes() -> None:
     assert changed.nonzero().tolist() == [[1, 3]]
 
 
-def test_interpolated_positions() -> None:
-    """Near the fixed table of the finer grid at the same places; a constant stays what it is."""
-    table = image_sincos_table(14, 32)[None].float()
-    assert torch.equal(resized_positions(table, (14, 14), (14, 14))[:, :1], table[:, :1])
-    twice = resized_positions(table, (14, 14), (28, 28))[0, 1:].view(28, 28, 32)
-    own = table[0, 1:].view(14, 14, 32)
-    middle = (twice[2:-2:2, 2:-2:2] + twice[3:-1:2, 3:-1:2]) / 2  # around the centre of each old patch
-    assert (middle - own[1:-1, 1:-1]).abs().max() < 0.15
-    constant = resized_positions(torch.ones(1, 10, 4), (3, 3), (5, 2))
-    assert constant.shape == (1, 11, 4) and torch.allclose(constant, torch.ones(()))
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (FeatureOptions("blocks", 3), "3 blocks were asked for; the encoder has 2"),
-        (FeatureOptions("blocks", 0), "0 blocks"),
-        (FeatureOptions("pooled", 1, 20), "no whole number of patches of 8"),
-        (FeatureOptions("memory", 1, 32), "model's image size only"),
+        (FeatureOptions(features="blocks", num_blocks=3), "3 blocks were asked for; the encoder has 2"),
+        (FeatureOptions(features="blocks", num_blocks=0), "0 blocks"),
+        (FeatureOptions(features="pooled", num_blocks=1, image_size=20), "no whole number of patches of 8"),
+        (FeatureOptions(features="memory", num_blocks=1, image_size=32), "model's image size only"),
     ],
 )
 def test_options_that_a_model_cannot_follow(options: FeatureOptions, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         check_options(opened_captioner().model, options)
     with pytest.raises(ConfigError, match="only a captioner"):
-        check_options(opened_autoencoder().model, FeatureOptions("memory"))
+        check_options(opened_autoencoder().model, FeatureOptions(features="memory"))
     with pytest.raises(ConfigError, match="no vision transformer"):
         check_options(torch.nn.Linear(2, 2), FeatureOptions())
 
@@ -132,9 +119,9 @@ def test_every_source_gives_the_same_features(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = opened.model.encoder(model_in)[:, 1:].mean(1).numpy()
     for name, text in sources.items():
-        options = ReadingOptions("category" if name == "json" else "cls", cache=tmp_path / "cache")
+        options = LabelledOptions(label_field="category" if name == "json" else "cls", cache=tmp_path / "cache")
         source = open_source(text, options)
-        found = extract(opened, source, FeatureOptions(), batch_size=3)
+        found = extract(opened, source, FeatureOptions(batch_size=3))
         assert found is not None
         order = np.argsort(labels, kind="stable") if name == "folder" else np.arange(len(labels))
         assert found.values_ND == pytest.approx(expected[order], abs=1e-6), name
@@ -146,7 +133,7 @@ def test_resize_then_crop_is_that_of_the_papers() -> None:
     """The shorter side to this number of pixels, then the centre: by Pillow, as torchvision does it."""
     images, labels = pictures(2, side=40)
     images = images[:, :, :35]
-    found = extract(opened_captioner(), ArrayImages("here", images, labels), FeatureOptions(resize=20))
+    found = extract(opened_captioner(), Arrays("here", images, labels), FeatureOptions(resize=20))
     rows = []
     for image in images:
         small = Image.fromarray(image).resize((20, 20), Image.Resampling.BICUBIC, box=(0, 2, 35, 37))
@@ -166,14 +153,14 @@ def test_unusable_examples_keep_a_row_of_zeros(tmp_path: Path) -> None:
     members[1][1]["png"] = b"no picture"
     members[2][1]["cls"] = b"a cat"
     write_shard(tmp_path / "x.tar", members)
-    source = open_source(f"shards:{tmp_path}/x.tar", ReadingOptions(cache=tmp_path))
+    source = open_source(f"shards:{tmp_path}/x.tar", LabelledOptions(cache=tmp_path))
     found = extract(opened_captioner(), source, FeatureOptions())
     assert found is not None
     assert found.is_usable_N.tolist() == [True, False, False, True] and found.num_unusable == 2
     assert not found.values_ND[1:3].any() and found.values_ND[0].any() and found.labels_N.tolist() == [0, 0, 0, 0]
     assert len(found.usable().labels_N) == 2
     with pytest.raises(DataError, match="both an image and a label"):
-        extract(opened_captioner(), open_source(f"shards:{tmp_path}/x.tar", ReadingOptions("no", cache=tmp_path)),
+        extract(opened_captioner(), open_source(f"shards:{tmp_path}/x.tar", LabelledOptions(label_field="no", cache=tmp_path)),
                 FeatureOptions()).usable()  # type: ignore[union-attr]  # fmt: skip
 
 
@@ -181,12 +168,12 @@ def test_the_cache_is_named_after_weights_data_and_options(tmp_path: Path, monke
     images, labels = pictures(4)
     cache, counted = tmp_path / "cache", []
     monkeypatch.setattr(
-        "evaluation.features.eval_image", lambda data, size: (counted.append(1), eval_image(data, size))[1]
+        "evaluation.sources.eval_image", lambda data, size: (counted.append(1), eval_image(data, size))[1]
     )
 
     def computed(seed: int = 0, shift: int = 0, **options: Any) -> int:
         counted.clear()
-        source = ArrayImages("here", images, (labels + shift) % 3)
+        source = Arrays("here", images, (labels + shift) % 3)
         found = extract(opened_captioner(seed), source, FeatureOptions(**options), cache=cache)
         plain = extract(opened_captioner(seed), source, FeatureOptions(**options))
         assert found is not None and plain is not None
@@ -194,7 +181,7 @@ def test_the_cache_is_named_after_weights_data_and_options(tmp_path: Path, monke
         return len(counted) - 4
 
     assert [computed(), computed(), computed(seed=1), computed(shift=1)] == [4, 0, 4, 4]
-    assert [computed(kind="class_token"), computed(image_size=32), computed()] == [4, 4, 0]
+    assert [computed(features="class_token"), computed(image_size=32), computed()] == [4, 4, 0]
     assert cache.stat().st_mode & 0o777 == 0o700
     folder = next(cache.glob("features-*"))
     (folder / "part-00000-of-00001.safetensors").write_bytes(b"torn")
@@ -204,7 +191,7 @@ def test_the_cache_is_named_after_weights_data_and_options(tmp_path: Path, monke
 
 def on_ranks(device: torch.device, cache: Path, count: int) -> Features | None:
     images, labels = pictures(count)
-    return extract(opened_captioner(), ArrayImages("here", images, labels), FeatureOptions(), cache=cache, batch_size=2)
+    return extract(opened_captioner(), Arrays("here", images, labels), FeatureOptions(batch_size=2), cache=cache)
 
 
 def test_two_ranks_share_the_images(tmp_path: Path) -> None:
@@ -220,7 +207,7 @@ def test_two_ranks_share_the_images(tmp_path: Path) -> None:
 def test_worker_processes_give_the_same_rows() -> None:
     images, labels = pictures(5)
     found = [
-        extract(opened_captioner(), ArrayImages("here", images, labels), FeatureOptions(), batch_size=2, num_workers=n)
+        extract(opened_captioner(), Arrays("here", images, labels), FeatureOptions(batch_size=2, num_workers=n))
         for n in (0, 2)
     ]
     assert found[0] is not None and found[1] is not None
@@ -236,17 +223,16 @@ def test_worker_processes_give_the_same_rows() -> None:
 )  # fmt: skip
 def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=match):
-        open_source(text, ReadingOptions(cache=tmp_path))
+        open_source(text, LabelledOptions(cache=tmp_path))
 
 
-def test_arrays_of_another_kind() -> None:
-    for images, labels in ((np.zeros((2, 4, 4)), np.zeros(2, int)), (np.zeros((2, 4, 4), np.uint8), np.zeros(2))):
-        with pytest.raises(DataError, match="must be"):
-            ArrayImages("here", images, labels)
-
-
-def test_a_grey_picture_is_a_grey_picture() -> None:
-    grey = np.random.default_rng(0).integers(0, 256, (1, 9, 9), dtype=np.uint8)
-    [found] = ArrayImages("here", grey, np.zeros(1, int)).read([0])
-    assert found.image is not None
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(found.image))), grey[0])
+def test_interpolated_positions() -> None:
+    """Near the fixed table of the finer grid at the same places; a constant stays what it is."""
+    table = image_sincos_table(14, 32)[None].float()
+    assert torch.equal(resized_positions(table, (14, 14), (14, 14))[:, :1], table[:, :1])
+    twice = resized_positions(table, (14, 14), (28, 28))[0, 1:].view(28, 28, 32)
+    own = table[0, 1:].view(14, 14, 32)
+    middle = (twice[2:-2:2, 2:-2:2] + twice[3:-1:2, 3:-1:2]) / 2  # around the centre of each old patch
+    assert (middle - own[1:-1, 1:-1]).abs().max() < 0.15
+    constant = resized_positions(torch.ones(1, 10, 4), (3, 3), (5, 2))
+    assert constant.shape == (1, 11, 4) and torch.allclose(constant, torch.ones(()))

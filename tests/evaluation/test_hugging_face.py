@@ -11,14 +11,9 @@ from PIL import Image
 
 from data.errors import DataError
 from data.examples.transforms import eval_image
-from evaluation.encoder import FeatureOptions, features
-from evaluation.features import extract
-from evaluation.sources.captioned import open_images
-from evaluation.sources.labelled import ReadingOptions, open_source
-from evaluation.sources.records import encode_png
-from tests.evaluation.commands import evaluate
-from tests.evaluation.tiny_models import SIZE, opened_captioner, pictures
-from tests.trainer.trained_runs import recipe, trained
+from evaluation.options import CaptionedOptions, LabelledOptions
+from evaluation.sources import encode_png, open_source
+from tests.evaluation.tiny_models import SIZE, pictures
 
 NAMES = ["red", "green", "blue"]
 CAPTIONS = "captions of this picture"
@@ -49,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cubes"
 
 
-OPTIONS = ReadingOptions(image_column="picture", label_column="fine_label")
+OPTIONS = LabelledOptions(image_column="picture", label_column="fine_label")
 
 
 def test_rows_are_what_was_saved(saved: Path) -> None:
@@ -66,50 +61,12 @@ def test_rows_are_what_was_saved(saved: Path) -> None:
     assert len(open_source(f"hf:{saved}/test", OPTIONS)) == 2
 
 
-def test_features_keep_a_row_for_what_cannot_be_used(saved: Path) -> None:
-    import torch
-
-    opened = opened_captioner()
-    found = extract(opened, open_source(f"hf:{saved}/train", OPTIONS), FeatureOptions(), batch_size=4)
-    assert found is not None
-    assert found.is_usable_N.tolist() == [True, False, False, True, True, True]
-    model_in = torch.from_numpy(np.stack([eval_image(encode_png(image), SIZE) for image in pictures(6)[0]]))
-    with torch.no_grad():
-        expected = features(opened.model, model_in, FeatureOptions()).numpy()
-    assert found.values_ND[[0, 3, 4, 5]] == pytest.approx(expected[[0, 3, 4, 5]], abs=1e-6)
-
-
 def test_captions_of_a_column(saved: Path) -> None:
-    columns = {"image_column": "picture", "caption_column": CAPTIONS}
-    source = open_images(f"hf:{saved}/train", **columns)  # type: ignore[arg-type]
-    rows = list(source.read(range(6)))
+    options = CaptionedOptions(image_column="picture", caption_column=CAPTIONS)
+    rows = open_source(f"hf:{saved}/train", options).read(range(6))
     assert rows[1].captions == ("a green picture", "a square") and rows[1].image is None
-    one = open_images(f"hf:{saved}/test", image_column="picture", caption_column="text")
+    one = open_source(f"hf:{saved}/test", CaptionedOptions(image_column="picture", caption_column="text"))
     assert [row.captions for row in one.read([0, 1])] == [("number 0",), ("number 3",)]
-
-
-def test_commands(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A whole run's checkpoint: a probe by labels, captions and retrieval by captions, zero-shot by the class names."""
-    trained(tmp_path / "run", recipe())
-    told = ["--checkpoint", str(tmp_path / "run"), "--image_column", "picture"]
-    labels = ["--label_column", "fine_label"]
-    record = evaluate(
-        monkeypatch, capsys, "linear-probe", *told, *labels, "--train", f"hf:{saved}/train", "--test", f"hf:{saved}/test",
-        "--epochs", "2", "--num_folds", "2",
-    )  # fmt: skip
-    assert [(use["num_examples"], use["num_undecodable"]) for use in record["data"]] == [(6, 2), (2, 0)]
-    record = evaluate(
-        monkeypatch, capsys, "zero-shot", *told, *labels, "--data", f"hf:{saved}/test", "--template", "{}"
-    )
-    assert set(record["details"]["per_class"]["sum"]) == set(NAMES)
-    told += ["--data", f"hf:{saved}/train", "--caption_column", CAPTIONS]
-    record = evaluate(monkeypatch, capsys, "captions", *told, "--max_tokens", "3")
-    assert len(record["details"]["captions"]) == 4 and record["data"][0]["num_undecodable"] == 2
-    assert record["details"]["captions"][1]["references"] == ["a red picture", "a square"]
-    record = evaluate(monkeypatch, capsys, "retrieval", *told)
-    assert record["details"]["num_captions"] == 8
 
 
 @pytest.mark.parametrize(
@@ -125,7 +82,7 @@ def test_commands(
     ],
 )
 def test_what_does_not_fit_is_one_line(saved: Path, place: str, columns: dict[str, str], message: str) -> None:
-    options = ReadingOptions(**{"image_column": "picture", "label_column": "fine_label"} | columns)  # type: ignore[arg-type]
+    options = LabelledOptions(**{"image_column": "picture", "label_column": "fine_label"} | columns)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=message) as caught:
         open_source(f"hf:{saved}{place}", options)
     assert "\n" not in str(caught.value)
@@ -134,12 +91,12 @@ def test_what_does_not_fit_is_one_line(saved: Path, place: str, columns: dict[st
 def test_other_folders_are_one_line(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(DataError, match="no data set that `datasets` saved") as caught:
-        open_source(f"hf:{tmp_path}", ReadingOptions())
+        open_source(f"hf:{tmp_path}", LabelledOptions())
     assert "\n" not in str(caught.value)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
-    for opening in (lambda: open_source(f"hf:{tmp_path}", OPTIONS), lambda: open_images(f"hf:{tmp_path}")):
+    for options in (OPTIONS, CaptionedOptions()):
         with pytest.raises(DataError, match=r"^hf: needs .*: pip install -r requirements-evaluation.txt$"):
-            opening()
+            open_source(f"hf:{tmp_path}", options)

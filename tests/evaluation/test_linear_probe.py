@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.linear_probe import LarsOptions, cross_validated_regression, fold_of, lars_probe, regression
+from evaluation.linear_probe import cross_validated_regression, fold_of, lars_probe, regression
 from tests.evaluation.commands import evaluate
 from tests.evaluation.digits import digits, save_digits
-from trainer.errors import ConfigError
 
 TRUST = 0.03
 
@@ -80,9 +79,9 @@ def test_lars_follows_the_released_rule(augmented: bool) -> None:
     x, y, x_test, y_test = digits()
     rng = np.random.default_rng(0)
     x_of_epoch = [x + 0.02 * rng.standard_normal(x.shape) * augmented for _ in range(20)]
-    options = LarsOptions(epochs=20, base_lr=0.5, warmup_epochs=4, trust_coefficient=TRUST)
+    options: dict[str, Any] = {"epochs": 20, "base_lr": 0.5, "warmup_epochs": 4, "trust_coefficient": TRUST}
     epochs = (lambda epoch: (x_of_epoch[epoch], y)) if augmented else None
-    found = lars_probe((x, y), (x_test, y_test), 10, options, epochs=epochs)
+    found = lars_probe((x, y), (x_test, y_test), 10, **options, train_of=epochs)
     start = torch.empty(10, 64).normal_(std=0.01, generator=torch.Generator().manual_seed(0)).numpy()
     expected = released_lars(x_of_epoch, y, x_test, start, 0.5 * 1200 / 256, 4)
     assert (found.batch_size, found.peak_lr) == (1200, 0.5 * 1200 / 256)
@@ -91,25 +90,10 @@ def test_lars_follows_the_released_rule(augmented: bool) -> None:
     assert found.best == found.accuracies[found.best_epoch - 1] == max(found.accuracies)
 
 
-def test_a_probe_says_when_it_has_not_converged() -> None:
-    """At any trust and length a head is as good as regression, or it says that it has not converged."""
-    x, y, x_test, y_test = digits()
-    x, x_test = (
-        x @ np.diag(np.linspace(1, 30, 64)) @ (mix := np.random.default_rng(0).standard_normal((64, 64))),
-        (x_test @ np.diag(np.linspace(1, 30, 64)) @ mix),
-    )
-    best = regression(x, y, 10, ridge=1e-3).accuracy(x_test, y_test)
-    verdicts = set()
-    for trust in (1e-3, 0.05, 0.5):
-        for epochs in (3, 100):
-            options = LarsOptions(epochs=epochs, base_lr=0.5, warmup_epochs=1, trust_coefficient=trust)
-            found = lars_probe((x, y), (x_test, y_test), 10, options)
-            verdicts.add(found.converged)
-            assert not found.converged or found.last > best - 0.03, (trust, epochs, found.last, found.accuracy_gained)
-    assert verdicts == {True, False}
-    assert (
-        regression(x, y, 10, ridge=1e-3).converged and not regression(x, y, 10, ridge=1e-3, max_iterations=2).converged
-    )
+def test_a_regression_says_when_it_has_not_converged() -> None:
+    x, y, _, _ = digits()
+    assert regression(x, y, 10, ridge=1e-3).converged
+    assert not regression(x, y, 10, ridge=1e-3, max_iterations=2).converged
 
 
 def test_lars_and_lbfgs_agree_on_digits(
@@ -137,20 +121,10 @@ def test_lars_and_lbfgs_agree_on_digits(
 def test_public_data_leave_the_private_part_and_few_steps_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train, test = save_digits(tmp_path)
-    arguments = [
-        "linear-probe",
-        "--train",
-        train,
-        "--test",
-        test,
-        "--output",
-        str(tmp_path / "out"),
-        "--method",
-        "lars",
-    ]
-    record = evaluate(monkeypatch, capsys, *arguments, "--epochs", "2", "--data_is_public")
-    assert "LARS has not converged" in record["notes"][0]
+    train, test = save_digits(tmp_path, 300)
+    told = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "2")
+    record = evaluate(monkeypatch, capsys, *told, "--epochs", "2", "--data_is_public")
+    assert "LARS has hardly converged" in record["notes"][0]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["evaluation"] and record["data_is_public"]
     assert record["formal_guarantee"] is False
 
@@ -170,12 +144,3 @@ def test_refused(
     with pytest.raises(ValueError, match=match) as caught:
         evaluate(monkeypatch, capsys, "linear-probe", *arguments)
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
-
-
-def test_ranks_are_for_commands_that_share_their_work() -> None:
-    from evaluation.commands import COMMANDS
-
-    assert {command.name for command in COMMANDS if command.uses_ranks} == {
-        "features", "linear-probe", "few-shot", "private-head",
-    }  # fmt: skip
-    assert issubclass(ConfigError, ValueError)

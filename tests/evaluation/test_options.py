@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.commands import COMMANDS, Command
+from evaluation.options import COMMANDS, Command
 from tests.evaluation import tiny_models
 from tests.evaluation.commands import evaluate
 
@@ -26,7 +26,7 @@ def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
         "features": {"data": arrays},
         "linear-probe": {**probe, "epochs": 2, "num_folds": 2},
         "few-shot": {**probe, "shots": (1,), "num_splits": 2},
-        "private-head": {**probe, "method": ("dp-gd",), "target_epsilon": 1.0, "num_classes": 3},
+        "private-head": {**probe, "method": "dp-gd", "target_epsilon": 1.0, "num_classes": 3},
         "dense": {"task": "segmentation", "train": "synthetic:1:2", "test": "synthetic:2:2", "epochs": 1},
         "zero-shot": {"data": folder},
         "aro": {"synthetic": "shapes", "synthetic_tests": 1},
@@ -47,7 +47,7 @@ def words(given: Values) -> list[str]:
 
 @each_command
 def test_a_command_is_a_function(
-    command: Command[Any], values: dict[str, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    command: Command, values: dict[str, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     given = values[command.name]
@@ -65,7 +65,7 @@ def test_a_command_is_a_function(
     assert record["data_is_public"] == options.results_are_public == (command.name == "aro")
 
 
-def numbers(command: Command[Any]) -> list[str]:
+def numbers(command: Command) -> list[str]:
     """The options that are numbers, or tuples of them."""
     return [
         name
@@ -77,7 +77,7 @@ def numbers(command: Command[Any]) -> list[str]:
 
 @each_command
 def test_no_number_ends_in_a_traceback(
-    command: Command[Any], values: dict[str, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    command: Command, values: dict[str, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Every number by itself at zero and below, and seeds beyond 64 bits: a result, or one line with an exit code."""

@@ -64,17 +64,15 @@ def test_one_example_among_a_million_does_not_change_how_others_round() -> None:
     for x in (features, zeroed):
         head = make_method("dp-ls", {})
         budget = Recorder(head.statistics(1), 1.0, Replay())
-        head.fit(Rows.of(x, np.zeros(len(x), dtype=np.int64)), 1, budget)
+        head.fit(Rows(x, np.zeros(len(x), dtype=np.int64)), 1, budget)
         seen.append(budget.seen["class_sums"])
     assert abs(float(np.linalg.norm(seen[0] - seen[1])) - 1) <= rounding(len(features)) < ROUNDING_SLACK / 2
 
 
 def test_more_examples_than_the_slack_covers_are_refused() -> None:
     head_plan(1 << 22, 1.0, None)
-    head_plan(1_300_000, 1.0, None, num_ranks=1024)
-    for num_examples, num_ranks in ((6_000_000, 1), (1 << 22, 4096)):
-        with pytest.raises(PrivacyConfigError, match="rounding may move its sums further"):
-            head_plan(num_examples, 1.0, None, num_ranks)
+    with pytest.raises(PrivacyConfigError, match="rounding may move its sums further"):
+        head_plan(6_000_000, 1.0, None)
 
 
 def _keeping(self: Recorder, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
@@ -84,21 +82,6 @@ def _keeping(self: Recorder, name: str, values: np.ndarray, piece: Piece = Piece
     return released
 
 
-def test_some_example_comes_close_to_each_bound() -> None:
-    """The stated sensitivities are not loose by accident: a long feature reaches those of DP-LS."""
-    features, labels = data()
-    features[0] *= 100
-    head = make_method("dp-ls", {"class_moments": True})
-    seen = []
-    for keep in (1, 0):
-        budget = Recorder(head.statistics(L), math.inf, SystemNoise())
-        head.fit(Rows.of(np.vstack([features[:1] * keep, features[1:]]), labels), L, budget)
-        seen.append(budget.seen)
-    for statistic in head.statistics(L):
-        change = np.linalg.norm(seen[0][statistic.name] - seen[1][statistic.name])
-        assert change == pytest.approx(statistic.sensitivity, rel=1e-9)
-
-
 @pytest.mark.parametrize(("method", "options"), OPTIONS)
 def test_all_statistics_together_cost_the_plan(method: str, options: dict[str, float]) -> None:
     head = make_method(method, dict(options))
@@ -106,49 +89,8 @@ def test_all_statistics_together_cost_the_plan(method: str, options: dict[str, f
     budget = Budget(head.statistics(L), mu, SystemNoise())
     assert math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in budget.releases)) == pytest.approx(mu)
     features, labels = data()
-    head.fit(Rows.of(features, labels), L, budget)
+    head.fit(Rows(features, labels), L, budget)
     budget.require_spent()
-
-
-def residuals(method: str, times: int) -> np.ndarray:
-    """(times, statistics, ...) noise over its standard deviation of DP-FC-like releases: L classes, several steps."""
-    statistics = [Statistic(f"gradient[{step}]", 0.5) for step in range(3)]
-    found = []
-    for _ in range(times):
-        budget = BUDGETS[method](statistics, 0.8, SystemNoise())
-        stds = {r["name"]: r["std"] for r in budget.releases}
-        found.append([budget.release(name, np.zeros((L, D))) / std for name, std in stds.items()])
-    return np.array(found)
-
-
-class SharesNoise(Budget):
-    """The mistake of the released code: one vector of noise for all classes, and for all steps."""
-
-    def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
-        one = super().release(name, np.zeros_like(values), piece)[:1]
-        return values + one
-
-
-BUDGETS: dict[str, type[Budget]] = {"ours": Budget, "shared": SharesNoise}
-
-
-def independence(draws_TSLD: np.ndarray) -> float:
-    """Smallest p-value over pairs of classes, and of steps, of zero correlation; corrected for their number."""
-    flat = draws_TSLD.transpose(1, 2, 0, 3).reshape(3 * L, -1)
-    count = flat.shape[1]
-    correlations = np.corrcoef(flat)[np.triu_indices(3 * L, 1)]
-    p = 2 * stats.norm.sf(np.abs(correlations).max() * math.sqrt(count))
-    return min(1.0, p * len(correlations))
-
-
-def test_noise_is_calibrated_and_independent_over_classes_and_steps() -> None:
-    draws = residuals("ours", 400)
-    assert stats.kstest(draws.ravel(), "norm").pvalue > 1e-4
-    assert independence(draws) > 1e-4
-
-
-def test_shared_noise_is_caught() -> None:
-    assert independence(residuals("shared", 400)) < 1e-10
 
 
 class Reseeded:
@@ -173,7 +115,7 @@ def drawn_by(method: str, options: dict[str, float], noise: list[NoiseSource]) -
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Recorder, "release", _keeping)
             budget.answers = answers  # type: ignore[attr-defined]
-            head.fit(Rows.of(features, labels), L, budget)
+            head.fit(Rows(features, labels), L, budget)
         stds = {release["name"]: release["std"] for release in budget.releases}
         rows = [(answers[name] - budget.seen[name]) / std for name, std in stds.items()]
         # The first D entries of each row: as many for a vector as for a matrix.
@@ -255,9 +197,9 @@ def recomputed(ledger: Path) -> float:
 )  # fmt: skip
 def test_digits(tmp_path: Path, method: str, options: dict[str, float], epsilon: float, least: float) -> None:
     x, y, x_test, y_test = digits()
-    best = accuracy(without_noise(Rows.of(x, y), 10, method, dict(options)), x_test, y_test)
+    best = accuracy(without_noise(Rows(x, y), 10, method, dict(options)), x_test, y_test)
     result = train_head(
-        Rows.of(x, y), 10, method, epsilon=epsilon, delta=1e-5, output=tmp_path / "head", options=dict(options)
+        Rows(x, y), 10, method, epsilon=epsilon, delta=1e-5, output=tmp_path / "head", options=dict(options)
     )
     found = accuracy(result.weights_LD, x_test, y_test)
     assert (
@@ -269,9 +211,9 @@ def test_digits(tmp_path: Path, method: str, options: dict[str, float], epsilon:
 
 def test_a_second_head_in_one_folder_is_refused(tmp_path: Path) -> None:
     features, labels = data()
-    train_head(Rows.of(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
+    train_head(Rows(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
     with pytest.raises(PrivacyConfigError, match="holds a finished head"):
-        train_head(Rows.of(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
+        train_head(Rows(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
 
 
 def test_a_crash_after_the_charge_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,9 +225,9 @@ def test_a_crash_after_the_charge_stays_charged(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(METHODS["dp-gd"], "fit", crash)
         with pytest.raises(KeyboardInterrupt):
-            train_head(Rows.of(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
+            train_head(Rows(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
     with pytest.raises(BudgetSpent):
-        train_head(Rows.of(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
+        train_head(Rows(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +245,7 @@ def test_refused(method: str, options: dict[str, float], match: str) -> None:
     with pytest.raises(PrivacyConfigError, match=match):
         make_method(method, dict(options))
     with pytest.raises(PrivacyConfigError, match="labels must be between 0 and 1"):
-        without_noise(Rows.of(np.zeros((2, 3)), np.array([0, 2])), 2, "dp-ls")
+        without_noise(Rows(np.zeros((2, 3)), np.array([0, 2])), 2, "dp-ls")
 
 
 def test_the_plan_is_exact() -> None:

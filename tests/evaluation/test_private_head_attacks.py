@@ -10,8 +10,7 @@ import pytest
 
 from evaluation.private_head.methods import METHODS
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import train_head
-from evaluation.private_head.sweep import spent_in
+from evaluation.private_head.run import spent_in, train_head
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
@@ -29,7 +28,7 @@ class Killed(BaseException):
 def head(
     output: Path, method: str = "dp-gd", epsilon: float = 1.0, features: np.ndarray = FEATURES, **more: Any
 ) -> None:
-    train_head(Rows.of(features, LABELS), 3, method, epsilon=epsilon, output=output, **more)
+    train_head(Rows(features, LABELS), 3, method, epsilon=epsilon, output=output, **more)
 
 
 def killed_at(where: str, output: Path, **more: Any) -> None:

@@ -22,7 +22,7 @@ GIVEN = "the examples of shards:a.tar, given the encoder, whose epsilon is to be
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
-    rows = Rows.of(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
+    rows = Rows(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
     train_head(rows, 3, "dp-newton", epsilon=1.0, delta=1e-3, output=tmp_path / "head", covers=GIVEN)
     return tmp_path / "head"
 

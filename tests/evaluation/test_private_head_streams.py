@@ -1,7 +1,6 @@
-"""Heads in blocks, in chunks of classes and over ranks: equal to dense references, and bounded in memory."""
+"""Heads in blocks and in chunks of classes: equal to dense references, and bounded in memory."""
 
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,12 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from evaluation.commands.private_head import PrivateHeadOptions, private_head
 from evaluation.private_head import methods, rows
 from evaluation.private_head.methods import METHODS
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import help_train, without_noise
-from tests.distributed.ranks import run_ranks
+from evaluation.private_head.run import without_noise
 
 L, D, N = 7, 6, 61
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -81,7 +78,7 @@ def reference(method: str, options: dict[str, Any], features: np.ndarray, labels
 @pytest.mark.parametrize(("method", "options"), OPTIONS)
 def test_streamed_heads_equal_dense_references(method: str, options: dict[str, Any]) -> None:
     x, y = data()
-    found = without_noise(Rows.of(x, y), L, method, options)
+    found = without_noise(Rows(x, y), L, method, options)
     np.testing.assert_allclose(found, reference(method, options, x, y).numpy(), rtol=1e-8, atol=1e-10)
 
 
@@ -90,7 +87,7 @@ def test_memory_does_not_grow_with_examples_or_classes(monkeypatch: pytest.Monke
     monkeypatch.setattr(rows, "ROWS_PER_BLOCK", 256)
     monkeypatch.setattr(methods, "CHUNK_BYTES", 2 * 8 * 96**2)
     rng = np.random.default_rng(0)
-    whole = Rows.of(rng.normal(size=(8192, 96)).astype(np.float32), rng.integers(0, 64, 8192))
+    whole = Rows(rng.normal(size=(8192, 96)).astype(np.float32), rng.integers(0, 64, 8192))
     for method, options in (("dp-newton", {}), ("dp-ls", {"class_moments": True}), ("dp-fc", {"num_steps": 1})):
         tracemalloc.start()
         try:
@@ -99,44 +96,6 @@ def test_memory_does_not_grow_with_examples_or_classes(monkeypatch: pytest.Monke
         finally:
             tracemalloc.stop()
         assert peak < 2_500_000, (method, peak)
-
-
-def on_ranks(device: torch.device, folder: str, train: str) -> dict[str, Any]:
-    """Heads without noise, and the same for fewer examples than ranks; then the command, with next to no noise."""
-    rows.ROWS_PER_BLOCK, methods.CHUNK_BYTES = 8, 3 * 8 * D**2
-    found: dict[str, Any] = {}
-    is_main = torch.distributed.get_rank() == 0
-    for num_examples in (N, 1):
-        dealt = Rows.dealt(Rows.of(*data(num_examples)) if is_main else None)
-        for number, (method, options) in enumerate(OPTIONS):
-            if is_main:
-                found[f"{number}/{num_examples}"] = without_noise(dealt, L, method, options)
-            else:
-                help_train(dealt, L, method, options)
-    rows.ROWS_PER_BLOCK = 256
-    asked = PrivateHeadOptions(
-        method=("dp-fc-bce",), train=train, test=train, num_classes=L, target_epsilon=1e6, delta=1e-3, compare=True,
-        output=Path(folder), data_is_public=True,
-    )  # fmt: skip
-    results = private_head(asked)
-    return found if results is None else {**found, **results.scalars}
-
-
-def test_ranks_sum_what_one_would(tmp_path: Path) -> None:
-    x, y = data(600)
-    x += 3 * np.eye(L, D, dtype=np.float32)[y]
-    np.savez(tmp_path / "train.npz", features=x, labels=y)
-    target, train = "tests.evaluation.test_private_head_streams:on_ranks", f"features:{tmp_path}/train.npz"
-    main, other = run_ranks(target, 2, folder=str(tmp_path / "out"), train=train)
-    assert other == {}
-    for num_examples in (N, 1):
-        for number, (method, options) in enumerate(OPTIONS):
-            one = without_noise(Rows.of(*data(num_examples)), L, method, options)
-            np.testing.assert_allclose(main[f"{number}/{num_examples}"], one, rtol=1e-9, atol=1e-12)
-    plain = main["dp-fc-bce/without_privacy/accuracy"]
-    assert main["dp-fc-bce/epsilon-1e+06/accuracy"] == pytest.approx(plain, abs=0.02) and plain > 0.7
-    [ledger] = (tmp_path / "out/private_heads").glob("*/ledger.jsonl")
-    assert ledger.read_text().count('"intent"') == 1
 
 
 def test_every_method_is_compared() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.scoring import distinct_texts, recalls
+from evaluation.retrieval import distinct_texts, recalls
 
 
 def test_recalls_are_counts_over_sorted_answers() -> None:
@@ -16,10 +16,10 @@ def test_recalls_are_counts_over_sorted_answers() -> None:
     found = recalls(torch.from_numpy(scores), np.full(30, 4), true)
     for rank in (1, 5, 10):
         hits = [any(owners[c] == i for c in np.argsort(-scores[i])[:rank]) for i in range(20)]
-        assert found["sum"].image_to_text[rank] == pytest.approx(np.mean(hits))
+        assert found["sum"]["image_to_text"][rank] == pytest.approx(np.mean(hits))
         hits = [owners[c] in np.argsort(-scores[:, c])[:rank] for c in range(30)]
-        assert found["sum"].text_to_image[rank] == pytest.approx(np.mean(hits))
-    assert found["mean"].image_to_text == found["sum"].image_to_text  # all are equally long
+        assert found["sum"]["text_to_image"][rank] == pytest.approx(np.mean(hits))
+    assert found["mean"]["image_to_text"] == found["sum"]["image_to_text"]  # all are equally long
 
 
 def test_the_prior_finds_the_image_behind_a_rare_caption() -> None:
@@ -28,14 +28,14 @@ def test_the_prior_finds_the_image_behind_a_rare_caption() -> None:
     log_probs[:, 0] = -1.0
     log_probs += 2 * torch.eye(4, dtype=torch.float64)
     found = recalls(log_probs, np.ones(4), np.eye(4, dtype=bool))
-    assert found["sum"].image_to_text[1] == 0.25 and found["prior"].image_to_text[1] == 1.0
-    assert found["prior"].text_to_image == found["sum"].text_to_image == {1: 1.0, 5: 1.0, 10: 1.0}
+    assert found["sum"]["image_to_text"][1] == 0.25 and found["prior"]["image_to_text"][1] == 1.0
+    assert found["prior"]["text_to_image"] == found["sum"]["text_to_image"] == {1: 1.0, 5: 1.0, 10: 1.0}
 
 
 def test_length_counts_by_rule() -> None:
     log_probs = torch.tensor([[-4.0, -3.0], [-13.0, -3.0]], dtype=torch.float64)
     found = recalls(log_probs, np.array([4, 1]), np.eye(2, dtype=bool))
-    assert found["sum"].image_to_text[1] == 0.5 and found["mean"].image_to_text[1] == 1.0
+    assert found["sum"]["image_to_text"][1] == 0.5 and found["mean"]["image_to_text"][1] == 1.0
 
 
 def test_a_text_that_repeats_is_one_answer_and_one_query() -> None:
@@ -52,13 +52,13 @@ def test_a_text_that_repeats_is_one_answer_and_one_query() -> None:
     own = {i: {c for c, o in zip(captions, owners, strict=True) if o == i} for i in range(20)}
     for rank in (1, 5, 10):
         first = {i: sorted(set(captions), key=lambda t, i=i: -by_pair[i, t])[:rank] for i in range(20)}
-        assert found.image_to_text[rank] == np.mean([bool(own[i] & set(first[i])) for i in range(20)])
+        assert found["image_to_text"][rank] == np.mean([bool(own[i] & set(first[i])) for i in range(20)])
         images = {t: sorted(range(20), key=lambda i, t=t: -by_pair[i, t])[:rank] for t in set(captions)}
-        assert found.text_to_image[rank] == pytest.approx(
+        assert found["text_to_image"][rank] == pytest.approx(
             np.mean([any(t in own[i] for i in images[t]) for t in images])
         )
 
 
 def test_equal_scores_count_against() -> None:
     constant = recalls(torch.zeros(12, 12, dtype=torch.float64), np.ones(12), np.eye(12, dtype=bool))
-    assert constant["sum"].image_to_text == {1: 0.0, 5: 0.0, 10: 0.0}
+    assert constant["sum"]["image_to_text"] == {1: 0.0, 5: 0.0, 10: 0.0}

@@ -1,6 +1,5 @@
 """Prefix-tree scores against one whole forward per caption, in float64 and float32."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,25 +62,6 @@ def test_own_captions_score_as_one_forward_per_caption() -> None:
         for row, captions in enumerate(own):
             expected = plain(model, images[row : row + 1], captions)[0]
             torch.testing.assert_close(found[row], expected, atol=5e-5, rtol=0)
-
-
-def test_all_captions_of_a_language_have_probability_one() -> None:
-    """Every caption of up to two words, and every beginning of two: nothing is counted twice and nothing left out."""
-    model = peaked(vocab_size=5, num_tokens=5)
-    words = [0, 1, 3, 4]
-    ended = [(1, 2), *((1, a, 2) for a in words), *((1, a, b, 2) for a in words for b in words)]
-    longer = [(1, a, b, c) for a in words for b in words for c in words]
-    found = tree_log_probs(model, torch.randn(2, 3, 16, 16), PrefixTree.of(ended + longer))
-    torch.testing.assert_close(found.exp().sum(1), torch.ones(2, dtype=torch.float64), atol=1e-5, rtol=0)
-
-
-def test_every_beginning_is_a_node_once() -> None:
-    tree = PrefixTree.of(CAPTIONS)
-    beginnings = {caption[:k] for caption in CAPTIONS for k in range(1, len(caption))}
-    edges = {caption[:k] for caption in CAPTIONS for k in range(2, len(caption) + 1)}
-    assert tree.num_nodes == len(beginnings) and tree.num_edges == len(edges)
-    assert tree.last_edge_C[0] == tree.last_edge_C[7] and len(set(tree.last_edge_C)) == len(CAPTIONS) - 1
-    np.testing.assert_array_equal(tree.lengths_C, [len(caption) - 1 for caption in CAPTIONS])
 
 
 def test_a_caption_that_begins_another_is_scored_too() -> None:

@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from launch_scripts.export import ExchangeOptions, exported
+from models.adapters import without_adapters
 from models.converters.native import load_model
 from privacy.card.text import rounded_up
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
 from tests.launch_scripts.conftest import Run
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
@@ -156,34 +153,6 @@ def test_a_copied_checkpoint_attests_nothing(captioner: Path, command: Run, tmp_
     assert (said["attested"], said["formal_guarantee"], "epsilon" in said) == (False, False, False)
 
 
-def test_a_run_without_guarantee_exports_no_epsilon(command: Run, tmp_path: Path) -> None:
-    plan = make_plan(
-        PlanRequest(num_examples=2000, expected_batch_size=100, num_steps=6, enabled=False, target_delta=1e-5)
-    )
-    trained(tmp_path / "run", recipe(), plan=plan)
-    said = command("--checkpoint", tmp_path / "run", "--format", "safetensors", tmp_path / "out")
-    assert "formal_guarantee: false" in said and plan.reasons[0] in said
-    text = statements(tmp_path / "out")
-    assert "No epsilon is claimed" in text and plan.reasons[0] in text
-    assert not EPSILON.search(text) and not EPSILON.search(said)
-    assert not json.loads((tmp_path / "out/config.json").read_text())["about"]["formal_guarantee"]
-
-
-@torch.no_grad()
-def test_own_names_come_back_with_every_bit(captioner: Path, command: Run, tmp_path: Path) -> None:
-    command("--checkpoint", captioner, "--format", "safetensors", tmp_path / "out")
-    command("--import", "safetensors", tmp_path / "out", tmp_path / "back")
-    before, after = open_model(captioner), open_model(tmp_path / "back")
-    assert after.manifest["model"] | {"size": ""} == before.manifest["model"] | {"size": ""}
-    for (name, a), (_, b) in zip(before.model.named_parameters(), after.model.named_parameters(), strict=True):
-        assert torch.equal(a.view(torch.int32), b.view(torch.int32)), name
-    assert after.manifest["training_data"] == {"provenance": "private"} and not after.manifest["formal_guarantee"]
-    line = command(
-        "--import", "safetensors", tmp_path / "out", tmp_path / "b", "--provenance", "public", code=2
-    )  # it was private
-    assert "exported from a run on private data, so --provenance public contradicts it" in line
-
-
 def test_known_shards_survive_the_way_through_a_folder(command: Run, tmp_path: Path) -> None:
     public = {"provenance": "public", "shards": ["ab" * 8]}
     path = trained(tmp_path / "run", recipe(), training_data=public)
@@ -227,21 +196,20 @@ def test_adapters_are_merged(command: Run, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_adapters_go_out_for_peft_and_come_back(command: Run, tmp_path: Path) -> None:
+def test_adapters_go_out_for_peft_and_their_base_comes_back(command: Run, tmp_path: Path) -> None:
     """What they compute is compared with peft in tests/models/test_convert_peft.py; here, what is said of them."""
     shape = 'encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3, trainable = "adapters", adapter_rank = 2'
     trained(tmp_path / "run", recipe("classifier", shape), training_data={"provenance": "public"})
     out = tmp_path / "out"
     command("--checkpoint", tmp_path / "run", "--format", "peft", out)
     assert {path.name for path in out.iterdir()} >= {"README.md", "privacy_card.json", "adapter_config.json", "base"}
-    said = command("--import", "peft", out, tmp_path / "back")
+    said = command("--import", "hf", out / "base", tmp_path / "back")
     assert "data declared public" in said, "an export says whose data are in it"
-    ours = open_model(tmp_path / "run").model
-    torch.testing.assert_close(open_model(tmp_path / "back").model.encoder(images()), ours.encoder(images()))
-    state = load_file(out / "adapter_model.safetensors")
-    save_file({name: 2 * value for name, value in state.items()}, out / "adapter_model.safetensors")
-    assert "data declared private" in command("--import", "peft", out, tmp_path / "other"), "others' adapters"
-    assert "contradicts" in command("--import", "peft", out, tmp_path / "third", "--provenance", "public", code=2)
+    found = open_model(tmp_path / "back").model.encoder(images())
+    ours = without_adapters(open_model(tmp_path / "run").model.encoder, merged=False)
+    torch.testing.assert_close(found, ours(images()))
+    said = command("--import", "hf", out / "base", tmp_path / "other", "--provenance", "private")
+    assert "data declared private" in said, "after others trained it further"
 
 
 @pytest.mark.parametrize("form", ["hf", "safetensors"])
@@ -341,27 +309,6 @@ def test_an_encoder_alone(command: Run, tmp_path: Path) -> None:
     assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
     held = torch.load(tmp_path / "timm/model.pth", weights_only=True)["model"]
     assert held.keys() == again.keys() and all(torch.equal(held[name], again[name]) for name in held)
-
-
-def test_an_export_is_a_function_of_frozen_options(captioner: Path, command: Run, tmp_path: Path) -> None:
-    options = ExchangeOptions(checkpoint=captioner, format="safetensors", paths=(tmp_path / "python",))
-    before = options.model_copy(deep=True)
-    facts = exported(options)
-    shell = json.loads(command("--checkpoint", captioner, "--format", "safetensors", tmp_path / "shell", "--json"))
-    for statement in (facts, shell):
-        for of_the_folder in ("out", "summary"):
-            del statement[of_the_folder]
-    assert json.loads(json.dumps(facts)) == shell and options == before
-    assert (
-        load_file(tmp_path / "python/model.safetensors").keys()
-        == load_file(tmp_path / "shell/model.safetensors").keys()
-    )
-    with pytest.raises(ValidationError, match="frozen"):
-        options.format = "hf"  # type: ignore[misc]
-    with pytest.raises(ValidationError, match="FILE and OUT expected, got 1 paths"):
-        ExchangeOptions(source="vip", paths=(tmp_path,))
-    with pytest.raises(ValidationError, match="exactly one of --checkpoint and --import"):
-        ExchangeOptions(paths=(tmp_path,))
 
 
 def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 
 from data.reading.reader import RawExample
-from evaluation.captions import CaptionOptions, CaptionWriter
+from evaluation.captions import CaptionWriter
 from tests.data.test_tokenizer import word_piece
 from tests.trainer.trained_runs import recipe, trained
 from trainer.config.recipe import RunConfig
@@ -51,15 +52,19 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         path = word_piece(place / "words.json", ("[PAD]", "[CLS]", "[SEP]"))
     trained(place / "run", with_tokenizer(path))
     opened = open_model(place / "run")
-    export(opened, "hf", place / "out")
-    folder = place / "out/captioner"
+    export(opened, "hf", place / "made")
+    shutil.copytree(place / "made", place / "out")  # nothing of the place where it was made
+    shutil.rmtree(place / "made")
+    folder, package = place / "out/captioner", sys.modules["models"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place / "modules"))
         patched.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+        model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+        assert sys.modules["models"] is package and str(folder) not in sys.path and not model.training
         return Exported(
             folder,
             opened,
-            transformers.AutoModel.from_pretrained(folder, trust_remote_code=True),
+            model,
             transformers.AutoImageProcessor.from_pretrained(folder),
             transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         )
@@ -122,10 +127,11 @@ def test_captions_are_those_of_evaluation(exported: Exported, tmp_path: Path) ->
     make_example: Any = exported.opened.task.make_example(train=False)
     paths = pictures(tmp_path)
     rows = [make_example(RawExample(p.read_bytes(), {"txt": b"a"}), 0)["images_CHW"] for p in paths]
-    expected = CaptionWriter(exported.opened.model, make_example.tokenizer, CaptionOptions())(np.stack(rows))
-    tokens = exported.model.generate(**exported.processor([str(path) for path in paths], return_tensors="pt"))
-    found = exported.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    assert found == [caption.text for caption in expected] and (any(found) or "foreign" in str(exported.folder))
+    pixels = exported.processor([str(path) for path in paths], return_tensors="pt")
+    for options, told in (({}, {}), ({"method": "beam", "num_beams": 3}, {"num_beams": 3})):
+        expected = CaptionWriter(exported.opened.model, make_example.tokenizer, **options)(np.stack(rows))
+        found = exported.tokenizer.batch_decode(exported.model.generate(**pixels, **told), skip_special_tokens=True)
+        assert found == [caption.text for caption in expected] and (any(found) or "foreign" in str(exported.folder))
 
 
 def test_captions_without_their_start_are_refused(exported: Exported) -> None:
@@ -177,6 +183,6 @@ def test_the_page_runs_without_a_question(exported: Exported, tmp_path: Path) ->
     make_example: Any = exported.opened.task.make_example(train=False)
     raw = RawExample((out / "picture.jpg").read_bytes(), {"txt": b"a"})
     images_BCHW = make_example(raw, 0)["images_CHW"][None]
-    (expected,) = CaptionWriter(exported.opened.model, make_example.tokenizer, CaptionOptions())(images_BCHW)
+    (expected,) = CaptionWriter(exported.opened.model, make_example.tokenizer)(images_BCHW)
     caption, loss = done.stdout.splitlines()
     assert caption == repr([expected.text]) and re.fullmatch(r"tensor\(\[\d+\.\d+\].*\)", loss)

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -83,13 +82,12 @@ def check_report(folder: StudyFolder, names: list[str]) -> None:
             json.loads(line) for line in (folder.run(name) / "evaluation/heldout.jsonl").read_text().splitlines()
         ]
         assert float(row["final_heldout_loss"]) == heldout[-1]["loss"]
-        line = next(line for line in page.splitlines() if line.startswith(f"| {name} "))
-        assert ("none (simulation, not private)" in line) == simulated
         if simulated:
             check_silent_on_epsilon(folder.run(name), folder.log(name))
     assert "they are not private" in page
     assert (folder.report / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert list((folder.report / "tensorboard").rglob("events*"))
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    assert sum("none (simulation, not private)" in line for line in lines) == 2
 
 
 def check_silent_on_epsilon(run: Path, log: Path) -> None:
@@ -254,22 +252,6 @@ def test_a_slurm_array_passes_on_what_each_point_gets(tmp_path: Path, queue: Sta
     assert given[1:5] == ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--gpus-per-node=4"]
     with pytest.raises(ConfigError, match="--nodes is for --executor slurm-array"):
         main([*array(tmp_path)[:-2], "--nodes", "2"])
-
-
-def test_the_script_trains_a_point_by_its_number(tmp_path: Path) -> None:
-    study, folder = written(tmp_path, seeds=[0], batches=[24, 8]), tmp_path / "study"
-    assert main(["run", str(study), "--study_dir", str(folder), "--executor", "script"]) == 0
-    echo = {**os.environ, "STUDY_LAUNCHER": "echo"}
-    said = subprocess.run([folder / "submit.sh", "1"], env=echo, capture_output=True, text=True, check=True).stdout
-    assert said.split() == [
-        "launch_scripts/train.py", "--ds_config", "ds_configs/zero1.json", "--engine", "local",
-        "--recipe", f"{folder}/recipes/batch-8_seed-0.toml", "--run_dir", f"{folder}/runs/batch-8_seed-0",
-    ]  # fmt: skip
-    both = subprocess.run([folder / "submit.sh"], env=echo, capture_output=True, text=True, check=True).stdout
-    assert len(both.splitlines()) == 2
-    failing = subprocess.run([folder / "submit.sh"], env={**os.environ, "STUDY_LAUNCHER": "false"}, check=False)
-    assert failing.returncode == 1
-    assert subprocess.run([folder / "submit.sh", "2"], env=echo, capture_output=True, check=False).returncode != 0
 
 
 @pytest.mark.full

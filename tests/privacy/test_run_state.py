@@ -28,7 +28,9 @@ def test_run_state_refuses_what_does_not_fit(tmp_path):
     ledger, _ = _state(tmp_path)
     ledger.release()
     other = make_plan(PlanRequest(num_examples=2000, expected_batch_size=100, num_steps=6, noise_multiplier=5.0))
-    with pytest.raises(PrivacyConfigError, match="frozen: noise_multiplier was 4"):
+    with pytest.raises(
+        PrivacyConfigError, match="frozen, so give the old value or another run folder: noise_multiplier was 4"
+    ):
         _state(tmp_path, plan=make_plan_like(noise_multiplier=5.0))
     with pytest.raises(PrivacyConfigError, match="frozen"):
         _state(tmp_path, plan=other)

@@ -23,7 +23,7 @@ READS_A_CLOCK = {
     "data/reading/loader.py": "data_wait, which trainer/loop/reporting.py boxes as private",
     "data/reading/storage.py": "whether a shard is still the one that was indexed",
     "evaluation/results.py": "the day of an evaluation",
-    "evaluation/sources/records.py": "a fingerprint of public files",
+    "evaluation/sources.py": "a fingerprint of public files",
     "launch_scripts/audit.py": "the day of an audit",
     "launch_scripts/prepare.py": "the console",
     "launch_scripts/quickstart.py": "the name of a new folder, before any data are read; the console",

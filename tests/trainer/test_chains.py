@@ -18,8 +18,7 @@ from dp_accounting.pld import PLDAccountant
 
 from data.index.repack import repack
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import train_head
-from evaluation.private_head.sweep import spent_in
+from evaluation.private_head.run import spent_in, train_head
 from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting import accountants
@@ -40,7 +39,7 @@ from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card
 from trainer.run import start as training
-from trainer.studies.collect import _claim as claim_in_study
+from trainer.studies.collect import told_apart_by
 from trainer.weights.behind import ledgers_of
 from trainer.weights.export import export
 from trainer.weights.open_model import open_model
@@ -173,9 +172,9 @@ def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict
 def test_a_study_tells_a_run_from_its_twin_on_data_declared_disjoint(chain: dict[str, Path]) -> None:
     state = read_ledger(chain["second"] / "ledger.jsonl")
     twin = replace(state, opened=state.opened | {"disjoint_from_start": True})
-    disjoint, overlapping = claim_in_study(chain["second"], twin), claim_in_study(chain["second"], state)
+    disjoint, overlapping = claim_of(chain["second"], twin), claim_of(chain["second"], state)
     assert disjoint is not None and overlapping is not None and disjoint[0] < overlapping[0]
-    assert overlapping == claim_of(chain["second"], state)
+    assert told_apart_by(twin) != told_apart_by(state) == told_apart_by(read_ledger(chain["second"] / "ledger.jsonl"))
 
 
 def verified(run_dir: Path, tmp_path: Path, capsys: Any, *, with_card: bool) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def test_a_private_head_composes_with_its_private_encoder(
     rng, opened = np.random.default_rng(0), open_model(chain["second"])
     behind = ledgers_of(opened.path, opened.manifest)
     assert [one.run for one in behind] == ["second", "first"]
-    rows = Rows.of(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
+    rows = Rows(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
     head = train_head(rows, 3, "dp-ls", epsilon=1.0, delta=1e-3, output=tmp_path / "heads/one", behind=behind)
     encoder = card_of(chain["second"])
     assert head.epsilon is not None and encoder.epsilon is not None
@@ -259,10 +258,10 @@ def test_a_private_head_composes_with_its_private_encoder(
 
 @pytest.mark.full
 def test_exports_carry_the_composed_number(chain: dict[str, Path], tmp_path: Path) -> None:
-    attestation = export(open_model(chain["second"]), "safetensors", tmp_path / "out")
-    assert attestation.epsilon == card_of(chain["second"]).epsilon
+    attested = export(open_model(chain["second"]), "safetensors", tmp_path / "out").card
+    assert attested is not None and attested.epsilon == card_of(chain["second"]).epsilon
     about = json.loads((tmp_path / "out/config.json").read_text())["about"]
-    assert (about["epsilon"], about["delta"]) == (attestation.epsilon, 1e-6)
+    assert (about["epsilon"], about["delta"]) == (attested.epsilon, 1e-6)
     assert "composed with what the private runs behind" in (tmp_path / "out/README.md").read_text()
 
 

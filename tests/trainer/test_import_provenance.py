@@ -1,6 +1,7 @@
 """What an export says of its origin survives every way back in, and weights that no ledger knows do not resume a run."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,15 @@ import torch
 from models.config import VitConfig
 from models.converters import Unstated
 from models.converters.huggingface import CONFIG, WEIGHTS, to_vit_model
-from models.converters.vip import to_timm
+from models.converters.names import TIMM
+from models.converters.native import encoder_as
 from models.converters.weights import write_weights
 from models.image_encoder import EncoderConfig, build_image_encoder
 from privacy.errors import PrivacyStateRefused
 from privacy.step.resume import load_newest
 from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError
-from trainer.weights.import_weights import Declared, import_weights
+from trainer.weights.import_weights import import_weights
 
 HEADS = {"hf": Unstated(), "vip": Unstated(num_heads=4, norm_eps=1e-6, activation="gelu")}
 PRIVATE_LINK = {"kind": "checkpoint", "training_data": "private", "guarantee": None, "before_that": {"kind": "random"}}
@@ -34,7 +36,7 @@ def exported(folder: Path, kind: str, about: dict[str, Any]) -> Path:
     config = VitConfig(image_size=16, patch_size=4, width=32, depth=1, num_heads=4, qkv_bias=True)
     encoder = build_image_encoder(EncoderConfig(encoder=config), generator=torch.Generator().manual_seed(0)).encoder
     folder.mkdir()
-    stated, tensors = to_vit_model(encoder) if kind == "hf" else ({}, to_timm(encoder))
+    stated, tensors = to_vit_model(encoder) if kind == "hf" else ({}, encoder_as(TIMM, encoder))
     (folder / CONFIG).write_text(json.dumps({**stated, "about": about}))
     if kind == "hf":
         write_weights(folder / WEIGHTS, tensors)
@@ -45,7 +47,7 @@ def exported(folder: Path, kind: str, about: dict[str, Any]) -> Path:
 
 def imported(source: Path, kind: Any, provenance: Any) -> dict[str, Any]:
     folder = source if source.is_dir() else source.parent
-    return import_weights(kind, source, folder.with_name("in"), declared=Declared(provenance), unstated=HEADS[kind])
+    return import_weights(kind, source, folder.with_name("in"), provenance=provenance, unstated=HEADS[kind])
 
 
 @pytest.mark.parametrize("kind", ["hf", "vip"])
@@ -62,6 +64,9 @@ def test_shards_survive_the_way_through_other_formats(tmp_path: Path, kind: str)
     stated = {"provenance": "synthetic", "shards": ["ab" * 8]}
     manifest = imported(exported(tmp_path / "out", kind, {"training_data": stated}), kind, None)
     assert manifest["training_data"] == stated
+    source = exported(tmp_path / "tuned", kind, {"training_data": stated})
+    shutil.rmtree(tmp_path / "in")
+    assert imported(source, kind, "private")["training_data"] == {"provenance": "private"}, "trained further by others"
 
 
 def test_weights_of_others_say_nothing(tmp_path: Path) -> None:

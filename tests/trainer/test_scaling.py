@@ -18,7 +18,7 @@ from privacy.plan_request import PlanRequest
 from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
 from trainer.studies.collect import Result, grouped
-from trainer.studies.executors import LocalPool, Trainer
+from trainer.studies.executors import Trainer, exit_code, run_local
 from trainer.studies.folder import StudyFolder
 from trainer.studies.grid import StudyConfig, expand, load_study
 from trainer.studies.page import write_report
@@ -217,10 +217,10 @@ class Stub(Trainer):
         return [sys.executable, "-c", f"import sys, time; {what}"]
 
 
-def pool(tmp_path: Path, said: list[str]) -> LocalPool:
+def codes(tmp_path: Path, said: list[str], names: list[str]) -> dict[str, int]:
     folder = StudyFolder(tmp_path)
     folder.logs.mkdir(parents=True)
-    return LocalPool(folder, Stub(ROOT, "", "local"), workers=2, say=said.append)
+    return run_local(folder, Stub(ROOT, "", "local"), names, 2, said.append)
 
 
 @pytest.mark.parametrize(
@@ -229,18 +229,18 @@ def pool(tmp_path: Path, said: list[str]) -> LocalPool:
 )
 def test_exit_codes_of_the_runs_become_the_study_s(tmp_path: Path, names: list[str], code: int) -> None:
     said: list[str] = []
-    outcome = pool(tmp_path, said).run(names)
-    assert outcome.codes == {name: int(name[-1]) for name in names}
-    assert outcome.exit_code == code
+    found = codes(tmp_path, said, names)
+    assert found == {name: int(name[-1]) for name in names}
+    assert exit_code(found) == code
     assert ("exit-4: failed with exit code 4: error: no" in "\n".join(said)) == ("exit-4" in names)
 
 
 def test_sigterm_stops_the_runs_and_the_study_exits_with_7(tmp_path: Path) -> None:
     timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
-    outcome = pool(tmp_path, []).run(["sleep", "exit-0", "exit-3"])
-    assert outcome.exit_code == 7
-    assert outcome.codes["sleep"] == 7
+    found = codes(tmp_path, [], ["sleep", "exit-0", "exit-3"])
+    assert exit_code(found) == 7
+    assert found["sleep"] == 7
 
 
 def result(batch: int, seed: int, blind: float | None = 2.0, **plan: Any) -> Result:
@@ -263,9 +263,6 @@ def result(batch: int, seed: int, blind: float | None = 2.0, **plan: Any) -> Res
         losses={0: 3.0, 2: 2.5 + seed / 10, 4: 2.0 - seed / 10 - batch / 1000},
         blind_loss=blind,
         shuffled_loss=3.5,
-        parameters=1000,
-        trainable=900,
-        seconds=None,
     )
 
 
@@ -292,7 +289,7 @@ def test_a_report_shows_epsilon_of_runs_that_claim_one_and_of_no_other(tmp_path:
         rows = {row["point"]: row for row in csv.DictReader(file)}
     assert [rows[f"batch-{batch}_seed-1"]["epsilon"] for batch in (10, 20, 5)] == ["1.0", "2.0", ""]
     assert [rows[f"batch-{batch}_seed-1"]["delta"] for batch in (10, 5)] == ["1e-05", ""]
-    for name in ("curves", "final", "epsilon", "cost"):
+    for name in ("curves", "final"):
         assert (folder.report / f"{name}.png").stat().st_size > 5000, name
 
 
@@ -318,7 +315,7 @@ def test_every_group_is_compared_with_the_blind_line(tmp_path: Path) -> None:
     with (folder.report / "points.csv").open() as file:
         point = next(csv.DictReader(file))
     assert (point["blind_loss"], point["shuffled_loss"]) == ("1.93", "3.5")
-    assert (point["max_grad_norm"], point["trainable_parameters"]) == ("1.0", "900")
+    assert (point["max_grad_norm"], point["attempts_charged"]) == ("1.0", "4")
 
 
 def test_a_group_of_which_one_seed_is_above_the_blind_line_says_so(tmp_path: Path) -> None:
@@ -340,7 +337,7 @@ def test_every_plot_has_the_blind_line_and_the_spread_of_the_seeds(
     drawn: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.update({path.stem: figure}))
     reported(tmp_path, [result(batch, seed) for batch in (10, 20) for seed in (0, 1)])
-    assert set(drawn) == {"curves", "final", "epsilon", "cost"}
+    assert set(drawn) == {"curves", "final"}
     for name, figure in drawn.items():
         (axes,) = figure.axes
         (line,) = (line for line in axes.lines if "blind line" in str(line.get_label()))

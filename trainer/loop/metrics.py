@@ -8,9 +8,8 @@ Only rank 0 writes.
 """
 
 import json
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +130,3 @@ class _EventFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def write_hparams(folder: Path, runs: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float]]]) -> None:
-    """TensorBoard's table of (name, hyper-parameters, metrics), in place of an older one; without times."""
-    from torch.utils.tensorboard.summary import hparams, scalar
-
-    shutil.rmtree(folder, ignore_errors=True)
-    for name, values, metrics in runs:
-        board = _EventFile(folder / name)
-        for summary in (*hparams(dict(values), dict(metrics)), *(scalar(key, value) for key, value in metrics.items())):
-            board.add(summary, 0, 0.0)
-        board.close()

@@ -1,24 +1,35 @@
-"""How the points of a study come to run here, in a pool of processes, or by a script. An array job of Slurm: slurm.py."""
+"""How the points of a study come to run: here, several at a time, or as an array job of Slurm."""
 
 import ctypes
+import hashlib
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_durably
+from privacy.checkpoints.read import has_checkpoints
+from privacy.step.folder import RunFolder
+from trainer.config.recipe import load_config
+from trainer.errors import ConfigError
 from trainer.loop.fit import BUDGET_SPENT, DONE
 from trainer.loop.stopping import STOPPED_EARLY
 from trainer.studies.folder import StudyFolder
+from trainer.weights.start import find_checkpoint
 
 _POLL_SECONDS = 0.2
-_STOP_SECONDS = 60.0  # train.py ends within its grace_seconds (20) and a little
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_ARRAY_JOB = "launch_scripts/cluster/slurm_array.sbatch"
+_ENDINGS = {
+    DONE: "done",
+    BUDGET_SPENT: "stopped, its budget is spent and steps remain",
+    STOPPED_EARLY: "stopped on request; the same command resumes it",
+}
 
 
 @dataclass(frozen=True)
@@ -39,168 +50,153 @@ class Trainer:
         ]  # fmt: skip
 
 
-@dataclass
-class Outcome:
-    """Exit codes of the runs that were started, and the runs that needed no start."""
+def run_local(
+    folder: StudyFolder, trainer: Trainer, names: Sequence[str], workers: int, say: Callable[[str], None]
+) -> dict[str, int]:
+    """Trains the points here, `workers` at a time. SIGTERM and Ctrl-C stop the runs, which save; the same command resumes.
 
-    codes: dict[str, int] = field(default_factory=dict)
-    finished_before: list[str] = field(default_factory=list)
-    stopped: bool = False
+    Returns:
+        The exit code of every point that was started, or had nothing to start for.
+    """
+    codes: dict[str, int] = {}
+    waiting, running, stopped = list(names), dict[str, subprocess.Popen[bytes]](), False
+    awaited = ""
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    libc, parent = ctypes.CDLL(None), os.getpid()
 
-    @property
-    def exit_code(self) -> int:
-        """A defect or bad input of any run before a stop, before a spent budget, before 0."""
-        codes = self.codes.values()
-        failed = [code for code in codes if code not in (DONE, BUDGET_SPENT, STOPPED_EARLY)]
-        if failed:
-            return failed[0] if failed[0] > 0 else 1  # killed by a signal
-        if self.stopped or STOPPED_EARLY in codes:
-            return STOPPED_EARLY
-        return BUDGET_SPENT if BUDGET_SPENT in codes else DONE
+    def request_stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        for process in list(running.values()):
+            process.terminate()
+
+    def end_with_parent() -> None:  # by SIGTERM, so that the run saves and exits 7
+        libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before we could ask
+            os._exit(STOPPED_EARLY)
+
+    handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while running or (waiting and not stopped):
+            while waiting and len(running) < workers and not stopped:
+                name = waiting.pop(0)
+                progress = folder.progress(name)
+                if progress == "finished":
+                    codes[name] = DONE
+                elif progress == "budget spent":
+                    codes[name] = BUDGET_SPENT
+                    say(f"{name}: the budget is spent and steps remain; not started again")
+                elif folder.in_use(name):  # by a trainer of a study that was killed: it ends by itself
+                    if awaited != name:
+                        say(f"{name}: another trainer has it; waiting for its end")
+                    awaited = name
+                    waiting.insert(0, name)
+                    break
+                else:
+                    say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
+                    with folder.log(name).open("ab") as log:
+                        running[name] = subprocess.Popen(
+                            trainer.command(folder, name),
+                            cwd=trainer.root,
+                            env={"OMP_NUM_THREADS": threads, **os.environ},
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,  # Ctrl-C is for us alone; we pass it on as SIGTERM
+                            preexec_fn=end_with_parent,
+                        )
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                code = running.pop(name).returncode
+                if stopped and code == -signal.SIGTERM:
+                    code = STOPPED_EARLY  # before it could listen: nothing was begun
+                codes[name] = code
+                ending = _ENDINGS.get(code)
+                if ending is None:  # the trainer's last error says what and where, if a user can mend it
+                    lines = [line for line in folder.log(name).read_text(errors="replace").splitlines() if line.strip()]
+                    errors = [line for line in lines if line.startswith("error")]
+                    last = (errors or lines or ["nothing was printed"])[-1]
+                    ending = f"failed with exit code {code}: {last} (log: {folder.log(name)})"
+                say(f"{name}: {ending}")
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return codes | dict.fromkeys(waiting, STOPPED_EARLY)
 
 
-class LocalPool:
-    """Runs the points here, `workers` at a time. SIGTERM and Ctrl-C stop the runs, which save; the same command resumes."""
+def exit_code(codes: Mapping[str, int]) -> int:
+    """A study's: a defect or bad input of any run before a stop, before a spent budget, before 0."""
+    failed = [code for code in codes.values() if code not in _ENDINGS]
+    if failed:
+        return failed[0] if failed[0] > 0 else 1  # killed by a signal
+    return next((code for code in (STOPPED_EARLY, BUDGET_SPENT) if code in codes.values()), DONE)
 
-    def __init__(self, folder: StudyFolder, trainer: Trainer, workers: int, say: Callable[[str], None]) -> None:
-        self._folder, self._trainer, self._workers, self._say = folder, trainer, workers, say
-        self._running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
-        self._threads = max(1, (os.cpu_count() or 1) // workers)
-        self._outcome = Outcome()
-        self._stopped_at = 0.0
-        self._waited_for: set[str] = set()
 
-    def run(self, names: Sequence[str]) -> Outcome:
-        """Runs until all points have ended, or until SIGTERM or SIGINT asks for a stop."""
-        waiting = list(names)
+def submit_array(
+    folder: StudyFolder, trainer: Trainer, names: Sequence[str], at_once: int, allocation: Mapping[str, int | None]
+) -> list[str]:
+    """Submits an array job over the points that are neither done nor queued; returns what to say.
 
-        def request_stop(*_: object) -> None:
-            if not self._outcome.stopped:
-                self._outcome.stopped, self._stopped_at = True, time.monotonic()
-            for process, _started in self._running.values():
-                process.terminate()
+    What is queued is asked of Slurm itself, by a job name that belongs to the study's folder: a call that was cut off behind
+    sbatch, and one from another host, count too. A task's number is the line of its point in points.txt, and lines are only ever
+    added, so that a task that waits trains what it was submitted for.
 
-        handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    Partition and time limit come from sbatch's own environment variables (SBATCH_PARTITION, ...). A task that is preempted goes
+    back to the queue by itself; the same call submits again what ended without being done.
+
+    Args:
+        allocation: what each point gets, in sbatch's words; None is the default of sbatch and of the batch script, and for
+            cpus_per_task the largest number of data workers of the points.
+
+    Raises:
+        ConfigError: the checkpoint that a point starts from is missing, Slurm's commands are, or one of them refuses.
+    """
+
+    def slurm(*command: str) -> str:
         try:
-            while self._running or (waiting and not self._outcome.stopped):
-                self._collect()
-                for name in list(waiting):
-                    if len(self._running) >= self._workers or self._outcome.stopped:
-                        break
-                    if self._start(name):
-                        waiting.remove(name)
-                time.sleep(_POLL_SECONDS)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        return self._outcome
+            done = subprocess.run(command, cwd=trainer.root, capture_output=True, text=True, check=False)
+        except FileNotFoundError as error:
+            raise ConfigError(f"there is no {command[0]} here: submit from a login node of the cluster") from error
+        if done.returncode != 0:
+            raise ConfigError(f"{command[0]} refused, so nothing is submitted: {' '.join(done.stderr.split())}")
+        return done.stdout
 
-    def _start(self, name: str) -> bool:
-        """Whether the point is off the list: started, or finished before."""
-        if self._folder.in_use(name):  # by a trainer of a study that was killed: it ends by itself
-            if name not in self._waited_for:
-                self._waited_for.add(name)
-                self._say(f"{name}: another trainer has it; waiting for its end")
-            return False
-        progress = self._folder.progress(name)
-        if progress == "finished":
-            self._outcome.finished_before.append(name)
-            return True
-        if progress == "budget spent":
-            self._outcome.codes[name] = BUDGET_SPENT
-            self._say(f"{name}: the budget is spent and steps remain; not started again")
-            return True
-        self._say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
-        libc, parent = ctypes.CDLL(None), os.getpid()
+    line_of = {
+        name: shlex.join(["--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name))]) for name in names
+    }
+    points = folder.root / "points.txt"
+    lines = points.read_text().splitlines() if points.exists() else []
+    lines += [line for line in line_of.values() if line not in lines]
+    write_durably(points, "".join(f"{line}\n" for line in lines))
+    task = {name: str(lines.index(line) + 1) for name, line in line_of.items()}
 
-        def end_with_parent() -> None:  # by SIGTERM, so that the run saves and exits 7
-            libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-            if os.getppid() != parent:  # it died before we could ask
-                os._exit(STOPPED_EARLY)
-
-        with self._folder.log(name).open("ab") as log:
-            process = subprocess.Popen(
-                self._trainer.command(self._folder, name),
-                cwd=self._trainer.root,
-                env={"OMP_NUM_THREADS": str(self._threads), **os.environ},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us alone; we pass it on as SIGTERM
-                preexec_fn=end_with_parent,
-            )
-        self._folder.record(point=name, event="start", pid=process.pid)
-        self._running[name] = (process, time.monotonic())
-        return True
-
-    def _collect(self) -> None:
-        for name, (process, started) in list(self._running.items()):
-            if self._outcome.stopped and time.monotonic() - self._stopped_at > _STOP_SECONDS:
-                process.kill()
-            code = process.poll()
-            if code is None:
-                continue
-            if self._outcome.stopped and code == -signal.SIGTERM:
-                code = STOPPED_EARLY  # before it could listen: nothing was begun
-            del self._running[name]
-            self._outcome.codes[name] = code
-            seconds = round(time.monotonic() - started, 2)
-            self._folder.record(point=name, event="end", exit_code=code, seconds=seconds)
-            ending = {
-                DONE: "done",
-                BUDGET_SPENT: "stopped, its budget is spent and steps remain",
-                STOPPED_EARLY: "stopped on request; the same command resumes it",
-            }.get(code)
-            if ending is None:  # the trainer's last error says what and where, if a user can mend it
-                log = self._folder.log(name)
-                lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-                errors = [line for line in lines if line.startswith("error")]
-                last = (errors or lines or ["nothing was printed"])[-1]
-                ending = f"failed with exit code {code}: {last} (log: {log})"
-            self._say(f"{name}: {ending} ({seconds:.0f} s)")
-
-
-_SCRIPT = """\
-#!/bin/bash
-# Study {study}: trains the points with the given numbers (0 to {last}), all of them without a number. The same call resumes.
-#   STUDY_LAUNCHER="deepspeed --num_gpus 8" {script} 3        (default: {python})
-# What it prints shows training loss: keep it to yourself, in a file under {private} for instance.
-# Exit code: the first that is not 0 of launch_scripts/train.py (3 budget spent, 7 stopped and resumable).
-set -u
-points=(
-{points}
-)
-cd {root} || exit 2
-[ $# -gt 0 ] || set -- "${{!points[@]}}"
-code=0
-for number in "$@"; do
-    point=${{points[$number]:?there is no point $number}}
-    ${{STUDY_LAUNCHER:-{python}}} launch_scripts/train.py --ds_config {ds_config} --engine {engine} \\
-        --recipe {recipes}/"$point".toml --run_dir {runs}/"$point"
-    ended=$?
-    [ $code -ne 0 ] || code=$ended
-done
-exit $code
-"""
-
-
-def write_script(folder: StudyFolder, trainer: Trainer, study: str, names: Sequence[str]) -> Path:
-    """Writes study_dir/submit.sh, which is executable and needs nothing else of the study."""
-    path = folder.root / "submit.sh"
-    quote = shlex.quote
-    text = _SCRIPT.format(
-        study=study,
-        last=len(names) - 1,
-        script=quote(str(path)),
-        private=quote(str(folder.private)),
-        python=quote(trainer.command(folder, names[0])[0]),
-        points="\n".join(f"    {quote(name)}" for name in names),
-        root=quote(str(trainer.root)),
-        ds_config=quote(trainer.ds_config),
-        engine=quote(trainer.engine),
-        recipes=quote(str(folder.recipes)),
-        runs=quote(str(folder.runs)),
-    )
-    write_durably(path, text)
-    path.chmod(0o755)
-    return path
+    digest = hashlib.sha256(str(folder.root).encode()).hexdigest()[:12]
+    job_name = f"dp-study-{folder.root.name}-{digest}"
+    queued = set(slurm("squeue", "--noheader", "--array", f"--name={job_name}", "--format=%K").split())
+    progress = {name: folder.progress(name) for name in names}
+    unfinished = [name for name in names if progress[name] in ("new", "begun")]
+    waiting = [name for name in unfinished if task[name] in queued or folder.in_use(name)]
+    left = [name for name in unfinished if name not in waiting]
+    said = [f"queued or running already: {', '.join(waiting)}"] if waiting else []
+    spent = [name for name in names if progress[name] == "budget spent"]
+    if spent:
+        said.append(f"the budget is spent and steps remain; not submitted again: {', '.join(spent)}")
+    if not left:
+        return [*said, "nothing to submit" if waiting or spent else "all points are done; nothing to submit"]
+    configs = {name: load_config(folder.recipe(name)) for name in left}
+    for name, config in configs.items():
+        if config.init is not None and not has_checkpoints(RunFolder(folder.run(name)).checkpoints):
+            try:
+                find_checkpoint(config.init, trainer.root)
+            except ConfigError as error:
+                raise ConfigError(f"point {name}, so nothing is submitted: {error}") from error
+    wanted = dict(allocation)
+    if wanted.get("cpus_per_task") is None:
+        wanted["cpus_per_task"] = max(1, *(config.data.num_workers for config in configs.values()))
+    submitted = slurm(
+        "sbatch", f"--job-name={job_name}",
+        *(f"--{key.replace('_', '-')}={value}" for key, value in wanted.items() if value is not None),
+        f"--array={','.join(task[name] for name in left)}%{at_once}", f"--output={folder.logs}/slurm-%A_%a.log",
+        _ARRAY_JOB, str(points), str(folder.runs), "--ds_config", trainer.ds_config, "--engine", trainer.engine,
+    )  # fmt: skip
+    return [*said, submitted.strip()]

@@ -3,9 +3,8 @@
 study_dir/  study.toml        the study as it was last run
             recipes/          one resolved recipe per point, written once
             runs/POINT/       an ordinary run folder each
-            private/ (0700)   consoles show training loss, and how long a run takes may depend on its data (contract 12)
+            private/ (0700)   consoles show training loss (contract 12)
                 logs/POINT.log    the console of its trainer
-                attempts.jsonl    every start of a trainer and how it ended
             shared_ledger.jsonl   what the runs may spend together, where the study has a budget; and the grid as it began
             report/           tables and plots
 
@@ -14,14 +13,12 @@ holds the grid as it was before the first run began. Only the points of that ver
 advance; to leave one of them out is a choice as well, after which what is left was chosen too.
 """
 
-import json
 import os
-import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from data.files import write_durably
 from privacy.errors import PrivacyStateRefused
@@ -47,7 +44,6 @@ class StudyFolder:
         self.runs = self.root / "runs"
         self.private = self.root / "private"
         self.logs = self.private / "logs"
-        self.attempts = self.private / "attempts.jsonl"
         self.shared_ledger = self.root / LEDGER
         self.report = self.root / "report"
 
@@ -137,24 +133,6 @@ class StudyFolder:
         if lock is not None:
             os.close(lock)
         return lock is None
-
-    def record(self, **fields: Any) -> None:
-        """One line of attempts.jsonl; a line torn by a kill is skipped by whoever reads it."""
-        line = json.dumps({"time_unix": round(time.time(), 3), **fields})
-        with self.attempts.open("a") as file:
-            file.write(line + "\n")
-
-    def seconds(self) -> dict[str, float]:
-        """Wall seconds of every run over all attempts whose end is known."""
-        total: dict[str, float] = {}
-        for line in self.attempts.read_text().splitlines() if self.attempts.exists() else []:
-            try:
-                attempt = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(attempt, dict) and "seconds" in attempt:
-                total[attempt["point"]] = total.get(attempt["point"], 0.0) + attempt["seconds"]
-        return total
 
     def _make(self, folder: Path) -> None:
         try:

@@ -65,10 +65,9 @@ class BudgetSection(Section):
 
 
 class ReportSection(Section):
-    """Which axis a plot shows by colour, and which by panel; the first two by default."""
+    """Which axis a plot shows by colour; the first by default."""
 
     color: str | None = None
-    panels: str | None = None
     x: Literal["steps", "examples"] = "steps"
     """The x axis of the curves: steps, or examples seen (expected_batch_size for each step)."""
 
@@ -113,12 +112,10 @@ def load_study(path: Path) -> StudyConfig:
         ConfigError: missing or malformed file, unknown key, value out of range; one line with file and key.
     """
     study = validated(StudyConfig, read_toml(path, "study", "see studies/ for examples"), f"study {path}")
-    for which in ("color", "panels"):
-        axis = getattr(study.report, which)
-        if axis is not None and axis not in study.axis:
-            raise ConfigError(
-                f"study {path}: report.{which} names no axis: {axis!r}; there are {', '.join(study.axis)}"
-            )
+    if study.report.color is not None and study.report.color not in study.axis:
+        raise ConfigError(
+            f"study {path}: report.color names no axis: {study.report.color!r}; there are {', '.join(study.axis)}"
+        )
     return study
 
 

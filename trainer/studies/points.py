@@ -12,7 +12,7 @@ from typing import Any
 from privacy.plan import make_plan
 from trainer.config.recipe import PrivacySection, RunConfig, load_config, to_toml, validated
 from trainer.errors import ConfigError
-from trainer.studies.grid import Point, StudyConfig, TanSection
+from trainer.studies.grid import Point, StudyConfig, TanSection, flat
 
 _OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
 """Keys that depend on the other points; a point that began keeps those it began with."""
@@ -56,8 +56,38 @@ def plan_points(study: StudyConfig, points: Sequence[Point], root: Path, ledger:
         ConfigError: a point's recipe is wrong, or runs on private data are neither charged together nor permitted.
     """
     planned = [PlannedPoint(point, _resolved(study, point, root)) for point in points]
-    _require_charged_together(study, planned)
-    return [_with_statements(study, one, planned, ledger) for one in planned]
+    for one in planned:
+        if not one.is_on_private_data:
+            continue
+        # Runs on private data compose: one ledger charges their total, and the owner permits what has no guarantee.
+        if study.budget is not None and one.config.privacy.shared_ledger is not None:
+            raise ConfigError(f"study {study.name}: give [budget] or privacy.shared_ledger, not both")
+        if one.claims and study.budget is None and one.config.privacy.shared_ledger is None:
+            raise ConfigError(
+                f"study {study.name}: its runs are on private data and compose. Say what they may spend together: [budget] "
+                "target_epsilon and target_delta, or the owner's privacy.shared_ledger; or declare data.provenance"
+            )
+        if not one.claims and not (study.budget and study.budget.informal_runs):
+            raise ConfigError(
+                f"study {study.name}: point {one.name} would see private data without any guarantee; that is the data owner's "
+                "to permit: [budget] informal_runs = true. Or declare data.provenance"
+            )
+    # What the privacy card needs to know: siblings and tuning on the same data, and the ledger that charges them.
+    informal = sum(not one.claims for one in planned)
+    words = (
+        f"one of {len(planned)} runs of study {study.name}; {len(planned) - informal} claim a guarantee of their own, "
+        f"{informal} have none (TAN simulations, or privacy.enabled = false) and are charged nowhere; "
+        f"varied: {', '.join([*study.axis, 'seed'])}"
+    )
+    stated = []
+    for one in planned:
+        tuning = one.config.privacy.tuning
+        statements: dict[str, Any] = {"tuning": f"{tuning}; {words}" if tuning else words}
+        if study.budget is not None and one.is_on_private_data:
+            # A run without a guarantee is counted there, each time that it is trained anew.
+            statements |= {"shared_ledger": str(ledger)} | ({"fixed_in_advance": True} if one.claims else {})
+        stated.append(PlannedPoint(one.point, with_privacy(one.config, statements)))
+    return stated
 
 
 def _resolved(study: StudyConfig, point: Point, root: Path) -> RunConfig:
@@ -106,63 +136,18 @@ def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
     return validated(RunConfig, tree, "the recipe")
 
 
-def _require_charged_together(study: StudyConfig, planned: Sequence[PlannedPoint]) -> None:
-    """Runs on private data compose: one ledger charges their total, and the owner permits what has no guarantee."""
-    for one in planned:
-        if not one.is_on_private_data:
-            continue
-        if study.budget is not None and one.config.privacy.shared_ledger is not None:
-            raise ConfigError(f"study {study.name}: give [budget] or privacy.shared_ledger, not both")
-        if one.claims and study.budget is None and one.config.privacy.shared_ledger is None:
-            raise ConfigError(
-                f"study {study.name}: its runs are on private data and compose. Say what they may spend together: [budget] "
-                "target_epsilon and target_delta, or the owner's privacy.shared_ledger; or declare data.provenance"
-            )
-        if not one.claims and not (study.budget and study.budget.informal_runs):
-            raise ConfigError(
-                f"study {study.name}: point {one.name} would see private data without any guarantee; that is the data owner's "
-                "to permit: [budget] informal_runs = true. Or declare data.provenance"
-            )
-
-
-def _with_statements(
-    study: StudyConfig, one: PlannedPoint, planned: Sequence[PlannedPoint], ledger: Path
-) -> PlannedPoint:
-    """Adds what the privacy card needs to know: siblings and tuning on the same data, and the ledger that charges them."""
-    informal = sum(not other.claims for other in planned)
-    words = (
-        f"one of {len(planned)} runs of study {study.name}; {len(planned) - informal} claim a guarantee of their own, "
-        f"{informal} have none (TAN simulations, or privacy.enabled = false) and are charged nowhere; "
-        f"varied: {', '.join([*study.axis, 'seed'])}"
-    )
-    stated = one.config.privacy.tuning
-    statements: dict[str, Any] = {"tuning": f"{stated}; {words}" if stated else words}
-    if study.budget is not None and one.is_on_private_data:
-        # A run without a guarantee is counted there, each time that it is trained anew.
-        statements["shared_ledger"] = str(ledger)
-        if one.claims:
-            statements["fixed_in_advance"] = True
-    return PlannedPoint(one.point, with_privacy(one.config, statements))
+def trained_keys(recipe: str) -> dict[str, Any]:
+    """Dotted keys of a resolved recipe, without what it says of other points."""
+    leaves = flat(tomllib.loads(recipe), "recipe")
+    return {key: value for key, value in leaves.items() if key not in _OF_OTHERS}
 
 
 def recipe_digest(config: RunConfig) -> str:
-    """SHA-256 of everything that a point trains, in hex; what its recipe says of other points is left out."""
-    leaves = _leaves(tomllib.loads(to_toml(config)))
-    trained = {key: value for key, value in leaves.items() if key not in _OF_OTHERS}
-    return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
+    """SHA-256 of everything that a point trains, in hex."""
+    return hashlib.sha256(json.dumps(trained_keys(to_toml(config)), sort_keys=True).encode()).hexdigest()
 
 
 def changed_keys(begun: str, now: str) -> list[str]:
     """Dotted keys in which two resolved recipes differ, but for what they say of other points."""
-    trees = [_leaves(tomllib.loads(text)) for text in (begun, now)]
-    keys = (trees[0].keys() | trees[1].keys()) - _OF_OTHERS
-    return sorted(key for key in keys if trees[0].get(key) != trees[1].get(key))
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= (
-            _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": json.dumps(value)}
-        )
-    return leaves
+    one, other = trained_keys(begun), trained_keys(now)
+    return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))

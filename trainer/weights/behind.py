@@ -3,7 +3,6 @@
 What they charged is part of what the new weights carry (privacy/card/composition.py).
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,14 +87,15 @@ def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
             flush=True,
         )
         return
-    theirs = set(_hashes(json.loads(path.read_text())))
+    other = ExampleTable.open(path.parent, "", check_shards=False)
+    theirs = {entry.sha256 for entry in other.entries}
     for entry in table.entries:
         if entry.sha256 in theirs:
             raise ConfigError(
                 f"init.disjoint_data is declared, and shard {entry.name} is also one of the run behind {checkpoint.path}: remove "
                 "the declaration, and the charges of both runs compose"
             )
-    found, by_chance = table.found_in(ExampleTable.open(path.parent, "", check_shards=False))
+    found, by_chance = table.found_in(other)
     if found > by_chance + 8 * math.sqrt(by_chance):
         raise ConfigError(
             f"init.disjoint_data is declared, and {found:,} examples or more are also, byte for byte, in the run behind "
@@ -106,16 +106,6 @@ def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
         "is for the recipe to know",
         flush=True,
     )
-
-
-def _hashes(tree: Any) -> list[str]:
-    """Every SHA-256 in an index's manifest."""
-    if isinstance(tree, list):
-        return [digest for item in tree for digest in _hashes(item)]
-    if not isinstance(tree, dict):
-        return []
-    own = [tree["sha256"]] if isinstance(tree.get("sha256"), str) else []
-    return own + [digest for value in tree.values() for digest in _hashes(value)]
 
 
 def keep_copies(run_dir: Path, behind: Sequence[LedgerBehind]) -> list[dict[str, Any]]:

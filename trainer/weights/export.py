@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.examples.tokenizer import from_start_to_end
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.adapters import without_adapters
+from models.config import VitConfig
 from models.converters import peft
 from models.converters.huggingface import CONFIG, PROCESSOR, WEIGHTS, image_processor, to_vit_mae, to_vit_model
-from models.converters.native import save_model
-from models.converters.vip import to_timm
+from models.converters.names import TIMM
+from models.converters.native import encoder_as, save_model
 from models.converters.weights import write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
@@ -29,7 +30,7 @@ from privacy.checkpoints.read import file_digest
 from trainer.errors import ConfigError
 from trainer.report import build_card
 from trainer.tasks.captioning import CaptioningTask
-from trainer.weights.kinds import ADAPTER, Format
+from trainer.weights.kinds import Format
 from trainer.weights.model_card import model_card
 from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
@@ -54,29 +55,21 @@ class Attestation(NamedTuple):
     """What a ledger proves of a checkpoint.
 
     Attributes:
-        card: the privacy card of its run, or None where no ledger attests anything.
+        card: the privacy card of its run, or None where no ledger attests anything. Its epsilon is that of the whole run as far
+            as its ledger goes, so at least that of the checkpoint.
         reason: then why not.
     """
 
     card: PrivacyCard | None
     reason: str = ""
 
-    @property
-    def formal_guarantee(self) -> bool:
-        return self.card is not None and self.card.formal_guarantee
-
-    @property
-    def epsilon(self) -> float | None:
-        """Epsilon of the whole run as far as its ledger goes, so at least that of the checkpoint."""
-        return None if self.card is None else self.card.epsilon
-
     def facts(self) -> dict[str, Any]:
         """What config.json and the console state; epsilon only with a guarantee."""
-        facts: dict[str, Any] = {"formal_guarantee": self.formal_guarantee, "attested": self.card is not None}
         if self.card is None:
-            return facts | {"not_attested_because": self.reason}
-        if self.formal_guarantee:
-            return facts | {"epsilon": self.epsilon, "delta": self.card.delta}
+            return {"formal_guarantee": False, "attested": False, "not_attested_because": self.reason}
+        facts: dict[str, Any] = {"formal_guarantee": self.card.formal_guarantee, "attested": True}
+        if self.card.formal_guarantee:
+            return facts | {"epsilon": self.card.epsilon, "delta": self.card.delta}
         return facts | {"reasons": list(self.card.reasons)}
 
 
@@ -104,70 +97,60 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | attestation.facts()
     with new_folder(out) as folder:
         if form == "safetensors":
-            _write_own(folder, opened, about)
+            _write_own(folder, opened, encoder, about)
         elif form == "peft":
-            _write_adapters(folder, encoder, about)
+            _write(folder, *peft.to_peft(encoder), names=(peft.CONFIG, peft.WEIGHTS))
+            config, tensors = to_vit_model(without_adapters(encoder, merged=False))
+            _write(folder / peft.BASE, {**config, "about": about}, tensors, encoder)
         elif form == "timm":
-            _write_timm(folder, without_adapters(encoder), about)
+            tensors = encoder_as(TIMM, without_adapters(encoder))
+            _write(folder, {**_timm_config(encoder.config), "about": about}, tensors, encoder)
+            torch.save({"model": tensors}, folder / "model.pth")  # what detection and segmentation codes read
         else:
-            _write_huggingface(folder, opened, without_adapters(encoder), about, encoder_only)
+            config, tensors = to_vit_model(without_adapters(encoder))
+            _write(folder, {**config, "about": about}, tensors, encoder)
+            inner = folder / opened.task.kind
+            if isinstance(opened.model, MaskedAutoencoder) and not encoder_only:
+                config, tensors = to_vit_mae(opened.model)
+                _write(inner, {**config, "about": about}, tensors, encoder)
+            elif not encoder_only and opened.task.kind != "encoder":
+                _write_own(inner, opened, encoder, about)
         (folder / README).write_text(model_card(opened, form, attestation.card, attestation.reason, encoder_only))
         if attestation.card is not None:
             (folder / CARD).write_text(attestation.card.to_json(indent=1) + "\n")
     return attestation
 
 
-def _write_huggingface(
-    folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any], encoder_only: bool
-) -> None:
-    _write_encoder(folder, encoder, *to_vit_model(encoder), about)
-    if encoder_only or opened.task.kind == "encoder":
-        return
-    inner = folder / opened.task.kind
-    inner.mkdir()
-    if not isinstance(opened.model, MaskedAutoencoder):
-        _write_own(inner, opened, about)
-        return
-    _write_encoder(inner, encoder, *to_vit_mae(opened.model), about)
-
-
-def _write_encoder(
+def _write(
     folder: Path,
-    encoder: VisionTransformer,
     config: Mapping[str, Any],
     tensors: dict[str, Tensor],
-    about: dict[str, Any],
+    encoder: VisionTransformer | None = None,
+    names: tuple[str, str] = (CONFIG, WEIGHTS),
 ) -> None:
-    _write_json(folder / CONFIG, {**config, "about": about})
-    write_weights(folder / WEIGHTS, tensors)
-    _write_processor(folder, encoder)
+    """Writes configuration and weights, and for an encoder how its pictures are made."""
+    folder.mkdir(exist_ok=True)
+    _write_json(folder / names[0], config)
+    write_weights(folder / names[1], tensors)
+    if encoder is not None:
+        _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
 
 
-def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None:
+def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any]) -> None:
     """Writes our names, with the source that builds the model from them and, for captions, the tokenizer."""
+    folder.mkdir(exist_ok=True)
     automatic: dict[str, Any] = {}
     if isinstance(opened.task, CaptioningTask):
         _write_tokenizer(folder, opened.task)
         shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
         automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
     save_model(folder, opened.model, opened.manifest["model"], about, automatic)
-    _write_processor(folder, opened.model.get_submodule("encoder"))
+    _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
     shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
 
 
-def _write_adapters(folder: Path, encoder: VisionTransformer, about: dict[str, Any]) -> None:
-    config, tensors = peft.to_peft(encoder)
-    _write_json(folder / peft.CONFIG, config)
-    write_weights(folder / peft.WEIGHTS, tensors)
-    plain, base = without_adapters(encoder, merged=False), folder / peft.BASE
-    base.mkdir()
-    _write_encoder(base, plain, *to_vit_model(plain), about | {ADAPTER: file_digest(folder / peft.WEIGHTS)})
-
-
-def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any]) -> None:
-    tensors = to_timm(encoder)
-    config = encoder.config
+def _timm_config(config: VitConfig) -> dict[str, Any]:
     arguments = {
         "img_size": config.image_size,
         "patch_size": config.patch_size,
@@ -180,8 +163,7 @@ def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any])
         "qkv_bias": config.qkv_bias,
         "global_pool": "token",
     }
-    _write_encoder(folder, encoder, {"model_args": arguments, "norm_eps": config.norm_eps}, tensors, about)
-    torch.save({"model": tensors}, folder / "model.pth")  # what detection and segmentation codes read
+    return {"model_args": arguments, "norm_eps": config.norm_eps}
 
 
 def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
@@ -213,11 +195,6 @@ def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
             **names,
         },
     )
-
-
-def _write_processor(folder: Path, encoder: nn.Module) -> None:
-    assert isinstance(encoder, VisionTransformer)
-    _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from safetensors.torch import save_file
 
@@ -19,33 +19,17 @@ from data.examples.tokenizer import CaptionTokenizer
 from models.config import CaptionerConfig, Foreign
 from models.converters import Unstated, read_foreign
 from models.converters.native import CONFIG, model_facts, parameter_shapes, size_name
-from models.converters.peft import WEIGHTS as ADAPTERS
-from models.converters.peft import base_of
 from models.converters.weights import WeightsError
 from privacy.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
-from trainer.weights.kinds import ADAPTER, Provenance
+from trainer.weights.kinds import Provenance
 from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import TOKENIZER
 from trainer.weights.provenance import IMPORTED, Start
 
-PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 UNATTESTED = "imported: what its authors claim of its privacy is not attested by a ledger"
 
 _WEIGHTS = "rank-00000-of-00001.safetensors"
-
-
-class Declared(NamedTuple):
-    """What whoever imports says of the weights; nobody can check it.
-
-    Attributes:
-        provenance: what the data behind them are to the private data of later runs; None takes what an exported folder
-            states, or else "private".
-        claim: what their authors claim of their privacy, in words.
-    """
-
-    provenance: Provenance | None = None
-    claim: str | None = None
 
 
 def import_weights(
@@ -54,31 +38,42 @@ def import_weights(
     out: Path,
     *,
     tokenizer: Path | None = None,
-    declared: Declared = Declared(),  # noqa: B008  (immutable)
-    unstated: Unstated = Unstated(),  # noqa: B008
+    provenance: Provenance | None = None,
+    claim: str | None = None,
+    unstated: Unstated = Unstated(),  # noqa: B008  (immutable)
 ) -> dict[str, Any]:
     """Writes the checkpoint folder `out`, whole or not at all; returns its manifest.
 
     Args:
         kind, source, unstated: as for `models.converters.read_foreign`.
         tokenizer: the tokenizer.json that a captioner was trained with; an exported folder has it.
+        provenance: what whoever imports says that the data behind the weights are to the private data of later runs; None takes
+            what an exported folder states, or else "private". Nobody can check it.
+        claim: what their authors claim of their privacy, in words.
 
     Raises:
         WeightsError, ModelConfigError, DataError: not such a file, or not of the expected structure.
         ConfigError: `out` is there, no tokenizer or one of another size, or a declaration against an exported folder's own.
     """
     config, parameters = read_foreign(kind, source, unstated)
-    folder_with_config = base_of(source) if kind == "peft" else source if source.is_dir() else source.parent
     exported: dict[str, Any] = {}  # what an exported folder says of its origin: a claim, but not to be lost on the way
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads((folder_with_config / CONFIG).read_text())
+        content = json.loads(((source if source.is_dir() else source.parent) / CONFIG).read_text())
         about = content.get("about") if isinstance(content, dict) else None
         exported = about if isinstance(about, dict) else {}
-    if kind == "peft" and exported and exported.get(ADAPTER) != file_digest(source / ADAPTERS):
-        exported["training_data"] = {"provenance": "private"}  # it speaks of the base, and not of these adapters
     facts: dict[str, Any] = {}
     if isinstance(config, CaptionerConfig):
-        tokenizer = _tokenizer(tokenizer, source, exported, config)
+        given, tokenizer = tokenizer, tokenizer or source / TOKENIZER
+        if not tokenizer.is_file():
+            raise ConfigError(
+                f"--tokenizer {given} does not exist"
+                if given is not None
+                else f"{source} holds a captioner of {config.vocab_size:,} tokens: give its tokenizer.json with --tokenizer "
+                "(DP-Cap's is data/tokenizer/bert-base-uncased.json)"
+            )
+        stated = exported.get("tokenizer_sha256")
+        if stated is not None and file_digest(tokenizer) != stated:
+            raise ConfigError(f"{tokenizer} is not the tokenizer that {source} was trained with: its SHA-256 differs")
         tokens = CaptionTokenizer.from_file(tokenizer)
         if tokens.vocab_size != config.vocab_size:
             raise ConfigError(
@@ -92,10 +87,7 @@ def import_weights(
     if source.is_file():
         digest = file_digest(source)
     else:  # over the names and digests of a folder's weight files
-        folders = (source, folder_with_config) if kind == "peft" else (source,)
-        files = sorted(
-            p for folder in folders for p in folder.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin")
-        )
+        files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin"))
         if not files:
             raise WeightsError(f"{source} holds no weight file")
         digest = hashlib.sha256("".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()).hexdigest()
@@ -114,10 +106,10 @@ def import_weights(
             "format": kind,
             "file": source.resolve().name,
             "sha256": digest,
-            "claim": declared.claim,
+            "claim": claim,
             **({"exported": exported} if exported else {}),
         },
-        "training_data": _training_data(declared.provenance, exported, source),
+        "training_data": _training_data(provenance, exported, source),
         "parameters": {name: list(shape) for name, shape in parameter_shapes(config).items()},
     }
     assert parameters.keys() == parameter_shapes(config).keys()
@@ -133,33 +125,16 @@ def import_weights(
 
 def _training_data(provenance: Provenance | None, exported: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """What the manifest says of the data. Hashes of public shards survive, so that a later run recognises its own data."""
+    if not exported:
+        return {"provenance": provenance or "private"}
     stated = exported.get("training_data")
     stated = stated if isinstance(stated, dict) else {}
     # A guarantee, if a run behind it had one, is attested no more.
     starts_private = any(link.training_data == "private" for link in Start.of(exported).chain())
-    known = "private" if starts_private else stated.get("provenance")
-    if exported and known not in PROVENANCES:
-        known = "private"
-    if known not in PROVENANCES:
-        return {"provenance": provenance or "private"}
-    if provenance not in (None, known):
+    known = stated.get("provenance") if not starts_private else "private"
+    known = known if known in get_args(Provenance) else "private"
+    if provenance not in (None, "private", known):
         raise ConfigError(
             f"{source} was exported from a run on {known} data, so --provenance {provenance} contradicts it"
         )
-    return {"provenance": known} if known == "private" else dict(stated)
-
-
-def _tokenizer(given: Path | None, source: Path, exported: Mapping[str, Any], config: CaptionerConfig) -> Path:
-    inside = source / TOKENIZER
-    if given is None and not inside.is_file():
-        raise ConfigError(
-            f"{source} holds a captioner of {config.vocab_size:,} tokens: give its tokenizer.json with --tokenizer (DP-Cap's "
-            "is data/tokenizer/bert-base-uncased.json)"
-        )
-    path = given or inside
-    if not path.is_file():
-        raise ConfigError(f"--tokenizer {path} does not exist")
-    stated = exported.get("tokenizer_sha256")
-    if stated is not None and file_digest(path) != stated:
-        raise ConfigError(f"{path} is not the tokenizer that {source} was trained with: its SHA-256 differs")
-    return path
+    return {"provenance": "private"} if "private" in (known, provenance) else dict(stated)

@@ -4,6 +4,3 @@ from typing import Literal
 
 Format = Literal["hf", "peft", "safetensors", "timm"]
 Provenance = Literal["private", "public", "synthetic"]
-
-ADAPTER = "adapter_sha256"
-"""What an exported base says of the adapters that belong to it, in `about`."""

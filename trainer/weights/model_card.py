@@ -1,7 +1,6 @@
 """README.md of an exported model: what it is, what may be said of its privacy, where it comes from, how to load it."""
 
 import re
-from typing import Any
 
 from privacy.card.model import PrivacyCard
 from privacy.card.render import to_markdown
@@ -89,11 +88,16 @@ The loss of captions that are given, one mean over the tokens of each, in nats:
 ```python
 texts = tokenizer(["a picture"], return_tensors="pt", padding=True, truncation=True)
 print(model(**pixels, **texts).loss)
-```"""
+```
+A captioner is no VisionEncoderDecoderModel: no decoder of transformers has its post-norm blocks, whose memory is a projection of
+the image tokens with positions and a type embedding of its own."""
 
-_CAPTIONER = (
-    "A captioner is no VisionEncoderDecoderModel: no decoder of transformers has its post-norm blocks, whose memory is a "
-    "projection of the image tokens with positions and a type embedding of its own."
+_IMAGES = (
+    "`preprocessor_config.json` states the preprocessing of evaluation: the largest centred square, resized to the image size "
+    "(bicubic), ImageNet's mean and standard deviation. With Pillow it gives the project's pixels; with torchvision installed, "
+    'transformers resizes by that instead, and pixels differ by rounding (`backend="pil"` avoids it). A picture that is named '
+    "by its path is turned by its EXIF orientation, as in the project. Put transparent pictures on white first, as the project "
+    "does, and bring pictures of 16 bits a channel to 8."
 )
 
 
@@ -105,18 +109,42 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
         card: the privacy card of the run, or None where nothing attests one.
         reason: then why not.
     """
-    manifest = opened.manifest
-    kind = opened.task.kind
-    name = cell(manifest.get("run", "model"))
-    shown = kind.replace("_", " ")
+    manifest, kind = opened.manifest, opened.task.kind
+    name, shown = cell(manifest.get("run", "model")), kind.replace("_", " ")
     what = {"safetensors": shown, "peft": f"adapters of the encoder of a {shown}"}.get(form, f"encoder of a {shown}")
     formal = "true" if card is not None and card.formal_guarantee else "false"
-    trained = manifest.get("training_data", {}).get("provenance", "unknown")
+    if card is None:
+        privacy = (
+            f"**Not attested** (formal_guarantee: false): {cell(reason)}. Nothing here proves a guarantee, so no epsilon is "
+            "stated; treat the weights as if they were trained without privacy."
+        )
+    elif not card.formal_guarantee:
+        reasons = bullets(cell(why) for why in card.reasons)
+        privacy = f"**formal_guarantee: false. No epsilon is claimed.** Reasons:\n\n{reasons}"
+    else:
+        epsilon = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
+        behind = (
+            "" if card.composition is None else ", composed with what the private runs behind its weights had spent"
+        )
+        privacy = (
+            f"**formal_guarantee: true, {epsilon} at delta {card.delta:.6g}**, of every attempt that the run's ledger holds (so "
+            f"at least that of this checkpoint){behind}. The card below says what that means and how to recheck it; "
+            "`privacy_card.json` holds it for programs."
+        )
     origin = [
-        f"training data: declared {cell(trained)}",
+        f"training data: declared {cell(manifest.get('training_data', {}).get('provenance', 'unknown'))}",
         f"before training: {cell(initialisation_statement(manifest))}",
         f"tokenizer: SHA-256 {cell(manifest.get('tokenizer_sha256', 'none'))}",
     ]
+    loading = [
+        {"timm": _TIMM, "peft": _PEFT, "hf": f"The encoder:\n\n{_VIT}", "safetensors": ""}[form].format(here=".")
+    ]
+    whole = form == "safetensors" or (form == "hf" and not encoder_only and kind != "encoder")
+    if whole:
+        here = "." if form == "safetensors" else f"./{kind}"
+        page = _MAE if form == "hf" and kind == "masked_autoencoder" else _OWN
+        loading += [f"The whole {shown}:", page.format(here=here, use=_USES[kind])]
+        loading += [_AUTO.format(here=here)] if kind == "captioner" else []
     parts = [
         f"---\nlibrary_name: {({'hf': 'transformers', 'timm': 'timm', 'peft': 'peft'}).get(form, 'safetensors')}\n"
         f"pipeline_tag: {'image-to-text' if kind == 'captioner' and form == 'safetensors' else 'image-feature-extraction'}\n"
@@ -124,61 +152,11 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
         f"formal_guarantee: {formal}\nguarantee_attested: {'false' if card is None else 'true'}\n---",
         f"# {name}, step {manifest['step']:,}",
         f"The {what} ({cell(manifest['model']['size'])}) after step {manifest['step']:,} of run {name}.",
-        f"## Privacy\n\n{_privacy(manifest, card, reason)}",
+        f"## Privacy\n\n{privacy}",
         f"## Where the weights come from\n\n{bullets(origin)}",
-        f"## Loading\n\n{_loading(form, kind, encoder_only)}",
+        "## Loading\n\n" + "\n\n".join(filter(None, loading)),
         f"## Images\n\n{_IMAGES}",
     ]
     if card is not None:
         parts.append(re.sub(r"^#", "##", to_markdown(card), flags=re.MULTILINE))
     return "\n\n".join(parts).rstrip() + "\n"
-
-
-_IMAGES = (
-    "`preprocessor_config.json` states the preprocessing of evaluation: the largest centred square, resized to the image size "
-    "(bicubic), ImageNet's mean and standard deviation. With Pillow it gives the project's pixels; with torchvision installed, "
-    'transformers resizes by that instead, and pixels differ by rounding (`backend="pil"` avoids it). A picture that is named '
-    "by its path is turned by its EXIF orientation, as in the project. Put transparent pictures on white first, as the project "
-    "does, and bring pictures of 16 bits a channel to 8."
-)
-
-
-def _privacy(manifest: dict[str, Any], card: PrivacyCard | None, reason: str) -> str:
-    if card is None:
-        return (
-            f"**Not attested** (formal_guarantee: false): {cell(reason)}. Nothing here proves a guarantee, so no epsilon is "
-            "stated; treat the weights as if they were trained without privacy."
-        )
-    if not card.formal_guarantee:
-        reasons = bullets(cell(why) for why in card.reasons)
-        return f"**formal_guarantee: false. No epsilon is claimed.** Reasons:\n\n{reasons}"
-    epsilon = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
-    carried = (
-        "" if card.composition is None else ", composed with what the private runs behind its initial weights had spent"
-    )
-    return (
-        f"**formal_guarantee: true, {epsilon} at delta {card.delta:.6g}**, of every attempt that the run's ledger holds (so "
-        f"at least that of this checkpoint){carried}. The card below says what that means and how to recheck it; "
-        "`privacy_card.json` holds it for programs."
-    )
-
-
-def _loading(form: str, kind: str, encoder_only: bool) -> str:
-    here = "."
-    if form in ("timm", "peft"):
-        return (_TIMM if form == "timm" else _PEFT).format(here=here)
-    if form == "safetensors":
-        page = _OWN.format(here=here, use=_USES[kind])
-        return f"{page}\n\n{_captioner(here)}" if kind == "captioner" else page
-    parts = ["The encoder:", _VIT.format(here=here)]
-    if not encoder_only and kind == "masked_autoencoder":
-        parts += ["The whole masked autoencoder:", _MAE.format(here=here)]
-    elif not encoder_only and kind != "encoder":
-        parts += [f"The whole {kind}:", _OWN.format(here=f"{here}/{kind}", use=_USES[kind])]
-        if kind == "captioner":
-            parts += [_captioner(f"{here}/{kind}")]
-    return "\n\n".join(parts)
-
-
-def _captioner(here: str) -> str:
-    return f"{_AUTO.format(here=here)}\n\n{_CAPTIONER}"

@@ -1,13 +1,12 @@
 """Opens any checkpoint in one process: for evaluation, export, or a look at it.
 
 A manifest states the whole model, so a checkpoint opens without its run folder; a captioner then needs its tokenizer from
-somewhere (`find_tokenizer`).
+somewhere.
 
     >>> opened = open_model(Path("runs/quickstart"))  # doctest: +SKIP
     >>> loss_B = opened.model(**opened.task.synthetic_inputs(2))  # doctest: +SKIP
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,49 +114,36 @@ def run_folder_of(checkpoint: Path) -> Path | None:
     return folder.parent if folder.name == "checkpoints" and (folder.parent / "config.toml").is_file() else None
 
 
-def find_tokenizer(checkpoint: Path, manifest: Mapping[str, Any], given: Path | None = None) -> Path:
-    """The tokenizer that a captioner was trained with, by its SHA-256: the one given, the one in its folder, that of the recipe
-    in the run folder, or the embedded one.
+def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
+    """The task that builds exactly the model that the manifest states. A captioner needs the tokenizer that it was trained with,
+    by its SHA-256: the one given, the one in its folder, that of the recipe in the run folder, or the embedded one.
 
     Raises:
-        ConfigError: none of them has these bytes.
+        ConfigError: the manifest states no model, or no tokenizer has these bytes.
     """
-    stated = manifest.get("tokenizer_sha256")
-    candidates = [given] if given is not None else [checkpoint / TOKENIZER]
-    if given is None:
-        data = _data_of_run(checkpoint)
-        candidates += [EMBEDDED_TOKENIZER] if data is None else [ROOT / data.tokenizer, EMBEDDED_TOKENIZER]
-    for path in candidates:
-        if path.is_file() and file_digest(path) == stated:
-            return path
-    looked_at = ", ".join(str(path) for path in candidates)
-    raise ConfigError(
-        f"{checkpoint}: the tokenizer that it was trained with (SHA-256 {str(stated)[:16]}...) is not at {looked_at}; "
-        f"put it into the checkpoint's folder as {TOKENIZER}"
-    )
-
-
-def _data_of_run(checkpoint: Path) -> DataSection | None:
-    """[data] of the recipe in the run folder around a checkpoint; None without one."""
-    run = run_folder_of(checkpoint)
-    if run is None:
-        return None
-    path = run / "config.toml"
-    tree = read_toml(path, "recipe", "restore it from a copy")
-    return validated(DataSection, tree.get("data", {}), f"{path}: [data]")
-
-
-def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
-    """The task that builds exactly the model that the manifest states."""
-    stated = checkpoint.manifest.get("model")
-    if not isinstance(stated, dict) or not {"kind", "size"} <= stated.keys():
+    manifest = checkpoint.manifest
+    facts, run = manifest.get("model"), run_folder_of(checkpoint.path)
+    if not isinstance(facts, dict) or not {"kind", "size"} <= facts.keys():
         raise ConfigError(f"{checkpoint.path}: {MANIFEST} does not state its model")
-    config, size = config_from_facts(stated, str(checkpoint.path)), stated["size"]
-    data = _data_of_run(checkpoint.path) or DataSection(shards="")  # fields of examples; no shards are read by it
+    config, size = config_from_facts(facts, str(checkpoint.path)), facts["size"]
+    data = DataSection(shards="")  # fields of examples; no shards are read by it
+    if run is not None:
+        path = run / "config.toml"
+        data = validated(
+            DataSection, read_toml(path, "recipe", "restore it from a copy").get("data", {}), f"{path}: [data]"
+        )
     match config:
         case CaptionerConfig():
-            path = find_tokenizer(checkpoint.path, checkpoint.manifest, tokenizer)
-            return CaptioningTask(config, size, data, path.resolve())
+            candidates = [checkpoint.path / TOKENIZER, ROOT / data.tokenizer, EMBEDDED_TOKENIZER]
+            candidates = candidates if tokenizer is None else [tokenizer]
+            stated = manifest.get("tokenizer_sha256")
+            for path in candidates:
+                if path.is_file() and file_digest(path) == stated:
+                    return CaptioningTask(config, size, data, path.resolve())
+            raise ConfigError(
+                f"{checkpoint.path}: the tokenizer that it was trained with (SHA-256 {str(stated)[:16]}...) is not at "
+                f"{', '.join(map(str, candidates))}; put it into the checkpoint's folder as {TOKENIZER}"
+            )
         case MaskedAutoencoderConfig():
             return MaskedAutoencodingTask(config, size, data)
         case ClassifierConfig():

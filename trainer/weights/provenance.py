@@ -114,10 +114,6 @@ class Proof(NamedTuple):
     state: LedgerState | None
     reason: str = ""
 
-    @property
-    def formal_guarantee(self) -> bool:
-        return self.state is not None and self.state.plan.formal_guarantee
-
 
 def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     """Reads the ledger of the run folder around a checkpoint. One that lies there has to bear the checkpoint out: weights that

@@ -85,7 +85,30 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
     else:
         facts["shards"] = behind.get("shards", [])  # a run that starts from this one must recognise its data too
     if config.privacy.enabled:
-        _refuse_unprotected(checkpoint, Start.of({"initialisation": facts}))
+        # Every link of the chain of starts is looked at: private data count only with a guarantee that a ledger proves.
+        first = Start()
+        for link in Start.of({"initialisation": facts}).chain():
+            first = link
+            if link.kind != "checkpoint":
+                break
+            if link.training_data == "private" and not link.guarantee:
+                before = link.before_that
+                if before is not None and before.kind == IMPORTED:
+                    raise ConfigError(
+                        f"init.checkpoint {checkpoint.path} goes back to weights imported from {before.file}, and no "
+                        "ledger here proves what was done with their data; a private run cannot start from it. If those are "
+                        "public or synthetic with respect to this run's data, import it again with --provenance"
+                    )
+                raise ConfigError(
+                    f"init.checkpoint {checkpoint.path}: run {link.run} trained on private data, and no ledger in its run "
+                    "folder proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "
+                    'train it with data.provenance = "public" or "synthetic"'
+                )
+        if first.kind not in ("random", IMPORTED):
+            raise ConfigError(
+                f"init.checkpoint {checkpoint.path} does not say what its weights started from; a private run cannot start from "
+                "it"
+            )
         # Shards are known by their bytes, whatever their names; every link of the chain of starts is looked at.
         if not {entry.sha256[:_HASH_DIGITS] for entry in table.entries}.isdisjoint(_stated_shards(facts)):
             raise ConfigError(
@@ -93,32 +116,6 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
                 "which it declares public or synthetic; a private run cannot start from it"
             )
     return facts
-
-
-def _refuse_unprotected(checkpoint: Checkpoint, start: Start) -> None:
-    """Looks at every link of the chain of starts: private data count only with a guarantee that a ledger proves."""
-    first = start
-    for link in start.chain():
-        first = link
-        if link.kind != "checkpoint":
-            break
-        if link.training_data == "private" and not link.guarantee:
-            before = link.before_that
-            if before is not None and before.kind == IMPORTED:
-                raise ConfigError(
-                    f"init.checkpoint {checkpoint.path} goes back to weights imported from {before.file}, and no "
-                    "ledger here proves what was done with their data; a private run cannot start from it. If those are "
-                    "public or synthetic with respect to this run's data, import it again with --provenance"
-                )
-            raise ConfigError(
-                f"init.checkpoint {checkpoint.path}: run {link.run} trained on private data, and no ledger in its run "
-                "folder proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "
-                'train it with data.provenance = "public" or "synthetic"'
-            )
-    if first.kind not in ("random", IMPORTED):
-        raise ConfigError(
-            f"init.checkpoint {checkpoint.path} does not say what its weights started from; a private run cannot start from it"
-        )
 
 
 def _stated_shards(tree: Any) -> Iterator[str]:
@@ -177,22 +174,19 @@ def _require_same_meaning(
         )
     config: Any = model.config
     manifest, ours = checkpoint.manifest, asdict(config)
-    difference = _first_difference(manifest.get("model", {}).get("encoder", {}), ours["encoder"])
-    if difference is not None:
-        name, before, now = difference
-        raise ConfigError(
-            f"{checkpoint.path}: the encoder's {name} is {before!r}, the model's is {now!r}; set model.size and "
-            "model.overrides to the checkpoint's"
-        )
+    theirs = manifest.get("model", {})
+    compared = [("the encoder's ", theirs.get("encoder", {}), ours["encoder"], "")]
+    if init.parts == "all":
+        compared.append(("", theirs, ours, ', or init.parts = "encoder"'))
+    for of, stated, own, way_out in compared:
+        if (difference := _first_difference(stated, own)) is not None:
+            name, before, now = difference
+            raise ConfigError(
+                f"{checkpoint.path}: {of}{name} is {before!r}, the model's is {now!r}; set model.size and model.overrides to the "
+                f"checkpoint's{way_out}"
+            )
     if init.parts != "all":
         return
-    difference = _first_difference(manifest.get("model", {}), ours)
-    if difference is not None:
-        name, before, now = difference
-        raise ConfigError(
-            f"{checkpoint.path}: {name} is {before!r}, the model's is {now!r}; set model.overrides to the checkpoint's, or "
-            'init.parts = "encoder"'
-        )
     tokenizer = manifest.get("tokenizer_sha256")
     if tokenizer_sha256 is not None and tokenizer not in (None, tokenizer_sha256):
         raise ConfigError(

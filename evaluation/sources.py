@@ -1,0 +1,487 @@
+"""Images from wherever they lie, with labels or with captions: encoded bytes by number, and batches of them, decoded.
+
+                                 with labels                          with captions
+shards:train-{000..012}.tar      member `.cls` or a field of `.json`  text members, or a field of `.json`
+folder:imagenet/val              one folder per class, by name        all images below; lines of `x.txt` beside `x.jpg`
+hf:cifar10/train                 a split that Hugging Face's `datasets` (an extra) saved with `save_to_disk`
+arrays:digits.npz                `images` and `labels`                -
+images:a.jpg,b.png               -                                    these files
+"""
+
+import contextlib
+import hashlib
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from data.errors import DataError, DecodeError, ReadError
+from data.examples.examples import read_label
+from data.examples.transforms import decode, eval_image, to_rgb, train_image
+from data.index.build import build_index
+from data.index.shards import find_shards
+from data.index.tar_index import ExampleTable
+from data.reading.loader import Failure
+from data.reading.reader import TarReader
+from data.reading.storage import RemoteOptions
+from data.reading.workers import as_is, end_with_parent, worker_context
+from evaluation.options import CaptionedOptions, ImageOptions, LabelledOptions
+from trainer.progress import track
+from trainer.ranks.distributed import first_on_main
+
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"})
+_MOST_CLASSES = 10**9
+
+
+class Example(NamedTuple):
+    """
+    Attributes:
+        image: encoded bytes, or None.
+        label: 0, 1, ...; None where the example has no such label.
+        captions: references; may be empty.
+        name: what people read.
+    """
+
+    image: bytes | None
+    label: int | None = None
+    captions: tuple[str, ...] = ()
+    name: str = ""
+
+
+class Shards:
+    """Webdataset shards with a tar index; identified by the hashes of the shards."""
+
+    class_names: tuple[str, ...] = ()
+
+    def __init__(self, name: str, table: ExampleTable, options: ImageOptions) -> None:
+        self.name, self._table, self._options, self._reader = name, table, options, TarReader(table)
+        self.is_labelled = isinstance(options, LabelledOptions)
+
+    def identity(self) -> str:
+        field = self._options.label_field if isinstance(self._options, LabelledOptions) else ""
+        return f"shards {self._table.manifest_digest().hex()} {field}"
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, ids: Sequence[int]) -> list[Example]:
+        found = []
+        for i, raw in zip(ids, self._reader.read_all(list(ids)), strict=True):
+            label: int | None = None
+            captions: tuple[str, ...] = ()
+            if isinstance(self._options, LabelledOptions):
+                field = self._options.label_field
+                with contextlib.suppress(DecodeError):
+                    label = read_label(raw, _MOST_CLASSES, None if field == "cls" else field)
+            elif isinstance(self._options, CaptionedOptions):
+                captions = tuple(text for text in raw.captions(self._options.caption_field) if text.strip())
+            found.append(Example(raw.image, label, captions, f"{self.name} #{i}"))
+        return found
+
+
+@dataclass(frozen=True)
+class Files:
+    """Image files below a folder, with labels or with captions beside them; identified by names, sizes and times.
+
+    Attributes:
+        labels: one for each file; none where captions are read.
+    """
+
+    name: str
+    root: Path
+    files: tuple[str, ...]
+    labels: tuple[int, ...] = ()
+    class_names: tuple[str, ...] = ()
+
+    @classmethod
+    def of_classes(cls, root: Path) -> "Files":
+        """One folder per class.
+
+        Raises:
+            DataError: no folders with images.
+        """
+        if not root.is_dir():
+            raise DataError(f"{root} is no folder")
+        names = tuple(sorted(path.name for path in root.iterdir() if path.is_dir()))
+        files = [
+            (path.relative_to(root).as_posix(), label)
+            for label, name in enumerate(names)
+            for path in sorted((root / name).rglob("*"))
+            if path.suffix.lower() in EXTENSIONS
+        ]
+        if not files:
+            raise DataError(f"{root} holds no folders with images; one folder per class is needed")
+        return cls(f"folder:{root}", root, tuple(f for f, _ in files), tuple(label for _, label in files), names)
+
+    @property
+    def is_labelled(self) -> bool:
+        return bool(self.labels)
+
+    def identity(self) -> str:
+        return f"folder {files_digest(self.root, self.files)}"
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, ids: Sequence[int]) -> list[Example]:
+        found = []
+        for i in ids:
+            path = self.root / self.files[i]
+            lines: list[str] = []
+            if not self.labels and path.with_suffix(".txt").is_file():
+                text = bytes_of(path.with_suffix(".txt")).decode("utf-8", "replace")
+                lines = [line.strip() for line in text.splitlines() if line.strip()]
+            label = self.labels[i] if self.labels else None
+            found.append(Example(bytes_of(path), label, tuple(lines), str(path)))
+        return found
+
+
+class Arrays:
+    """Images in memory. They are encoded without loss, so that they take the same way as every other image."""
+
+    is_labelled = True
+
+    def __init__(self, name: str, images: np.ndarray, labels_N: np.ndarray, class_names: Sequence[str] = ()) -> None:
+        """
+        Args:
+            images: uint8, (N, H, W) or (N, H, W, 3).
+            labels_N: integers.
+
+        Raises:
+            DataError: other shapes or types.
+        """
+        fits = images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
+        if images.dtype != np.uint8 or not fits or not len(images):
+            raise DataError(
+                f"{name}: images must be uint8 (N, H, W) or (N, H, W, 3), not {images.dtype} {images.shape}"
+            )
+        if labels_N.shape != (len(images),) or not np.issubdtype(labels_N.dtype, np.integer):
+            raise DataError(f"{name}: labels must be {len(images)} integers, not {labels_N.dtype} {labels_N.shape}")
+        self.name, self._images, self._labels_N = name, images, labels_N
+        self.class_names = tuple(class_names)
+
+    def identity(self) -> str:
+        content = hashlib.sha256(self._images.tobytes())
+        content.update(self._labels_N.astype(np.int64).tobytes())
+        return f"arrays {self._images.shape} {content.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, ids: Sequence[int]) -> list[Example]:
+        return [Example(encode_png(self._images[i]), label_value(self._labels_N[i])) for i in ids]
+
+
+class HuggingFace:
+    """A split that `datasets` saved, its images left encoded; identified by names, sizes and times of the files."""
+
+    def __init__(self, path: Path, options: ImageOptions) -> None:
+        """
+        Raises:
+            DataError: the package is missing, nothing there, several splits, no such columns, or columns of other kinds.
+        """
+        try:
+            import datasets
+        except ImportError as error:
+            raise DataError(
+                "hf: needs the package `datasets`, an extra: pip install -r requirements-evaluation.txt"
+            ) from error
+        if not path.is_dir():
+            raise DataError(f"there is no folder {path}")
+        try:
+            loaded = datasets.load_from_disk(str(path))
+        except Exception as error:  # the package's own, and those of its readers
+            raise DataError(f"{path} is no data set that `datasets` saved: {' '.join(str(error).split())}") from error
+        if isinstance(loaded, dict):
+            raise DataError(
+                f"{path} holds the splits {', '.join(loaded)}; name one of them: hf:{path}/{next(iter(loaded))}"
+            )
+        self._arguments, self.name = (path, options), f"hf:{path}"
+        self.is_labelled = isinstance(options, LabelledOptions)
+        other = "label_column" if self.is_labelled else "caption_column"
+        self._image, self._other = options.image_column, getattr(options, other)
+        for option, column in (("image_column", self._image), (other, self._other)):
+            if column not in loaded.features:
+                raise DataError(f"{path} has no column {column!r}, but {', '.join(loaded.features)}: give --{option}")
+        if not isinstance(loaded.features[self._image], datasets.Image):
+            raise DataError(f"{path}: its column {self._image!r} holds no images; give --image_column")
+        kind = loaded.features[self._other]
+        if self.is_labelled and "int" not in str(getattr(kind, "dtype", "")):
+            raise DataError(f"{path}: its column {self._other!r} holds no whole numbers; give --label_column")
+        self.class_names = tuple(getattr(kind, "names", None) or ())
+        columns = loaded.select_columns([self._image, self._other])
+        self._rows = columns.cast_column(self._image, datasets.Image(decode=False))
+
+    def __reduce__(self) -> tuple[type["HuggingFace"], tuple[Path, ImageOptions]]:
+        return HuggingFace, self._arguments
+
+    def identity(self) -> str:
+        root = self._arguments[0]
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+        return f"hf {files_digest(root, names)} {(self._image, self._other)}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, ids: Sequence[int]) -> list[Example]:
+        found = []
+        for i in ids:
+            row = self._rows[int(i)]
+            stored, other = row[self._image] or {}, row[self._other]
+            image = stored.get("bytes")
+            if image is None and stored.get("path"):
+                image = bytes_of(Path(stored["path"]))
+            name = f"{self.name} #{i}"
+            if self.is_labelled:
+                found.append(Example(image, label_value(other), name=name))
+            else:  # a text or a list of texts
+                texts = other if isinstance(other, list) else [other]
+                captions = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+                found.append(Example(image, captions=tuple(captions), name=name))
+        return found
+
+
+Source = Shards | Files | Arrays | HuggingFace
+"""A source has a `name` for people, `class_names` (empty where it does not know them), says by `is_labelled` whether an example
+without a label is of no use and by `identity()` when the data change (part of a cache's name), and reads examples by number. It
+can be pickled, so that worker processes can read it."""
+
+
+def open_source(text: str, options: LabelledOptions | CaptionedOptions) -> Source:
+    """The source that a command line names; see the module. Collective under a launcher.
+
+    Args:
+        options: labels are read for the ones, captions for the others.
+
+    Raises:
+        DataError: an unknown kind, or nothing there.
+        ReadError: remote shards cannot be read.
+    """
+    kind, _, where = text.partition(":")
+    path, wants_labels = Path(where).expanduser(), isinstance(options, LabelledOptions)
+    if kind == "shards" and where:
+        if dist.is_initialized():  # rank 0 makes the index of shards, the others find it
+            table = first_on_main(lambda: shard_table(where, options.cache_folder))
+        else:
+            table = shard_table(where, options.cache_folder)
+        return Shards(text, table, options)
+    if kind == "hf" and where:
+        return HuggingFace(path, options)
+    if kind == "folder" and where:
+        if wants_labels:
+            return Files.of_classes(path)
+        found = sorted(one for one in path.rglob("*") if one.suffix.lower() in EXTENSIONS)
+        if not found:
+            raise DataError(f"{path} holds no images")
+        return Files(text, path, tuple(one.relative_to(path).as_posix() for one in found))
+    if kind == "arrays" and where and wants_labels:
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return Arrays(text, stored["images"], stored["labels"])
+        except (OSError, KeyError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path} is no .npz file with `images` and `labels`: {error}") from error
+    if kind == "images" and where and not wants_labels:
+        files = [Path(part).expanduser() for part in where.split(",")]
+        missing = [one for one in files if not one.is_file()]
+        if missing:
+            raise DataError(f"there is no file {missing[0]}")
+        return Files(text, Path(), tuple(map(str, files)))
+    last = "hf:DIR or arrays:FILE.npz" if wants_labels else "hf:DIR or images:FILE,..."
+    raise DataError(f"{text!r} names no images; write shards:PATTERN, folder:DIR, {last}")
+
+
+def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
+    """The index in the cache, which is made or brought up to date where it does not fit.
+
+    Raises:
+        DataError: there is no cache; or the shards are refused.
+        ReadError: remote shards cannot be read.
+    """
+    shards = find_shards(pattern, Path.cwd())
+    if cache is None:
+        raise DataError(f"shards at {shards.root} need a folder for their index: give --cache")
+    folder = cache / f"index-{hashlib.sha256(' '.join(shards.locations()).encode()).hexdigest()[:16]}"
+    try:
+        table = ExampleTable.open(folder, shards.root)
+    except DataError:
+        table = build_index(shards, folder, remote=RemoteOptions(), progress=True)
+    table.require_shards(shards)
+    return table
+
+
+class Augmentation(NamedTuple):
+    """Random crops and flips, by a key of each image's own in each epoch."""
+
+    seed: int
+    epoch: int
+
+    def key(self, row: int) -> int:
+        return int(np.random.SeedSequence([*self, row]).generate_state(1, np.uint64)[0])
+
+
+class Decoded(NamedTuple):
+    """
+    Attributes:
+        images_BCHW: normalised; black where an example is of no use.
+        examples: as read, without their bytes.
+        is_usable_B: whether the image can be decoded, and has a label where labels are read.
+    """
+
+    images_BCHW: torch.Tensor
+    examples: list[Example]
+    is_usable_B: np.ndarray
+
+    @property
+    def labels_B(self) -> np.ndarray:
+        """int64; 0 for examples of no use."""
+        labels = [(e.label or 0) if ok else 0 for e, ok in zip(self.examples, self.is_usable_B, strict=True)]
+        return np.array(labels, dtype=np.int64)
+
+
+class _Batches(Dataset):
+    """Number of a batch -> decoded images, in a worker. Errors that name an exit code come back as `Failure`."""
+
+    def __init__(
+        self,
+        source: Source,
+        rows: Sequence[int],
+        batch_size: int,
+        image_size: int,
+        resize: int | None,
+        augmentation: Augmentation | None,
+    ) -> None:
+        self._source, self._rows, self._batch_size, self._image_size = source, rows, batch_size, image_size
+        self._resize, self._augmentation = resize or image_size, augmentation
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._batch_size)
+
+    def __getitem__(self, number: int) -> Decoded | Failure:
+        if number >= len(self):
+            raise IndexError(number)
+        ids = self._rows[number * self._batch_size : (number + 1) * self._batch_size]
+        size, edge = self._image_size, (self._resize - self._image_size) // 2
+        images, usable = np.zeros((len(ids), 3, size, size), dtype=np.float32), np.zeros(len(ids), dtype=bool)
+        examples: list[Example] = []
+        try:
+            for row, example in enumerate(self._source.read(ids)):
+                examples.append(example._replace(image=None))
+                if example.image is None or (self._source.is_labelled and example.label is None):
+                    continue
+                try:
+                    if self._augmentation is not None:
+                        images[row] = train_image(example.image, size, self._augmentation.key(ids[row]))
+                    else:
+                        whole_CHW = eval_image(example.image, self._resize)
+                        images[row] = whole_CHW[:, edge : edge + size, edge : edge + size]
+                except DecodeError:
+                    continue
+                usable[row] = True
+        except (ReadError, DataError) as error:
+            return Failure(type(error), str(error))
+        return Decoded(torch.from_numpy(images), examples, usable)
+
+
+def decoded_batches(
+    source: Source,
+    rows: Sequence[int],
+    *,
+    batch_size: int,
+    image_size: int,
+    num_workers: int = 0,
+    resize: int | None = None,
+    augmentation: Augmentation | None = None,
+) -> Iterator[Decoded]:
+    """Normalised images (B, 3, S, S), in order.
+
+    Args:
+        image_size: S.
+        resize: to how many pixels the shorter side is brought before the centre is cut out (256 for 224 in the papers); None is
+            `image_size`, which cuts nothing off a square. Not looked at where images are augmented.
+
+    Raises:
+        ReadError, DataError: of the source.
+    """
+    loader = DataLoader(
+        _Batches(source, rows, batch_size, image_size, resize, augmentation),
+        batch_size=None,
+        collate_fn=as_is,
+        num_workers=num_workers,
+        multiprocessing_context=worker_context() if num_workers else None,
+        worker_init_fn=end_with_parent,
+    )
+    shows = not dist.is_initialized() or dist.get_rank() == 0
+    shows = shows and augmentation is None  # whoever trains on these shows the epochs
+    for batch in track(loader, f"batches of {source.name}", math.ceil(len(rows) / batch_size), shows=shows):
+        if isinstance(batch, Failure):
+            raise batch.kind(batch.message)
+        yield batch
+
+
+def whole_image(
+    data: bytes, side: int, box: tuple[float, float, float, float] | None = None
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """The whole picture, squeezed to a square and normalised as in training, (3, S, S); and its own (width, height).
+
+    Args:
+        box: left, top, right, bottom in pixels of the part that is meant.
+
+    Raises:
+        DecodeError: no usable picture, or an empty box.
+    """
+    size: list[tuple[int, int]] = []
+
+    def squeeze(image: Image.Image) -> Image.Image:
+        size.append(image.size)
+        part = to_rgb(image)
+        if box is not None:
+            left, top, right, bottom = (round(edge) for edge in box)
+            part = part.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+        return part.resize((side, side), Image.Resampling.BICUBIC)
+
+    if box is not None and not (box[0] < box[2] and box[1] < box[3]):
+        raise DecodeError("the box is empty")
+    square = decode(data, squeeze)
+    return eval_image(encode_png(np.asarray(square)), side), size[0]
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """Lossless bytes of a uint8 image, (H, W) or (H, W, 3)."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def label_value(value: Any) -> int | None:
+    """A whole number from 0 on; anything else is no label."""
+    return int(value) if isinstance(value, int | np.integer) and value >= 0 else None
+
+
+def bytes_of(path: Path) -> bytes:
+    """
+    Raises:
+        ReadError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def files_digest(root: Path, names: Sequence[str]) -> str:
+    """A digest over the names, sizes and times of files below a folder."""
+    digest = hashlib.sha256()
+    for name in names:
+        status = (root / name).stat()
+        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
