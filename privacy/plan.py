@@ -21,7 +21,7 @@ from .limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
 from .plan_request import ARITHMETIC_MODES, CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
 from .sampling.cyclic import CyclicPoissonSampler
 from .sampling.poisson import PoissonSampler, Sampler, default_cap
-from .sampling.shuffle import ShuffleSampler, shuffle_participations
+from .sampling.shuffle import ShuffleSampler
 
 if TYPE_CHECKING:
     import torch
@@ -99,8 +99,6 @@ class PrivacyPlan(PlanChoices):
             raise PrivacyConfigError(
                 f"adaptive clipping is flat, so clipping_function cannot be {self.clipping_function!r}"
             )
-        if self.shuffle_as_gaussian and self.sampling != "shuffle":
-            raise PrivacyConfigError(f"shuffle_as_gaussian is for sampling 'shuffle', not {self.sampling!r}")
         if self.accounted_delta <= 0:
             raise PrivacyConfigError(
                 f"target_delta {self.target_delta:g} is below the tail that the noise source cannot reach "
@@ -217,8 +215,8 @@ class PrivacyPlan(PlanChoices):
             reasons.append("privacy is disabled (privacy.enabled = false)")
         elif self.noise_multiplier == 0:
             reasons.append("the noise multiplier is 0")
-        if self.sampling == "shuffle" and not self.shuffle_as_gaussian:
-            reasons.append("sampling is 'shuffle', not Poisson, and shuffle_as_gaussian is not set")
+        if self.sampling == "shuffle":
+            reasons.append("sampling is 'shuffle', not Poisson")
         return (*reasons, *self.informal_reasons)
 
     @property
@@ -229,19 +227,10 @@ class PrivacyPlan(PlanChoices):
     def release_group(self, count: int) -> ReleaseGroup:
         """`count` intents of this plan, as the accountant sees them.
 
-        Shuffled, these are the releases that one example can be in when the first `num_steps` intents are all
-        different steps and the others replays; a run in progress asks its ledger, which knows the replays. Under correlated
-        noise they are those of the group of examples with most intents (docs/correlated_noise.md).
+        Under correlated noise they are those of the group of examples with most intents (docs/correlated_noise.md).
         """
-        if self.sampling == "shuffle":
-            return self.shuffled_group(min(count, self.num_steps), max(0, count - self.num_steps))
         most = self.participations(count)
         return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, most, self.group_size, self.cap)
-
-    def shuffled_group(self, last_step: int, replays: int) -> ReleaseGroup:
-        """Releases of one example after steps 1..last_step of shuffled epochs: no amplification (rate 1)."""
-        most = shuffle_participations(self.num_examples, self.expected_batch_size, last_step, replays)
-        return ReleaseGroup(1.0, self.effective_noise_multiplier, most)
 
     @cached_property
     def noise_tail_delta(self) -> float:
@@ -268,11 +257,8 @@ class PrivacyPlan(PlanChoices):
         return self.epsilon_after(self.max_intents)
 
     def epsilon_table(self, cache: Path | None = None) -> EpsilonTable | None:
-        """Look-up of epsilon by charged intents; build it once, on one rank.
-
-        None without a formal guarantee, and for shuffled data, whose epsilon is a closed form of what the ledger says.
-        """
-        if not self.formal_guarantee or self.sampling == "shuffle":
+        """Look-up of epsilon by charged intents; build it once, on one rank. None without a formal guarantee."""
+        if not self.formal_guarantee:
             return None
         one = self.release_group(1)
         return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, cache, self.bands)
@@ -336,6 +322,8 @@ def make_plan(
             f"noise_multiplier {sigma:g} is below {MIN_NOISE_MULTIPLIER}, where epsilon explodes; "
             "allow it explicitly (allow_small_noise) if you mean it"
         )
+    if target is not None and request.sampling == "shuffle":
+        raise PrivacyConfigError("shuffled data meet no target_epsilon, because they claim none: give noise_multiplier")
     delta, reserve = request.target_delta, request.reserved_attempts
     cap, size = request.cap, request.expected_batch_size
     if cap == "default":

@@ -37,9 +37,7 @@ class PlanChoices:
             (docs/certified.md).
         sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
         enabled: False trains without any privacy.
-        sampling: "poisson" or "shuffle" (privacy/sampling/shuffle.py).
-        shuffle_as_gaussian: says explicitly that shuffled data are accounted without any amplification, as a Gaussian with
-            mu = sqrt(k_max) / sigma, k_max = ceil(epochs) + replays; without it a shuffled run makes no claim.
+        sampling: "poisson", or "shuffle", which makes no claim (privacy/sampling/shuffle.py).
         bands: b of correlated noise (docs/correlated_noise.md); 1 is independent noise. An example may join one step in b, at b
             times the rate: b groups take turns.
         strategy: where its coefficients come from: "square_root", or "optimised" for the run's own schedule.
@@ -58,7 +56,6 @@ class PlanChoices:
     sensitivity_slack: float = 0.0
     enabled: bool = True
     sampling: str = "poisson"
-    shuffle_as_gaussian: bool = False
     bands: int = 1
     strategy: str = "square_root"
     coefficients: tuple[float, ...] = ()

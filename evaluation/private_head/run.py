@@ -128,7 +128,7 @@ def train_head(
     try:
         if ledger.state.closed is not None:
             raise PrivacyConfigError(f"{output} holds a finished head; choose another folder")
-        if ledger.budget_spent(1) is not None:
+        if ledger.budget_spent() is not None:
             raise BudgetSpent(f"{output}: an earlier attempt was charged and gave no head; choose another folder")
         if ledger.state.opened["head"] != json.loads(json.dumps(facts["head"])):
             raise PrivacyConfigError(f"{output} was begun with another head, or other words; choose another folder")

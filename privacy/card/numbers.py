@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..accounting import accountants as accounting
 from ..accounting.accountants import COARSE_INTERVAL, FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
-from ..accounting.attack_risk import FALSE_POSITIVE_RATES
+from ..accounting.attack_risk import FALSE_POSITIVE_RATES, true_positive_bound
 from ..accounting.several import epsilon_of_several
 from ..ledger.records import LedgerState
 from ..plan import PrivacyPlan
@@ -45,7 +45,7 @@ def accounting_numbers(state: LedgerState, num_torn: int, num_done: int) -> Acco
     """
     plan = state.plan
     delta, tail = plan.accounted_delta, plan.noise_tail_delta
-    used = "by_gaussian" if plan.sampling == "shuffle" else "by_rdp" if delta < PLD_SMALLEST_DELTA else "by_pld"
+    used = "by_rdp" if delta < PLD_SMALLEST_DELTA else "by_pld"
     attempts = Attempts(
         charged=state.num_charged, allowed=plan.max_intents, done=num_done, torn_lines=num_torn,
         repeats=sum(intent.attempt > 0 for intent in state.intents), torn_lines_charged=state.charged_torn,
@@ -130,24 +130,19 @@ def _rdp(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
 def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) -> list[tuple[int, float]]:
     """(attempts, upper bound of epsilon) at up to 50 points from 0 to everything charged, closer at the start, where it bends.
 
-    Under Poisson sampling the grid is coarse for a plot: within 1 % above, in a tenth of a second each. Shuffled data are
-    charged by what one example can be in after the first intents; torn lines count from the start.
+    The grid is coarse for a plot: within 1 % above, in a tenth of a second each.
     """
     num_charged, delta, points = state.num_charged, plan.accounted_delta, 40
     if num_charged == 0:
         return [(0, 0.0)]
-    by_pld = plan.sampling != "shuffle" and delta >= PLD_SMALLEST_DELTA
+    by_pld = delta >= PLD_SMALLEST_DELTA
     step = min(max(claim / 2000, FINE_INTERVAL), 4e-3)
     one = accounting.one_step_distribution(plan.release_group(1), step) if by_pld else None
     values = []
     even = {math.ceil(num_charged * point / points) for point in range(points)}
     early = {2**power for power in range((num_charged // points).bit_length())}
     for count in sorted((even | early) - {num_charged}):
-        if plan.sampling == "shuffle":
-            steps = [intent.step for intent in state.intents[:count]]
-            replays = len(steps) - len(set(steps)) + state.charged_torn
-            value = accounting.epsilon([plan.shuffled_group(max(steps, default=0), replays)], delta)
-        elif one is None:
+        if one is None:
             value = accounting.epsilon([plan.release_group(count)], delta)
         else:
             value = float(one.self_compose(plan.participations(count)).get_epsilon_for_delta(delta)) if count else 0.0
@@ -178,11 +173,3 @@ def curves(groups: Sequence[ReleaseGroup], claim: float, tail: float) -> tuple[l
         curve=tuple((float(rate), true_positive_bound(float(rate), epsilons, deltas)) for rate in rates),
     )
     return list(zip(epsilons.tolist(), deltas.tolist(), strict=True)), attack
-
-
-def true_positive_bound(rate: float, epsilons: Floats, deltas: Floats) -> float:
-    """Largest true-positive rate of any attack at false-positive rate `rate`, from points (epsilon, delta)."""
-    growth = np.exp(epsilons)
-    steep, flat = deltas + growth * rate, 1 - (1 - deltas - rate) / growth
-    # An attack may always guess, so that less than `rate` is no bound.
-    return float(min(max(rate, np.minimum(steep, flat).min()), 1.0))

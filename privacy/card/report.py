@@ -207,9 +207,7 @@ def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
         who = "each example" if groups is None else "each example of the group whose turn it is"
         statement = unsure + STATEMENTS["poisson"].format(who=who) + (f" {STATEMENTS['cyclic']}" if groups else "")
     else:
-        statement = (
-            STATEMENTS["shuffled"] if plan.shuffle_as_gaussian else f"The scheme is {plan.sampling}, not Poisson."
-        )
+        statement = f"The scheme is {plan.sampling}, not Poisson."
     return model.Sampling(
         scheme=plan.sampling if head is None else "full batch", sample_rate=plan.sample_rate,
         expected_batch_size=plan.expected_batch_size, groups=groups, cap=plan.cap, matches_accounting=plan.formal_guarantee,

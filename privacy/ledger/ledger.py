@@ -216,7 +216,9 @@ class Ledger:
             PrivacyStateRefused: out of order, other noise than planned, the ledger cannot be written, or the witness objects.
         """
         self._require_session()
-        self.require_budget(step)
+        spent = self.budget_spent()
+        if spent is not None:
+            raise BudgetSpent(f"the privacy budget is spent: {spent}")
         if self.witness is not None:
             self.witness.before_intent()
         turn = {} if group is None else {"group": group}
@@ -224,27 +226,14 @@ class Ledger:
             "intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases], **turn}
         )
 
-    def require_budget(self, step: int) -> None:
-        """BudgetSpent (exit 3) when one more intent, for `step`, would pass the plan's steps plus reserve.
+    def budget_spent(self) -> str | None:
+        """What is spent when one more intent would pass the plan's steps plus reserve; None while it would not.
 
-        Shuffled data allow as many replays as the reserve has: a replay costs a whole epoch's release there, whatever
-        the number of steps still unused. A run without a formal guarantee has no budget.
+        A run without a formal guarantee has no budget.
         """
-        spent = self.budget_spent(step)
-        if spent is not None:
-            raise BudgetSpent(f"the privacy budget is spent: {spent}")
-
-    def budget_spent(self, step: int) -> str | None:
-        """What is spent when the next intent, for `step`, would pass the budget; None while it would not."""
-        if not self.plan.formal_guarantee:
-            return None
         charged, allowed = self.num_charged, self.plan.max_intents
-        if charged >= allowed:
-            return f"{charged} of {allowed} intents are charged"
-        replays, reserved = self.state.num_replays, self.plan.reserved_attempts
-        if self.plan.sampling == "shuffle" and replays + (self.next_attempt(step) > 0) > reserved:
-            return f"{replays} of {reserved} replays of shuffled batches are charged"
-        return None
+        is_spent = self.plan.formal_guarantee and charged >= allowed
+        return f"{charged} of {allowed} intents are charged" if is_spent else None
 
     def done(self, step: int, attempt: int, params_digest: str | None = None) -> None:
         """The update of the last intent is applied; `params_digest` may hash the (noised, hence public) parameters."""

@@ -66,7 +66,6 @@ class LedgerState(ChainState):
     Attributes:
         shared_seen: the last line (seq, hash) of the shared ledger at the newest session.
         pending: the intent whose `done` has not come.
-        last_step: the highest step that was ever attempted.
         checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
         reached: (line, step) of every `done`; also (line, 0) of a `session` that may write a checkpoint before its first step,
             and (line, None) of one that has a checkpoint to go on from.
@@ -83,7 +82,6 @@ class LedgerState(ChainState):
     attempts: Counter[int] = field(default_factory=Counter)
     pending: Intent | None = None
     position_in_session: int | None = None
-    last_step: int = 0
     last_done_step: int = 0
     checkpointed_step: int | None = None
     reached: list[tuple[int, int | None]] = field(default_factory=list)
@@ -122,11 +120,6 @@ class LedgerState(ChainState):
         return len(self.intents) + self.charged_torn
 
     @property
-    def num_replays(self) -> int:
-        """Intents beyond the first of their step; a torn line counts as one."""
-        return self.num_charged - len(self.attempts)
-
-    @property
     def next_group(self) -> int | None:
         """Whose turn the next attempt is under correlated noise: that of its place, in which torn lines count as charged."""
         correlated = self.opened["plan"].get("correlated")
@@ -157,11 +150,7 @@ class LedgerState(ChainState):
 
     def charged_groups(self) -> list[ReleaseGroup]:
         """Everything charged, for the accountant, from the ledger alone: every intent has the planned noise."""
-        if not self.num_charged:
-            return []
-        if self.plan.sampling == "shuffle":
-            return [self.plan.shuffled_group(self.last_step, self.num_replays)]
-        return [self.plan.release_group(self.num_charged)]
+        return [self.plan.release_group(self.num_charged)] if self.num_charged else []
 
     def epsilon(self) -> float | None:
         """Epsilon of everything charged at the plan's delta; None when the plan makes no formal claim."""
@@ -312,7 +301,6 @@ class LedgerState(ChainState):
                 self.pending = Intent(record["seq"], self.nonces[-1], record["step"], record["attempt"])
                 self.intents.append(self.pending)
                 self.attempts[record["step"]] += 1
-                self.last_step = max(self.last_step, record["step"])
             case "done":
                 self.pending, self.position_in_session = None, record["step"]
                 self.reached.append((record["seq"], record["step"]))

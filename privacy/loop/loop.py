@@ -343,7 +343,7 @@ class PrivateLoop:
         if torch.is_inference_mode_enabled():
             raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
         on_all_or_none(self._engine.require_untouched)
-        if collectives.on_main(lambda: self._ledger.budget_is_spent(number)):
+        if collectives.on_main(lambda: self._ledger.budget_is_spent()):
             self._save()
             raise BudgetSpent(
                 f"the privacy budget of {self.run_dir} is spent: crashes have used up its reserve, and step {number} of "

@@ -144,9 +144,9 @@ class RunLedger:
         signer = None if self._ledger is None else self._ledger.state.signer
         return None if signer is None else fingerprint(signer)
 
-    def budget_is_spent(self, step: int) -> bool:
-        """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
-        return self._ledger is not None and self._ledger.budget_spent(step) is not None
+    def budget_is_spent(self) -> bool:
+        """Whether one more intent would pass the budget; False on ranks other than 0."""
+        return self._ledger is not None and self._ledger.budget_spent() is not None
 
     def mend(self) -> None:
         """Repairs what a crash left of ledger and mirror; nothing that this start can be refused for comes after it."""
@@ -238,8 +238,8 @@ class RunLedger:
         """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
         if self._ledger is None or not self.plan.formal_guarantee:
             return None
-        if self._table is None:  # shuffled: a closed form, which needs to know which intents were replays
-            return self._ledger.state.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
+        if self._table is None:  # no session has begun
+            return self.plan.epsilon_after(self.num_charged if num_charged is None else num_charged)
         return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
 
     def claim(self, num_charged: int | None = None) -> tuple[float, float] | None:

@@ -42,7 +42,6 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
         "max_grad_norm",
         "reserved_attempts",
         "sampling",
-        "shuffle_as_gaussian",
     )
     for name in (*names, "arithmetic", "clipping_function"):
         asked[name] = getattr(plan, name)

@@ -17,7 +17,7 @@ RECIPES: dict[str, list[str]] = {
     "plain": [],
     "adaptive": ["privacy.clipping_function=adaptive"],
     "adaptive, stated": ["privacy.clipping_function=adaptive", "privacy.unclipped_num_std=3.0"],
-    "shuffled": ["privacy.sampling=shuffle", "privacy.shuffle_as_gaussian=true"],
+    "shuffled": ["privacy.sampling=shuffle"],
     "small noise": ["privacy.noise_multiplier=0.2", "privacy.allow_small_noise=true"],
     "simulated": ["privacy.simulation=true"],
     "not private": ["privacy.enabled=false"],

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,7 @@ from privacy.audit.second_sampler import Attempt
 from privacy.card.folder import build_card
 from privacy.checkpoints.read import newest_whole, sealed
 from privacy.ledger import durable
-from privacy.ledger.records import LedgerState, read_ledger
+from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
@@ -148,24 +147,6 @@ def test_twice_the_steps_are_twice_the_work(
     monkeypatch.setattr("privacy.audit.ledger.recompute_epsilon", lambda plan, count: float(count))
     small, large = (operations(lambda steps=steps: work(runs[steps, noise])) for steps in SIZES)  # type: ignore[misc]
     assert small > SIZES[0] and large / small < LARGEST_RATIO, (small, large)
-
-
-class Uncounted(Counter[int]):
-    """Attempts that nobody may go through."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("all attempts are gone through")
-
-
-def test_an_epsilon_of_shuffled_data_does_not_go_through_the_attempts() -> None:
-    """It is asked for at every step."""
-    plan = plan_of(10, sampling="shuffle", shuffle_as_gaussian=True)
-    state = LedgerState(opened={"plan": plan.frozen_fields()}, attempts=Uncounted())
-    for seq, (step, attempt) in enumerate([(1, 0), (2, 0), (3, 0), (3, 1), (2, 1)]):
-        record = {"seq": seq, "type": "session", "nonce": f"{seq:032x}", "mirror": False}
-        state.take_record(record, b"")
-        state.take_record({"seq": seq, "type": "intent", "step": step, "attempt": attempt}, b"")
-    assert state.last_step == 3 and state.charged_groups() == [plan.shuffled_group(3, 2)]
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import math
 
 import pytest
 
@@ -70,7 +69,6 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"reserved_attempts": -1}, "reserved_attempts"),
         ({"cap": 0}, "cap"),
         ({"sampling": "streamed"}, "sampling must be one of"),
-        ({"shuffle_as_gaussian": True}, "is for sampling 'shuffle'"),
         ({"target_delta": 1e-17}, "tail that the noise source cannot reach"),
     ],
 )
@@ -150,17 +148,10 @@ def test_contract_7_the_tail_of_the_noise_source_is_charged_in_delta():
     assert _plan(noise_multiplier=0.0).noise_tail_delta == 0
 
 
-def test_shuffled_data_are_a_plain_gaussian_when_that_is_said():
-    plan = _plan(sampling="shuffle", shuffle_as_gaussian=True, num_steps=150, reserved_attempts=4)
-    assert plan.formal_guarantee and plan.cap is None and plan.max_batch_size == 60
-    # 150 steps of 50 an epoch: three epochs, and every replay may hit the same example.
-    assert plan.release_group(150).count == 3 and plan.release_group(154).count == 7
-    gaussian = math.sqrt(3) / 3.0
-    assert plan.epsilon_planned == pytest.approx(
-        epsilon([ReleaseGroup(1.0, 1 / gaussian, 1)], plan.target_delta), rel=1e-6
-    )
-    assert plan.epsilon_planned > 8 * _plan(cap=None).epsilon_planned
-    assert plan.epsilon_table() is None
+def test_shuffled_data_claim_nothing_and_meet_no_target():
+    plan = _plan(sampling="shuffle", num_steps=150)
+    assert not plan.formal_guarantee and plan.reasons == ("sampling is 'shuffle', not Poisson",)
+    assert plan.cap is None and plan.max_batch_size == 60 and plan.epsilon_planned is plan.epsilon_table() is None
     assert PrivacyPlan.from_frozen(json.loads(json.dumps(plan.frozen_fields()))) == plan
-    target = _plan(sampling="shuffle", shuffle_as_gaussian=True, noise_multiplier="left out", target_epsilon=2.0)
-    assert 2.0 - 1e-3 <= target.epsilon_with_reserve <= 2.0
+    with pytest.raises(PrivacyConfigError, match="shuffled data meet no target_epsilon"):
+        _plan(sampling="shuffle", noise_multiplier="left out", target_epsilon=2.0)

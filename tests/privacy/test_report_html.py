@@ -14,8 +14,8 @@ import pytest
 from scipy.stats import norm
 
 from privacy.accounting import accountants as accounting
-from privacy.accounting.accountants import COARSE_INTERVAL, ReleaseGroup
-from privacy.accounting.attack_risk import attack_risk
+from privacy.accounting.accountants import COARSE_INTERVAL, ReleaseGroup, loss_distribution
+from privacy.accounting.attack_risk import risk_of
 from privacy.card import plots as report_plots
 from privacy.card.numbers import curves
 from privacy.card.others import AuditResult, HeldoutLoss, Samples, Utility
@@ -255,19 +255,8 @@ def test_attack_bounds_agree_with_the_planner(card):
         num_examples=2000, expected_batch_size=100, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
         sensitivity_slack=1e-3,
     ))  # fmt: skip
-    expected = attack_risk([plan.release_group(card.attempts_charged)], interval=COARSE_INTERVAL)
+    expected = risk_of(loss_distribution([plan.release_group(card.attempts_charged)], COARSE_INTERVAL))
     attack = card.accounting.attack
     for rate, bound in expected["true_positive_rates"]:
         assert attack.true_positive[f"{rate:g}"] == pytest.approx(bound, rel=0.02)
     assert attack.advantage == pytest.approx(expected["advantage"], rel=1e-3)
-
-
-def test_shuffled_data_without_amplification_have_a_curve_that_counts_replays(tmp_path):
-    numbers = {"sampling": "shuffle", "shuffle_as_gaussian": True, "reserved_attempts": 3}
-    card = privacy_card(_ledger(tmp_path, **numbers))
-    points = card.accounting.epsilon_by_attempts
-    assert card.formal_guarantee and card.sampling.matches_accounting
-    # One epoch: a first release counts once, the repeated third step as one more.
-    values = [value for _, value in points]
-    assert values[1] == values[3] < values[4] == values[-1] == card.epsilon
-    assert "without any amplification" in to_html(card)

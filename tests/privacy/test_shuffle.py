@@ -4,16 +4,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
 from privacy.errors import PrivacyConfigError
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
-from privacy.sampling.shuffle import (
-    ShuffleSampler,
-    shuffle_lower_bound,
-    shuffle_participations,
-    steps_per_epoch,
-)
+from privacy.sampling.shuffle import ShuffleSampler
 
 KEY = hashlib.sha256(b"fixed key of the tests").digest()
 SAMPLER = ShuffleSampler(1001, 90)
@@ -60,21 +54,6 @@ def test_every_place_in_the_epoch_is_equally_likely():
             table[members, index] += 1
     statistic = ((table - 60) ** 2 / 60).sum()
     assert 1e-4 < stats.chi2.sf(statistic, 60 * 9) < 1 - 1e-4
-
-
-def test_participations():
-    assert steps_per_epoch(1000, 300) == 4
-    assert [shuffle_participations(1000, 300, last, 2) for last in (1, 4, 5, 8, 9)] == [3, 3, 4, 4, 5]
-
-
-def test_what_shuffled_data_really_give_at_the_dpcap_point():
-    """Research table: 8.45, 18.0 and 51.6 where Poisson's epsilon says 3.43, 4.11 and 7.34; mu = sqrt(E) / sigma above."""
-    delta = 1 / 233e6
-    for epochs, lower, upper in ((1, 8.45, 8.46), (4, 18.0, 19.05), (32, 51.5, 74.17)):
-        found = shuffle_lower_bound(0.728, 178, epochs, delta)
-        proven = epsilon([ReleaseGroup(1.0, 0.728, epochs)], delta)
-        assert found == pytest.approx(lower, abs=0.05) and proven == pytest.approx(upper, abs=0.01)
-        assert epsilon_pld([ReleaseGroup(1 / 178, 0.728, 178 * epochs)], delta, 1e-3) < found <= proven
 
 
 def test_bad_requests_are_refused():

@@ -30,7 +30,6 @@ PLANS = {
     "plain": plan(),
     "no cap": plan(cap=None),
     "adaptive": plan(adaptive_clipping=AdaptiveClipping(0.5, 0.2, 6.0)),
-    "shuffled": plan(sampling="shuffle", shuffle_as_gaussian=True),
     "small noise": plan(
         noise_multiplier=0.25, allow_small_noise=True, num_examples=200, expected_batch_size=20, cap=None
     ),

@@ -259,7 +259,7 @@ def test_the_choice_by_privacy_loss_distributions() -> None:
 def test_a_choice_needs_poisson_sampling_and_an_epsilon() -> None:
     wrong = [
         replace(REQUEST, target_epsilon=None, noise_multiplier=1.0),
-        replace(REQUEST, sampling="shuffle", shuffle_as_gaussian=True),
+        replace(REQUEST, sampling="shuffle"),
         replace(REQUEST, enabled=False),
         replace(REQUEST, informal_reasons=("a simulation",)),
     ]

@@ -150,9 +150,7 @@ class PrivacySection(Section):
     simulation: bool = False
     """TAN simulation (Sander et al. 2023): a larger batch's sigma / B. Not private, and marked so everywhere."""
     sampling: Literal["poisson", "shuffle"] = "poisson"
-    """Only Poisson is amplified; shuffled data are read epoch by epoch (privacy/sampling/shuffle.py)."""
-    shuffle_as_gaussian: bool = False
-    """Accounts shuffled data without amplification, mu = sqrt(ceil(epochs) + replays) / sigma; else they claim nothing."""
+    """Shuffled data are read epoch by epoch (privacy/sampling/shuffle.py), for public data: such a run claims nothing."""
     bands: int = Field(1, ge=1, le=MOST_BANDS)
     """b of correlated noise: b groups of examples take turns, and a step's noise cancels that of the b - 1 steps before."""
     strategy: Literal["square_root", "optimised"] = "square_root"
@@ -237,7 +235,6 @@ class PrivacySection(Section):
             reserved_attempts=self.reserved_attempts,
             enabled=self.enabled,
             sampling=self.sampling,
-            shuffle_as_gaussian=self.shuffle_as_gaussian,
             bands=self.bands,
             strategy=self.strategy,
             informal_reasons=simulation if self.simulation else (),

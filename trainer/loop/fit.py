@@ -54,7 +54,7 @@ def fit(run: "Run") -> int:
         reporter.heldout(step)
     try:
         while step < num_steps:
-            stops = torch.tensor([run.ledger.budget_is_spent(step + 1), requests.pending()], dtype=torch.int64)
+            stops = torch.tensor([run.ledger.budget_is_spent(), requests.pending()], dtype=torch.int64)
             dist.all_reduce(stops, op=dist.ReduceOp.MAX)  # equal on all ranks
             if stops.any():
                 outcome = BUDGET_SPENT if stops[0] else STOPPED_EARLY

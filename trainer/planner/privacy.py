@@ -1,11 +1,11 @@
-"""What a privacy plan means, in numbers: epsilon by every accountant, groups and attacks."""
+"""What a privacy plan means, in numbers: epsilon by every accountant, groups, and attacks."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 from privacy.accounting import accountants as accounting
-from privacy.accounting.attack_risk import attack_risk
+from privacy.accounting import attack_risk
 from privacy.accounting.several import epsilon_of_several
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
@@ -24,7 +24,7 @@ def summarise(
 
     Args:
         warn: called with one line about a cross-check that cannot be done.
-        extras: also other neighbours, groups and bounds for attacks (slower).
+        extras: also what the guarantee means to other neighbours and to an attacker (slower).
         max_examples_per_owner: adds the epsilon of an owner of this many examples.
 
     Raises:
@@ -60,13 +60,19 @@ def summarise(
             groups = [plan.release_group(plan.num_steps)]
             epsilons["epsilon_owner"] = epsilon_of_several(plan, groups, max_examples_per_owner, _GROUP_INTERVAL)
     result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
-    if extras:
-        result["attack_risk"] = None
-        has_pld = plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA
-        if has_pld and plan.epsilon_planned < math.inf:
-            group = plan.release_group(plan.num_steps).without_cap()
-            result["attack_risk"] = attack_risk([group], interval=accounting.COARSE_INTERVAL)
-    return result | {"scaling_rule": scaling_rule(plan)}
+    return result | (_extras(plan) if extras else {}) | {"scaling_rule": scaling_rule(plan)}
+
+
+def _extras(plan: PrivacyPlan) -> dict[str, Any]:
+    """What the guarantee means to an attacker; None where it cannot be computed."""
+    if (
+        not plan.formal_guarantee
+        or plan.accounted_delta < accounting.PLD_SMALLEST_DELTA
+        or plan.epsilon_planned == math.inf
+    ):
+        return {"attack_risk": None}
+    group = plan.release_group(plan.num_steps).without_cap()
+    return {"attack_risk": attack_risk.risk_of(accounting.loss_distribution([group], accounting.COARSE_INTERVAL))}
 
 
 def _epsilons(plan: PrivacyPlan, warn: Callable[[str], None], extras: bool) -> dict[str, float | None]:

@@ -37,8 +37,8 @@ class PlannedPoint:
     def claims(self) -> bool:
         """Whether the run can have a guarantee; what the run's own plan says decides in the end."""
         privacy = self.config.privacy
-        amplified = privacy.sampling == "poisson" or privacy.shuffle_as_gaussian
-        return privacy.enabled and not privacy.simulation and privacy.noise_multiplier != 0 and amplified
+        is_private = privacy.enabled and not privacy.simulation and privacy.noise_multiplier != 0
+        return is_private and privacy.sampling == "poisson"
 
     @property
     def is_on_private_data(self) -> bool:

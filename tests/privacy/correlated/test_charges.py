@@ -139,7 +139,7 @@ def test_truncation_is_charged_for_every_participation_of_the_largest_group() ->
         ({"bands": True}, "bands must be an integer"),
         ({"bands": 11}, "take 10 bands or fewer"),
         ({"bands": 8, "num_steps": 7}, "more than the 7 steps"),
-        ({"bands": 2, "sampling": "shuffle", "shuffle_as_gaussian": True}, "need sampling 'poisson'"),
+        ({"bands": 2, "sampling": "shuffle"}, "need sampling 'poisson'"),
         ({"bands": 2, "arithmetic": "certified"}, "need arithmetic 'floating'"),
     ],
 )

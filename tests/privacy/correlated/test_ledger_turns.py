@@ -43,7 +43,7 @@ def random_history(folder: Path, plan: PrivacyPlan, chance: random.Random) -> Pa
         ledger = Ledger.open(path)
         ledger.start_session(ENVIRONMENT)
         for step in range(saved + 1, plan.num_steps + 1):
-            if ledger.budget_spent(step) or chance.random() < 0.2:
+            if ledger.budget_spent() or chance.random() < 0.2:
                 break
             if chance.random() < 0.2:
                 ledger.intent(step, ledger.next_attempt(step), [RELEASE], ledger.state.next_group)
@@ -180,7 +180,7 @@ FORGED: dict[str, Edit] = {
     "a list": lambda plan: plan.update(correlated=[]),
     "a rate of all examples": lambda plan: plan.update(sample_rate=0.03),
     "a threshold of all examples": lambda plan: plan.update(sampling_threshold=str((60 << 64) // 2001)),
-    "shuffled": lambda plan: plan.update(sampling="shuffle", shuffle_as_gaussian=True),
+    "shuffled": lambda plan: plan.update(sampling="shuffle"),
     "certified": lambda plan: plan.update(arithmetic="certified", sensitivity_slack=0.0),
     "more bands than steps": lambda plan: plan.update(num_steps=2),
 }

@@ -47,7 +47,6 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         "plain": {},
         "adaptive": {"adaptive_clipping": ADAPTIVE},
         "certified": {"arithmetic": "certified", "sensitivity_slack": 0.0},
-        "shuffled": {"sampling": "shuffle", "shuffle_as_gaussian": True},
     }
 
     def folder(name: str) -> Path:
@@ -118,7 +117,7 @@ def test_a_change_of_a_ledger_is_violated_or_named(
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["plain", "adaptive", "certified", "shuffled"])
+@pytest.mark.parametrize("name", ["plain", "adaptive", "certified"])
 def test_every_change_of_a_ledger_is_violated_or_named(
     name: str, ledgers: Callable[[str], Path], tmp_path: Path, judge: Judge
 ) -> None:
@@ -204,7 +203,6 @@ def test_every_change_of_the_configuration_s_plan_is_violated(
         ("privacy", "epsilon", 0.01, "config.toml has ['privacy.epsilon'], which no recipe has"),
         ("privacy", "max_examples_per_owner", 1, "max_examples_per_owner = 1, and the ledger states None"),
         ("privacy", "shared_ledger", "all.jsonl", "shared_ledger = True, and the ledger states False"),
-        ("privacy", "shuffle_as_gaussian", True, "shuffle_as_gaussian = True, and the plan has False"),
         ("privacy", "simulation", True, "config.toml has a simulation"),
         ("train", "num_steps", 4.5, "train.num_steps = 4.5, and the ledger states 4"),
         ("data", "num_examples", 2001, "num_examples = 2001, and the plan has 2000"),

@@ -79,7 +79,6 @@ PLANS = {
     "a cap that costs": {"cap": 101},
     "three groups that take turns": {"bands": 3},
     "two groups, and a cap that costs": {"bands": 2, "cap": 101, "num_examples": 2002},
-    "shuffled": {"sampling": "shuffle", "shuffle_as_gaussian": True},
     "a delta for Renyi": {"target_delta": 1e-13},
     "a large epsilon": {"noise_multiplier": 0.35, "expected_batch_size": 1500, "num_steps": 30},
 }
