@@ -39,20 +39,10 @@ from trainer.progress import working
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
     from trainer.config.recipe import RunConfig
-    from trainer.planner.batches import Examples
 
 ROOT = Path(__file__).resolve().parents[1]
-_RESOURCE_OPTIONS = (
-    "world_size",
-    "gpu",
-    "engine",
-    "efficiency",
-    "gpus_per_node",
-    "network_gbits",
-    "bytes_per_example",
-    "decoded_per_second",
-    "store_gbits",
-)
+_ASSUMPTIONS = ("efficiency", "gpus_per_node", "decoded_per_second", "store_gbits")
+_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "network_gbits", "bytes_per_example", *_ASSUMPTIONS)
 
 
 class PrivacyPart(Options):
@@ -80,8 +70,6 @@ class PrivacyPart(Options):
     """cut batches at B + 8 sqrt(B) and charge the truncation"""
     reserve: Annotated[int | None, Shown("K")] = None
     """further attempts that crashes may use up; default 0"""
-    parameters: Annotated[int | None, Shown("P")] = Field(None, ge=1)
-    """trainable parameters of a captioner, for noise-to-signal; a recipe's are counted"""
     choose: bool = False
     """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may then replace its own"""
     compute: Annotated[int | None, Shown("BT")] = Field(None, ge=1)
@@ -173,78 +161,25 @@ def _request(options: PlanOptions) -> PlanRequest:
     )
 
 
-def _load_recipe(options: PlanOptions) -> RunConfig:
-    from trainer.config.recipe import load_config
-
-    for name, key in _RECIPE_KEYS.items():
-        value = getattr(options, name)
-        if value is not None and value is not False and not (options.choose and name in _CHOICE_KEYS):
-            text = "true" if value is True else value
-            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
-    if options.cap:
-        raise PrivacyConfigError("--cap is for a plan without --recipe: training with a recipe always cuts batches")
-    assert options.recipe is not None
-    return load_config(options.recipe, options.overrides)
-
-
 def plan(options: PlanOptions) -> dict[str, Any]:
     """Plans, computes and prints; returns what --json prints.
 
     Raises:
         ConfigError, PrivacyConfigError: an option is missing, refused, or the recipe's business (exit 2).
     """
-    plans_resources = options.ds_config is not None
     given = next((name for name in _RESOURCE_OPTIONS if getattr(options, name) is not None), None)
-    if given is not None and not plans_resources:
+    if given is not None and options.ds_config is None:
         raise ConfigError(f"--{given} plans memory and time: give --ds_config and --recipe too")
-    if plans_resources and options.recipe is None:
+    if options.ds_config is not None and options.recipe is None:
         raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
     for name, value in (("choose", options.choose or None), ("compute", options.compute)):
         if value is not None and (options.recipe is None or not options.choose):
             needed = "--recipe" if options.recipe is None else "--choose"
             raise ConfigError(f"--{name} is for the choice of a recipe's batch and steps: give {needed} too")
-    if options.parameters is not None and options.recipe is not None:
-        raise ConfigError("--parameters is for a plan without --recipe: those of a recipe are counted")
-    parameters, kind = options.parameters, "captioner"
-    planned: PrivacyPlan | None
     if options.recipe is None:
-        planned, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
+        _, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
     else:
-        config, examples = _load_recipe(options), None
-        num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
-        if plans_resources or num_examples is None:
-            from trainer.planner.batches import examples as known_examples
-
-            examples = known_examples(config, ROOT, options.bytes_per_example)
-            num_examples = examples.count if num_examples is None else num_examples
-        shards = config.data.shards
-        unknown = f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N"
-        if (ROOT / Path(shards).expanduser()).is_dir():
-            unknown += f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(shards)}"
-        if num_examples is None and (options.choose or not plans_resources):
-            raise PrivacyConfigError(unknown)
-        owned = options.max_examples_per_owner
-        owned = config.privacy.max_examples_per_owner if owned is None else owned
-        planned, result = None, {}
-        if num_examples is not None:
-            from trainer.planner.memory import Trainable
-            from trainer.planner.resources import planning_task
-
-            request = _recipe_request(options, config, num_examples)
-            planned, result = _privacy(request, options, owned, config)
-            parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
-            if options.choose:
-                result["choice"] = _choice(options, request, planned, parameters, kind)
-        if plans_resources:
-            assert examples is not None
-            if planned is None:
-                _warn(f"no epsilon: {unknown}")
-            result["resources"] = _resources(options, config, examples, planned)
-    if planned is not None and parameters is not None:
-        from trainer.planner.signal import NoiseToSignal
-
-        signal = NoiseToSignal.of(planned, parameters, kind)
-        result["noise_to_signal"] = None if signal is None else signal.as_json()
+        result = _of_recipe(options.recipe, options)
     if options.as_json:
         say(json.dumps(result, allow_nan=False))
         return result
@@ -263,6 +198,65 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         console.print(resource_table(result["resources"]))
     for reason in result.get("reasons", []):
         console.print(printable(f"no formal guarantee: {reason}"), style="bold red", markup=False)
+    return result
+
+
+def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
+    """What a recipe with these options claims and takes; without an epsilon where nobody knows the number of examples."""
+    from trainer.config.machine import load_machine_settings
+    from trainer.config.recipe import load_config
+    from trainer.planner.batches import examples as known_examples
+    from trainer.planner.hardware import find_gpu
+    from trainer.planner.memory import Trainable
+    from trainer.planner.resources import Cluster, plan_resources, planning_task
+    from trainer.planner.signal import NoiseToSignal, choose
+
+    for name, key in _RECIPE_KEYS.items():
+        value = getattr(options, name)
+        if value is not None and value is not False and not (options.choose and name in _CHOICE_KEYS):
+            text = "true" if value is True else value
+            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
+    if options.cap:
+        raise PrivacyConfigError("--cap is for a plan without --recipe: training with a recipe always cuts batches")
+    config, result = load_config(recipe, options.overrides), dict[str, Any]()
+    planned, examples = None, None
+    num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
+    if options.ds_config is not None or num_examples is None:
+        examples = known_examples(config, ROOT, options.bytes_per_example)
+        num_examples = examples.count if num_examples is None else num_examples
+    if num_examples is None:
+        unknown = f"recipe {recipe} names no data.num_examples: add data.num_examples=N"
+        if (ROOT / Path(config.data.shards).expanduser()).is_dir():
+            unknown += (
+                f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(config.data.shards)}"
+            )
+        if options.choose or options.ds_config is None:
+            raise PrivacyConfigError(unknown)
+        _warn(f"no epsilon: {unknown}")
+    else:
+        owned = options.max_examples_per_owner
+        owned = config.privacy.max_examples_per_owner if owned is None else owned
+        request = _recipe_request(options, config, num_examples)
+        planned, result = _privacy(request, options, owned, config)
+        parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
+        if options.choose:
+            if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
+                request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)
+            result["choice"] = choose(request, parameters, options.compute, kind=kind).as_json()
+        signal = NoiseToSignal.of(planned, parameters, kind)
+        result["noise_to_signal"] = None if signal is None else signal.as_json()
+    if options.ds_config is not None:
+        assert examples is not None
+        assumed = {name: getattr(options, name) for name in _ASSUMPTIONS}
+        cluster = Cluster(
+            engine=options.engine or "deepspeed",
+            world_size=options.world_size or 1,
+            gpu=None if options.gpu is None else find_gpu(options.gpu),
+            network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
+            **{name: value for name, value in assumed.items() if value is not None},
+        )
+        machine = load_machine_settings(options.ds_config)
+        result["resources"] = plan_resources(config, machine, cluster, examples, planned, ROOT)
     return result
 
 
@@ -285,17 +279,6 @@ def _recipe_request(options: PlanOptions, config: RunConfig, num_examples: int) 
         )
         request = replace(request, expected_batch_size=num_examples, num_steps=steps)
     return request
-
-
-def _choice(
-    options: PlanOptions, request: PlanRequest, plan: PrivacyPlan, parameters: int, kind: str
-) -> dict[str, Any]:
-    """What --choose prints; without a target epsilon the recipe's own sigma says which epsilon there is to spend."""
-    from trainer.planner.signal import choose
-
-    if request.target_epsilon is None:
-        request = replace(request, target_epsilon=plan.epsilon_with_reserve, noise_multiplier=None)
-    return choose(request, parameters, options.compute, kind=kind).as_json()
 
 
 def _privacy(
@@ -340,25 +323,6 @@ def _privacy(
 
 def _warn(line: str) -> None:
     say(f"warning: {line}", file=sys.stderr)
-
-
-def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:
-    from trainer.config.machine import load_machine_settings
-    from trainer.planner.hardware import find_gpu
-    from trainer.planner.resources import Cluster, plan_resources
-
-    cluster = Cluster(engine=options.engine or "deepspeed", world_size=options.world_size or 1)
-    given = {
-        name: getattr(options, name) for name in ("efficiency", "gpus_per_node", "decoded_per_second", "store_gbits")
-    }
-    cluster = replace(
-        cluster,
-        gpu=None if options.gpu is None else find_gpu(options.gpu),
-        network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
-        **{name: value for name, value in given.items() if value is not None},
-    )
-    assert options.ds_config is not None
-    return plan_resources(config, load_machine_settings(options.ds_config), cluster, examples, plan, ROOT)
 
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:

@@ -279,16 +279,6 @@ def _plan_here(arguments, monkeypatch, capsys):
     return capsys.readouterr()
 
 
-def test_noise_to_signal_of_numbers_alone(monkeypatch, capsys):
-    arguments = f"{SMALL} --noise_multiplier 4 --no_extras --json"
-    assert json.loads(_plan_here(arguments, monkeypatch, capsys).out).get("noise_to_signal") is None, "nobody said P"
-    found = json.loads(_plan_here(f"{arguments} --parameters 90000", monkeypatch, capsys).out)["noise_to_signal"]
-    assert found["per_step"] == pytest.approx(4 * 300 / 60) and found["learns"] is False
-    assert found["accumulated"] == pytest.approx(4 * 300 / 60 / 50**0.5)
-    silent = f"{SMALL} --noise_multiplier 0 --no_extras --json --parameters 90000"
-    assert json.loads(_plan_here(silent, monkeypatch, capsys).out)["noise_to_signal"] is None
-
-
 @pytest.mark.full
 def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_in_a_batch(monkeypatch, capsys):
     arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 2 --no_extras"
@@ -341,7 +331,6 @@ def test_table_of_memory_and_time(monkeypatch, capsys):
         (f"{QUICK}/nowhere.json", "nowhere.json"),
         (f"{SMALL} --noise_multiplier 4 --choose", "--choose is for the choice .*: give --recipe too"),
         ("--recipe recipes/vip_nano.toml --compute 1000", "--compute is for the choice .*: give --choose too"),
-        ("--recipe recipes/vip_nano.toml --parameters 7", "--parameters is for a plan without --recipe"),
         ("--recipe recipes/vip_nano.toml --num_examples 5000000", "change it by data.num_examples=5000000"),
         ("--recipe recipes/quickstart.toml --choose", "names no data.num_examples"),
         ("--recipe recipes/vip_nano.toml --choose --no_extras privacy.simulation=true", "a target epsilon"),

@@ -51,53 +51,37 @@ def summarise(
         "epochs": plan.num_steps * plan.sample_rate / plan.bands,
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
-    epsilons = _epsilons(plan, warn, extras)
+    names = ("epsilon_pld", "epsilon_rdp", "epsilon_prv_lower", "epsilon_prv", "epsilon_prv_upper", "replace_one")
+    epsilons: dict[str, float | None] = dict.fromkeys((*names, "epsilon_with_reserve", "group_2", "group_5", "tan"))
+    groups, delta = [plan.release_group(plan.num_steps)], plan.accounted_delta
+    has_pld = plan.formal_guarantee and delta >= accounting.PLD_SMALLEST_DELTA
+    if plan.formal_guarantee:
+        epsilons |= {"epsilon_rdp": accounting.epsilon_rdp(groups, delta), "tan": accounting.tan(groups)}
+        epsilons["epsilon_with_reserve"] = plan.epsilon_with_reserve
+    if has_pld:
+        epsilons["epsilon_pld"] = plan.epsilon_planned
+        try:
+            lower, estimate, upper = accounting.epsilon_prv(groups, delta)
+            epsilons |= {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
+        except accounting.CrossCheckUnavailable as error:
+            warn(str(error))
+    if has_pld and extras:
+        epsilons["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
+        for count in (2, 5):
+            epsilons[f"group_{count}"] = epsilon_of_several(plan, groups, count, _GROUP_INTERVAL)
     if max_examples_per_owner is not None:
         if max_examples_per_owner < 1:
             raise PrivacyConfigError(f"--max_examples_per_owner is {max_examples_per_owner}; it must be at least 1")
         result["max_examples_per_owner"], epsilons["epsilon_owner"] = max_examples_per_owner, None
-        if plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA:
-            groups = [plan.release_group(plan.num_steps)]
+        if has_pld:
             epsilons["epsilon_owner"] = epsilon_of_several(plan, groups, max_examples_per_owner, _GROUP_INTERVAL)
     result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
-    return result | (_extras(plan) if extras else {}) | {"scaling_rule": scaling_rule(plan)}
-
-
-def _extras(plan: PrivacyPlan) -> dict[str, Any]:
-    """What the guarantee means to an attacker; None where it cannot be computed."""
-    if (
-        not plan.formal_guarantee
-        or plan.accounted_delta < accounting.PLD_SMALLEST_DELTA
-        or plan.epsilon_planned == math.inf
-    ):
-        return {"attack_risk": None}
-    group = plan.release_group(plan.num_steps).without_cap()
-    return {"attack_risk": attack_risk.risk_of(accounting.loss_distribution([group], accounting.COARSE_INTERVAL))}
-
-
-def _epsilons(plan: PrivacyPlan, warn: Callable[[str], None], extras: bool) -> dict[str, float | None]:
-    groups = [plan.release_group(plan.num_steps)]
-    delta = plan.accounted_delta
-    names = ("epsilon_pld", "epsilon_rdp", "epsilon_prv_lower", "epsilon_prv", "epsilon_prv_upper")
-    values: dict[str, float | None] = dict.fromkeys((*names, "epsilon_with_reserve", "replace_one"))
-    values |= {"group_2": None, "group_5": None, "tan": None}
-    if not plan.formal_guarantee:
-        return values
-    values["epsilon_rdp"] = accounting.epsilon_rdp(groups, delta)
-    values["tan"] = accounting.tan(groups)
-    values["epsilon_with_reserve"] = plan.epsilon_with_reserve
-    if delta >= accounting.PLD_SMALLEST_DELTA:
-        values["epsilon_pld"] = plan.epsilon_planned
-        try:
-            lower, estimate, upper = accounting.epsilon_prv(groups, delta)
-            values |= {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
-        except accounting.CrossCheckUnavailable as error:
-            warn(str(error))
-        if extras:
-            values["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
-            for count in (2, 5):
-                values[f"group_{count}"] = epsilon_of_several(plan, groups, count, _GROUP_INTERVAL)
-    return values
+    if extras:
+        result["attack_risk"] = None
+        if has_pld and plan.epsilon_planned < math.inf:
+            whole = accounting.loss_distribution([groups[0].without_cap()], accounting.COARSE_INTERVAL)
+            result["attack_risk"] = attack_risk.risk_of(whole)
+    return result | {"scaling_rule": scaling_rule(plan)}
 
 
 def epsilon_formula(eta: float, delta: float) -> float:

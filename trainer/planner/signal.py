@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
@@ -123,8 +123,7 @@ class NoiseToSignal:
         return {**asdict(self), **ratios, "learns": self.learns, "sentence": self.sentence}
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A batch and steps for a number of examples to compute and an epsilon.
 
     Attributes:
@@ -146,13 +145,8 @@ class Choice:
             "target_delta",
             "num_examples",
         )
-        chosen = {name: getattr(self.plan, name) for name in names}
-        return {
-            **chosen,
-            "epsilon_with_reserve": self.plan.epsilon_with_reserve,
-            "noise_to_signal": self.signal.as_json(),
-            "reason": self.reason,
-        }
+        chosen = {name: getattr(self.plan, name) for name in (*names, "epsilon_with_reserve")}
+        return {**chosen, "noise_to_signal": self.signal.as_json(), "reason": self.reason}
 
 
 def choose(
