@@ -202,7 +202,7 @@ def plan(options: PlanOptions) -> dict[str, Any]:
 
 
 def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
-    """What a recipe with these options claims and takes; without an epsilon where nobody knows the number of examples."""
+    """What a recipe with these options claims and takes."""
     from trainer.config.machine import load_machine_settings
     from trainer.config.recipe import load_config
     from trainer.planner.batches import examples as known_examples
@@ -218,8 +218,8 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
             raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
     if options.cap:
         raise PrivacyConfigError("--cap is for a plan without --recipe: training with a recipe always cuts batches")
-    config, result = load_config(recipe, options.overrides), dict[str, Any]()
-    planned, examples = None, None
+    config = load_config(recipe, options.overrides)
+    examples = None
     num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
     if options.ds_config is not None or num_examples is None:
         examples = known_examples(config, ROOT, options.bytes_per_example)
@@ -230,21 +230,18 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
             unknown += (
                 f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(config.data.shards)}"
             )
-        if options.choose or options.ds_config is None:
-            raise PrivacyConfigError(unknown)
-        _warn(f"no epsilon: {unknown}")
-    else:
-        owned = options.max_examples_per_owner
-        owned = config.privacy.max_examples_per_owner if owned is None else owned
-        request = _recipe_request(options, config, num_examples)
-        planned, result = _privacy(request, options, owned, config)
-        parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
-        if options.choose:
-            if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
-                request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)
-            result["choice"] = choose(request, parameters, options.compute, kind=kind).as_json()
-        signal = NoiseToSignal.of(planned, parameters, kind)
-        result["noise_to_signal"] = None if signal is None else signal.as_json()
+        raise PrivacyConfigError(unknown)
+    owned = options.max_examples_per_owner
+    owned = config.privacy.max_examples_per_owner if owned is None else owned
+    request = _recipe_request(options, config, num_examples)
+    planned, result = _privacy(request, options, owned, config)
+    parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
+    if options.choose:
+        if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
+            request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)
+        result["choice"] = choose(request, parameters, options.compute, kind=kind).as_json()
+    signal = NoiseToSignal.of(planned, parameters, kind)
+    result["noise_to_signal"] = None if signal is None else signal.as_json()
     if options.ds_config is not None:
         assert examples is not None
         assumed = {name: getattr(options, name) for name in _ASSUMPTIONS}

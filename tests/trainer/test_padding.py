@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.trainer.test_planner import ROOT, clip_art, machine, recipe
-from trainer.planner.batches import examples, padding, padding_note, planned_batch
+from tests.trainer.test_planner import ROOT, clip_art, machine, planned, recipe
+from trainer.planner.batches import examples, padding, padding_note
 from trainer.planner.resources import Cluster, plan_resources
 
 
 def test_padding_by_hand() -> None:
     """100,813 examples at most on 128 ranks: 788 each. Four micro-batches of 256 hold 1,024, four of 200 hold 800."""
-    count = planned_batch(recipe("vip_base"), None)
+    count = planned(recipe("vip_base")).max_batch_size
     assert count == 100_813
     assert padding(count, 128, 256) == pytest.approx(1 - 100_813 / (1024 * 128)) == pytest.approx(0.2308, abs=1e-4)
     assert padding_note(count, 128, 256) == (
@@ -21,12 +21,13 @@ def test_padding_by_hand() -> None:
         "train.micro_batch_size=2 leaves 0.0%"
     )
     assert "no train.micro_batch_size" in str(padding_note(7, 1, 12))
-    assert planned_batch(clip_art("privacy.enabled=false"), None) == 256, "without privacy it is the expected batch"
 
 
 def test_a_plan_says_when_padding_wastes_much() -> None:
     config = clip_art("train.micro_batch_size=60")
-    found = plan_resources(config, machine("zero1"), Cluster("local", 2), examples(config, ROOT, None), None, ROOT)
+    found = plan_resources(
+        config, machine("zero1"), Cluster("local", 2), examples(config, ROOT, None), planned(config), ROOT
+    )
     (note,) = [note for note in found["notes"] if note.startswith("padding: ")]
     assert "; train.micro_batch_size=" in note
     assert found["batch"]["padding_share"] > 0.15 and "\n" not in note

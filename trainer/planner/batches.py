@@ -14,8 +14,6 @@ import numpy as np
 
 from data.index.shards import find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
-from privacy.plan import PrivacyPlan
-from privacy.sampling.poisson import default_cap
 from privacy.sampling.rows import most_of_share
 from privacy.step.batches import num_micro_batches
 from trainer.config.recipe import RunConfig
@@ -24,14 +22,6 @@ WORTH_A_NOTE = 0.05
 """Padding is noted from this share of the rows on."""
 _SMALLEST = 4
 """No micro-batch below this part of the recipe's is proposed: kernels would be busy with less."""
-
-
-def planned_batch(config: RunConfig, plan: PrivacyPlan | None) -> int:
-    """Examples that steps have rows for; without a plan (nobody knows the number of examples) those of the default cap."""
-    expected = config.privacy.expected_batch_size
-    if not config.privacy.enabled:
-        return expected
-    return default_cap(expected) if plan is None else plan.max_batch_size
 
 
 def micro_batches(config: RunConfig, count: int, world_size: int, ranks_per_node: int) -> int:
@@ -120,12 +110,10 @@ def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> 
     return Examples(count, float(lengths.mean()), f"index {index}", num_shards)
 
 
-def staged_bytes(examples: Examples, world_size: int, ranks_per_node: int) -> float | None:
-    """Bytes that staging copies to each node (`data.staging`); None where nobody knows the number of examples."""
-    if examples.count is None:
-        return None
-    shards = examples.num_shards or math.ceil(examples.count / EXAMPLES_PER_SHARD)
+def staged_bytes(examples: Examples, count: int, world_size: int, ranks_per_node: int) -> float:
+    """Bytes that staging copies to each node (`data.staging`), of shards that hold `count` examples."""
+    shards = examples.num_shards or math.ceil(count / EXAMPLES_PER_SHARD)
     # A shard on the border between two nodes is copied to both.
     borders = 2 if ranks_per_node < world_size else 0
     per_node = math.ceil(shards * min(1.0, ranks_per_node / world_size)) + borders
-    return min(per_node, shards) * examples.mean_bytes * examples.count / shards
+    return min(per_node, shards) * examples.mean_bytes * count / shards

@@ -78,7 +78,7 @@ def summarise(
     result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
     if extras:
         result["attack_risk"] = None
-        if has_pld and plan.epsilon_planned < math.inf:
+        if has_pld and result["epsilon_pld"] is not None:
             whole = accounting.loss_distribution([groups[0].without_cap()], accounting.COARSE_INTERVAL)
             result["attack_risk"] = attack_risk.risk_of(whole)
     return result | {"scaling_rule": scaling_rule(plan)}

@@ -6,12 +6,11 @@ from typing import Any
 
 from models.config import captioner_config
 from privacy.clipping.clipped_sum import Mode
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
-from trainer.planner.bands import with_bands
-from trainer.planner.batches import Examples, micro_batches, padding, padding_note, planned_batch, staged_bytes
+from trainer.planner.batches import Examples, micro_batches, padding, padding_note, staged_bytes
 from trainer.planner.hardware import Gpu, Network, exposed_seconds, traffic
 from trainer.planner.memory import FP64, RankMemory, Trainable, largest_that_fits, rank_memory, room, shares
 from trainer.planner.probe import Probe
@@ -75,13 +74,10 @@ def plan_resources(
     machine: MachineSettings,
     cluster: Cluster,
     examples: Examples,
-    plan: PrivacyPlan | None,
+    plan: PrivacyPlan,
     root: Path,
 ) -> dict[str, Any]:
     """Everything that `plan.py` prints but the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
-
-    Args:
-        plan: its cap is taken; None (nobody knows the number of examples) takes the default cap.
 
     Raises:
         ConfigError: the engine cannot do what the ds_config says, or the accelerator cannot compute in its dtype.
@@ -100,14 +96,14 @@ def plan_resources(
     probe = Probe(
         task,
         machine,
-        plan or plan_of_shapes(config),
+        plan,
         accumulation=accumulation,
         weights_of_one_pass=engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3),
     )
     trainable = Trainable.of(probe.model)
     busiest = shares(trainable, engine, machine, config.optimizer, world_size)
     size, expected = config.train.micro_batch_size, config.privacy.expected_batch_size
-    count = planned_batch(config, plan)
+    count = plan.max_batch_size if plan.enabled else expected
     number = micro_batches(config, count, world_size, cluster.ranks_per_node)
     note = padding_note(count, world_size, size)
     notes += [] if note is None else [note]
@@ -121,7 +117,7 @@ def plan_resources(
         world_size=world_size,
         average=config.train.ema_decay is not None,
         on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
-        bands=config.privacy.bands if plan is None else plan.bands,
+        bands=plan.bands,
     )
     available = free = None
     if cluster.gpu is not None:
@@ -135,7 +131,7 @@ def plan_resources(
         # Whole numbers and the fp64 numbers that they become are there together.
         memory = replace(memory, step=memory.step + FP64 * busiest.owned)
     sample = min(size, PLAIN_SAMPLE)
-    staged = staged_bytes(examples, world_size, cluster.ranks_per_node)
+    staged = staged_bytes(examples, plan.num_examples, world_size, cluster.ranks_per_node)
     result: dict[str, Any] = {
         "engine": engine,
         "zero_stage": machine.stage,
@@ -164,7 +160,7 @@ def plan_resources(
             "source": examples.source,
             "bytes_per_step": examples.mean_bytes * expected,
             "staged_bytes_per_node": staged,
-            "staging_seconds": None if staged is None else staged * 8 / (cluster.store_gbits * 1e9),
+            "staging_seconds": staged * 8 / (cluster.store_gbits * 1e9),
         },
         "notes": notes,
     }
@@ -216,17 +212,6 @@ def plan_resources(
             "and workers, or the device waits"
         )
     return result
-
-
-def plan_of_shapes(config: RunConfig) -> PrivacyPlan:
-    """A plan that makes the recipe's clipper where nobody knows the number of examples; it claims nothing."""
-    request = config.privacy.request(config.train.num_steps, config.privacy.expected_batch_size)
-    sigma = request.noise_multiplier or 0.3  # the least that needs no permission
-    return make_plan(
-        replace(
-            with_bands(request, 1), noise_multiplier=sigma, target_epsilon=None, informal_reasons=("planned by shapes",)
-        )
-    )
 
 
 def _mode(config: RunConfig, probe: Probe, memory: RankMemory, free: int | None) -> Mode:
