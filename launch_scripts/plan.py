@@ -6,10 +6,10 @@ python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=valu
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_configs/zero3_bf16.json --world_size 128 \
     --gpu a100-80gb [--json]
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --bands auto [--json]
-The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The
-second gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third
-adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated
-noise would buy at the same epsilon (docs/correlated_noise.md).
+The first computes for exactly these numbers, without a cap and without a reserve for crashes. The second gives what training with
+the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third adds memory per rank, the largest
+micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated noise would buy at the same epsilon
+(docs/correlated_noise.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -62,22 +62,10 @@ class PrivacyPart(Options):
     """epsilon; the smallest sigma is computed"""
     delta: Annotated[float | None, Shown("D")] = None
     """default 1 / (2 N)"""
-    arithmetic: Literal["floating", "certified"] | None = None
-    """how clipped gradients are added up (docs/certified.md); default floating"""
     bands: Annotated[str | None, Shown("auto|b")] = None
     """plan correlated noise of b bands, or of the best number, for the same epsilon (docs/correlated_noise.md)"""
-    cap: bool = False
-    """cut batches at B + 8 sqrt(B) and charge the truncation"""
-    reserve: Annotated[int | None, Shown("K")] = None
-    """further attempts that crashes may use up; default 0"""
     choose: bool = False
     """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may then replace its own"""
-    compute: Annotated[int | None, Shown("BT")] = Field(None, ge=1)
-    """with --choose: examples computed over all steps; default: the recipe's"""
-    max_examples_per_owner: Annotated[int | None, Shown("K")] = None
-    """also the epsilon of an owner of K examples"""
-    allow_small_noise: bool = False
-    """allow a noise multiplier below 0.3"""
     no_extras: bool = False
     """the claim and its cross-checks only (faster)"""
     as_json: bool = Field(False, alias="json")
@@ -129,9 +117,6 @@ _RECIPE_KEYS = {
     "noise_multiplier": "privacy.noise_multiplier",
     "target_epsilon": "privacy.target_epsilon",
     "delta": "privacy.target_delta",
-    "arithmetic": "privacy.arithmetic",
-    "reserve": "privacy.reserved_attempts",
-    "allow_small_noise": "privacy.allow_small_noise",
 }
 
 
@@ -154,10 +139,8 @@ def _request(options: PlanOptions) -> PlanRequest:
         noise_multiplier=options.noise_multiplier,
         target_epsilon=options.target_epsilon,
         target_delta=options.delta,
-        arithmetic=options.arithmetic or "floating",
-        reserved_attempts=options.reserve or 0,
-        cap="default" if options.cap else None,
-        allow_small_noise=options.allow_small_noise,
+        reserved_attempts=0,
+        cap=None,
     )
 
 
@@ -172,12 +155,10 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         raise ConfigError(f"--{given} plans memory and time: give --ds_config and --recipe too")
     if options.ds_config is not None and options.recipe is None:
         raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
-    for name, value in (("choose", options.choose or None), ("compute", options.compute)):
-        if value is not None and (options.recipe is None or not options.choose):
-            needed = "--recipe" if options.recipe is None else "--choose"
-            raise ConfigError(f"--{name} is for the choice of a recipe's batch and steps: give {needed} too")
+    if options.choose and options.recipe is None:
+        raise ConfigError("--choose is for the choice of a recipe's batch and steps: give --recipe too")
     if options.recipe is None:
-        _, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
+        _, result = _privacy(_request(options), options, None)
     else:
         result = _of_recipe(options.recipe, options)
     if options.as_json:
@@ -213,11 +194,8 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
 
     for name, key in _RECIPE_KEYS.items():
         value = getattr(options, name)
-        if value is not None and value is not False and not (options.choose and name in _CHOICE_KEYS):
-            text = "true" if value is True else value
-            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
-    if options.cap:
-        raise PrivacyConfigError("--cap is for a plan without --recipe: training with a recipe always cuts batches")
+        if value is not None and not (options.choose and name in _CHOICE_KEYS):
+            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={value}")
     config = load_config(recipe, options.overrides)
     examples = None
     num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
@@ -231,15 +209,13 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
                 f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(config.data.shards)}"
             )
         raise PrivacyConfigError(unknown)
-    owned = options.max_examples_per_owner
-    owned = config.privacy.max_examples_per_owner if owned is None else owned
     request = _recipe_request(options, config, num_examples)
-    planned, result = _privacy(request, options, owned, config)
+    planned, result = _privacy(request, options, config)
     parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
     if options.choose:
         if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
             request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)
-        result["choice"] = choose(request, parameters, options.compute, kind=kind).as_json()
+        result["choice"] = choose(request, parameters, kind=kind).as_json()
     signal = NoiseToSignal.of(planned, parameters, kind)
     result["noise_to_signal"] = None if signal is None else signal.as_json()
     if options.ds_config is not None:
@@ -279,7 +255,7 @@ def _recipe_request(options: PlanOptions, config: RunConfig, num_examples: int) 
 
 
 def _privacy(
-    request: PlanRequest, options: PlanOptions, max_examples_per_owner: int | None, config: RunConfig | None
+    request: PlanRequest, options: PlanOptions, config: RunConfig | None
 ) -> tuple[PrivacyPlan, dict[str, Any]]:
     """The plan, with the bands that are asked for, and what it means.
 
@@ -314,7 +290,8 @@ def _privacy(
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)
-    result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
+    owned = None if config is None else config.privacy.max_examples_per_owner
+    result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=owned)
     return planned, result | compare(planned, request, config) | {"by_bands": rows}
 
 

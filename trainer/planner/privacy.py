@@ -7,7 +7,6 @@ from typing import Any
 from privacy.accounting import accountants as accounting
 from privacy.accounting import attack_risk
 from privacy.accounting.several import epsilon_of_several
-from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
 
 # Group epsilons are guidance and no claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
@@ -26,9 +25,6 @@ def summarise(
         warn: called with one line about a cross-check that cannot be done.
         extras: also what the guarantee means to other neighbours and to an attacker (slower).
         max_examples_per_owner: adds the epsilon of an owner of this many examples.
-
-    Raises:
-        PrivacyConfigError: `max_examples_per_owner` below 1.
     """
     result: dict[str, Any] = {
         "num_examples": plan.num_examples,
@@ -70,8 +66,6 @@ def summarise(
         for count in (2, 5):
             epsilons[f"group_{count}"] = epsilon_of_several(plan, groups, count, _GROUP_INTERVAL)
     if max_examples_per_owner is not None:
-        if max_examples_per_owner < 1:
-            raise PrivacyConfigError(f"--max_examples_per_owner is {max_examples_per_owner}; it must be at least 1")
         result["max_examples_per_owner"], epsilons["epsilon_owner"] = max_examples_per_owner, None
         if has_pld:
             epsilons["epsilon_owner"] = epsilon_of_several(plan, groups, max_examples_per_owner, _GROUP_INTERVAL)

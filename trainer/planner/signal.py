@@ -149,10 +149,8 @@ class Choice(NamedTuple):
         return {**chosen, "noise_to_signal": self.signal.as_json(), "reason": self.reason}
 
 
-def choose(
-    request: PlanRequest, parameters: int, examples_computed: int | None = None, *, kind: str = "captioner"
-) -> Choice:
-    """The batch and steps with the least accumulated noise-to-signal that the examples to compute and epsilon allow.
+def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") -> Choice:
+    """The batch and steps with the least accumulated noise-to-signal for the request's epsilon and examples to compute (B T).
 
     Doubling the batch halves the steps. It lowers the ratio while sigma is small, and then hardly any more; so the answer is the
     smallest batch, in powers of two from the request's, whose doubling is worth less than `WORTH_DOUBLING`: of two runs with as
@@ -160,7 +158,6 @@ def choose(
 
     Args:
         request: with a target epsilon; its batch and steps are what the answer is compared with.
-        examples_computed: B T; None takes the request's.
 
     Raises:
         PrivacyConfigError: the request has no target epsilon, makes no claim, is not Poisson sampled, has correlated noise, or
@@ -173,7 +170,7 @@ def choose(
         raise PrivacyConfigError(
             "a choice of batch and steps needs a private run, Poisson sampling and a target epsilon"
         )
-    computed = examples_computed or request.expected_batch_size * request.num_steps
+    computed = request.expected_batch_size * request.num_steps
     largest = max(1, min(request.num_examples, computed // FEWEST_STEPS))
 
     def resized(size: int) -> PlanRequest:
