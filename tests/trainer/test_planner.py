@@ -59,8 +59,8 @@ def clip_art(*overrides: str) -> RunConfig:
 def planned(config: RunConfig) -> PrivacyPlan:
     """A plan that makes the recipe's clipper, whatever the number of examples; nothing is calibrated."""
     size = config.privacy.expected_batch_size
-    request = config.privacy.request(config.train.num_steps, 2 * size)
-    return make_plan(replace(request, noise_multiplier=1.0, target_epsilon=None))
+    request = config.privacy.request(config.train.num_steps, 100 * size)
+    return make_plan(replace(request, noise_multiplier=100.0, target_epsilon=None))
 
 
 def probe(config: RunConfig, settings: MachineSettings, *, weights_of_one_pass: bool = False) -> Probe:
