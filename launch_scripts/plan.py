@@ -6,10 +6,10 @@ python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=valu
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_configs/zero3_bf16.json --world_size 128 \
     --gpu a100-80gb [--json]
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --bands auto [--json]
-The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The
-second gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third
-adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated
-noise would buy at the same epsilon (docs/correlated_noise.md).
+The first computes for exactly these numbers, without a cap and without a reserve for crashes. The second gives what training with
+the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third adds memory per rank, the largest
+micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated noise would buy at the same epsilon
+(docs/correlated_noise.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -39,21 +39,10 @@ from trainer.progress import working
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
     from trainer.config.recipe import RunConfig
-    from trainer.planner.batches import Examples
 
 ROOT = Path(__file__).resolve().parents[1]
-_RESOURCE_OPTIONS = (
-    "world_size",
-    "gpu",
-    "engine",
-    "efficiency",
-    "gpus_per_node",
-    "network_gbits",
-    "bytes_per_example",
-    "decoded_per_second",
-    "store_gbits",
-    "request_price",
-)
+_ASSUMPTIONS = ("efficiency", "gpus_per_node", "decoded_per_second", "store_gbits")
+_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "network_gbits", "bytes_per_example", *_ASSUMPTIONS)
 
 
 class PrivacyPart(Options):
@@ -73,24 +62,10 @@ class PrivacyPart(Options):
     """epsilon; the smallest sigma is computed"""
     delta: Annotated[float | None, Shown("D")] = None
     """default 1 / (2 N)"""
-    arithmetic: Literal["floating", "certified"] | None = None
-    """how clipped gradients are added up (docs/certified.md); default floating"""
     bands: Annotated[str | None, Shown("auto|b")] = None
     """plan correlated noise of b bands, or of the best number, for the same epsilon (docs/correlated_noise.md)"""
-    cap: bool = False
-    """cut batches at B + 8 sqrt(B) and charge the truncation"""
-    reserve: Annotated[int | None, Shown("K")] = None
-    """further attempts that crashes may use up; default 0"""
-    parameters: Annotated[int | None, Shown("P")] = Field(None, ge=1)
-    """trainable parameters of a captioner, for noise-to-signal; a recipe's are counted"""
     choose: bool = False
     """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may then replace its own"""
-    compute: Annotated[int | None, Shown("BT")] = Field(None, ge=1)
-    """with --choose: examples computed over all steps; default: the recipe's"""
-    max_examples_per_owner: Annotated[int | None, Shown("K")] = None
-    """also the epsilon of an owner of K examples"""
-    allow_small_noise: bool = False
-    """allow a noise multiplier below 0.3"""
     no_extras: bool = False
     """the claim and its cross-checks only (faster)"""
     as_json: bool = Field(False, alias="json")
@@ -106,26 +81,24 @@ class PlanOptions(PrivacyPart):
 
     ds_config: Annotated[Path | None, Shown("JSON")] = None
     """machine settings, e.g. ds_configs/zero3_bf16.json"""
-    world_size: Annotated[int | None, Shown("W")] = None
+    world_size: Annotated[int | None, Shown("W")] = Field(None, ge=1)
     """ranks, one per accelerator; default 1"""
     gpu: Annotated[str | None, Shown("NAME")] = None
     """v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb or cpu"""
     engine: EngineName | None = None
     """how to shard; default deepspeed"""
-    efficiency: Annotated[float | None, Shown("E")] = None
+    efficiency: Annotated[float | None, Shown("E")] = Field(None, gt=0, le=1)
     """share of the peak FLOP/s that is reached; default 0.35"""
-    gpus_per_node: Annotated[int | None, Shown("G")] = None
+    gpus_per_node: Annotated[int | None, Shown("G")] = Field(None, ge=1)
     """default: of the maker's reference system"""
-    network_gbits: Annotated[float | None, Shown("X")] = None
+    network_gbits: Annotated[float | None, Shown("X")] = Field(None, gt=0)
     """Gb/s per GPU to other nodes; default likewise"""
-    bytes_per_example: Annotated[float | None, Shown("N")] = None
+    bytes_per_example: Annotated[float | None, Shown("N")] = Field(None, gt=0)
     """default: the index's mean, else 50,000"""
-    decoded_per_second: Annotated[float | None, Shown("N")] = None
+    decoded_per_second: Annotated[float | None, Shown("N")] = Field(None, gt=0)
     """examples that one core decodes; default 366"""
-    store_gbits: Annotated[float | None, Shown("X")] = None
+    store_gbits: Annotated[float | None, Shown("X")] = Field(None, gt=0)
     """Gb/s per node from the place of the shards; default 10"""
-    request_price: Annotated[float | None, Shown("P")] = None
-    """dollars for 1,000 requests to it; default 0.0004"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -144,9 +117,6 @@ _RECIPE_KEYS = {
     "noise_multiplier": "privacy.noise_multiplier",
     "target_epsilon": "privacy.target_epsilon",
     "delta": "privacy.target_delta",
-    "arithmetic": "privacy.arithmetic",
-    "reserve": "privacy.reserved_attempts",
-    "allow_small_noise": "privacy.allow_small_noise",
 }
 
 
@@ -169,25 +139,9 @@ def _request(options: PlanOptions) -> PlanRequest:
         noise_multiplier=options.noise_multiplier,
         target_epsilon=options.target_epsilon,
         target_delta=options.delta,
-        arithmetic=options.arithmetic or "floating",
-        reserved_attempts=options.reserve or 0,
-        cap="default" if options.cap else None,
-        allow_small_noise=options.allow_small_noise,
+        reserved_attempts=0,
+        cap=None,
     )
-
-
-def _load_recipe(options: PlanOptions) -> RunConfig:
-    from trainer.config.recipe import load_config
-
-    for name, key in _RECIPE_KEYS.items():
-        value = getattr(options, name)
-        if value is not None and value is not False and not (options.choose and name in _CHOICE_KEYS):
-            text = "true" if value is True else value
-            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
-    if options.cap:
-        raise PrivacyConfigError("--cap is for a plan without --recipe: training with a recipe always cuts batches")
-    assert options.recipe is not None
-    return load_config(options.recipe, options.overrides)
 
 
 def plan(options: PlanOptions) -> dict[str, Any]:
@@ -196,58 +150,17 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     Raises:
         ConfigError, PrivacyConfigError: an option is missing, refused, or the recipe's business (exit 2).
     """
-    plans_resources = options.ds_config is not None
     given = next((name for name in _RESOURCE_OPTIONS if getattr(options, name) is not None), None)
-    if given is not None and not plans_resources:
+    if given is not None and options.ds_config is None:
         raise ConfigError(f"--{given} plans memory and time: give --ds_config and --recipe too")
-    if plans_resources and options.recipe is None:
+    if options.ds_config is not None and options.recipe is None:
         raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
-    for name, value in (("choose", options.choose or None), ("compute", options.compute)):
-        if value is not None and (options.recipe is None or not options.choose):
-            needed = "--recipe" if options.recipe is None else "--choose"
-            raise ConfigError(f"--{name} is for the choice of a recipe's batch and steps: give {needed} too")
-    if options.parameters is not None and options.recipe is not None:
-        raise ConfigError("--parameters is for a plan without --recipe: those of a recipe are counted")
-    parameters, kind = options.parameters, "captioner"
-    planned: PrivacyPlan | None
+    if options.choose and options.recipe is None:
+        raise ConfigError("--choose is for the choice of a recipe's batch and steps: give --recipe too")
     if options.recipe is None:
-        planned, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
+        _, result = _privacy(_request(options), options, None)
     else:
-        config, examples = _load_recipe(options), None
-        num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
-        if plans_resources or num_examples is None:
-            from trainer.planner.batches import examples as known_examples
-
-            examples = known_examples(config, ROOT, options.bytes_per_example)
-            num_examples = examples.count if num_examples is None else num_examples
-        shards = config.data.shards
-        unknown = f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N"
-        if (ROOT / Path(shards).expanduser()).is_dir():
-            unknown += f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(shards)}"
-        if num_examples is None and (options.choose or not plans_resources):
-            raise PrivacyConfigError(unknown)
-        owned = options.max_examples_per_owner
-        owned = config.privacy.max_examples_per_owner if owned is None else owned
-        planned, result = None, {}
-        if num_examples is not None:
-            from trainer.planner.memory import Trainable
-            from trainer.planner.resources import planning_task
-
-            request = _recipe_request(options, config, num_examples)
-            planned, result = _privacy(request, options, owned, config)
-            parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
-            if options.choose:
-                result["choice"] = _choice(options, request, planned, parameters, kind)
-        if plans_resources:
-            assert examples is not None
-            if planned is None:
-                _warn(f"no epsilon: {unknown}")
-            result["resources"] = _resources(options, config, examples, planned)
-    if planned is not None and parameters is not None:
-        from trainer.planner.signal import NoiseToSignal
-
-        signal = NoiseToSignal.of(planned, parameters, kind)
-        result["noise_to_signal"] = None if signal is None else signal.as_json()
+        result = _of_recipe(options.recipe, options)
     if options.as_json:
         say(json.dumps(result, allow_nan=False))
         return result
@@ -266,6 +179,57 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         console.print(resource_table(result["resources"]))
     for reason in result.get("reasons", []):
         console.print(printable(f"no formal guarantee: {reason}"), style="bold red", markup=False)
+    return result
+
+
+def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
+    """What a recipe with these options claims and takes."""
+    from trainer.config.machine import load_machine_settings
+    from trainer.config.recipe import load_config
+    from trainer.planner.batches import examples as known_examples
+    from trainer.planner.hardware import find_gpu
+    from trainer.planner.memory import Trainable
+    from trainer.planner.resources import Cluster, plan_resources, planning_task
+    from trainer.planner.signal import NoiseToSignal, choose
+
+    for name, key in _RECIPE_KEYS.items():
+        value = getattr(options, name)
+        if value is not None and not (options.choose and name in _CHOICE_KEYS):
+            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={value}")
+    config = load_config(recipe, options.overrides)
+    examples = None
+    num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
+    if options.ds_config is not None or num_examples is None:
+        examples = known_examples(config, ROOT, options.bytes_per_example)
+        num_examples = examples.count if num_examples is None else num_examples
+    if num_examples is None:
+        unknown = f"recipe {recipe} names no data.num_examples: add data.num_examples=N"
+        if (ROOT / Path(config.data.shards).expanduser()).is_dir():
+            unknown += (
+                f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(config.data.shards)}"
+            )
+        raise PrivacyConfigError(unknown)
+    request = _recipe_request(options, config, num_examples)
+    planned, result = _privacy(request, options, config)
+    parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
+    if options.choose:
+        if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
+            request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)
+        result["choice"] = choose(request, parameters, kind=kind).as_json()
+    signal = NoiseToSignal.of(planned, parameters, kind)
+    result["noise_to_signal"] = None if signal is None else signal.as_json()
+    if options.ds_config is not None:
+        assert examples is not None
+        assumed = {name: getattr(options, name) for name in _ASSUMPTIONS}
+        cluster = Cluster(
+            engine=options.engine or "deepspeed",
+            world_size=options.world_size or 1,
+            gpu=None if options.gpu is None else find_gpu(options.gpu),
+            network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
+            **{name: value for name, value in assumed.items() if value is not None},
+        )
+        machine = load_machine_settings(options.ds_config)
+        result["resources"] = plan_resources(config, machine, cluster, examples, planned, ROOT)
     return result
 
 
@@ -290,19 +254,8 @@ def _recipe_request(options: PlanOptions, config: RunConfig, num_examples: int) 
     return request
 
 
-def _choice(
-    options: PlanOptions, request: PlanRequest, plan: PrivacyPlan, parameters: int, kind: str
-) -> dict[str, Any]:
-    """What --choose prints; without a target epsilon the recipe's own sigma says which epsilon there is to spend."""
-    from trainer.planner.signal import choose
-
-    if request.target_epsilon is None:
-        request = replace(request, target_epsilon=plan.epsilon_with_reserve, noise_multiplier=None)
-    return choose(request, parameters, options.compute, kind=kind).as_json()
-
-
 def _privacy(
-    request: PlanRequest, options: PlanOptions, max_examples_per_owner: int | None, config: RunConfig | None
+    request: PlanRequest, options: PlanOptions, config: RunConfig | None
 ) -> tuple[PrivacyPlan, dict[str, Any]]:
     """The plan, with the bands that are asked for, and what it means.
 
@@ -337,43 +290,13 @@ def _privacy(
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)
-    result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
+    owned = None if config is None else config.privacy.max_examples_per_owner
+    result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=owned)
     return planned, result | compare(planned, request, config) | {"by_bands": rows}
 
 
 def _warn(line: str) -> None:
     say(f"warning: {line}", file=sys.stderr)
-
-
-def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:
-    from trainer.config.machine import load_machine_settings
-    from trainer.planner.hardware import find_gpu
-    from trainer.planner.resources import DECODED_PER_SECOND, EFFICIENCY, Cluster, plan_resources
-    from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS
-
-    for name in _RESOURCE_OPTIONS[4:]:
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} is {value}; it must be positive")
-    world_size = 1 if options.world_size is None else options.world_size
-    if world_size < 1:
-        raise ConfigError(f"--world_size is {world_size}; it must be at least 1")
-    efficiency = EFFICIENCY if options.efficiency is None else options.efficiency
-    if not 0 < efficiency <= 1:
-        raise ConfigError(f"--efficiency is {efficiency}; it is a share of the peak, above 0 and at most 1")
-    cluster = Cluster(
-        engine=options.engine or "deepspeed",
-        world_size=world_size,
-        gpu=None if options.gpu is None else find_gpu(options.gpu),
-        efficiency=efficiency,
-        gpus_per_node=options.gpus_per_node,
-        store_gbits=STORE_GBITS if options.store_gbits is None else options.store_gbits,
-        request_price=REQUEST_PRICE if options.request_price is None else options.request_price,
-        network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
-        decoded_per_second=options.decoded_per_second or DECODED_PER_SECOND,
-    )
-    assert options.ds_config is not None
-    return plan_resources(config, load_machine_settings(options.ds_config), cluster, examples, plan, ROOT)
 
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:

@@ -16,7 +16,7 @@ WORKING: dict[str, tuple[str, ...]] = {
     "plan": (
         "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --no_extras --json",
         "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --target_epsilon 8 --delta 1e-5 --no_extras",
-        "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --cap --reserve 2 --no_extras",
+        "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --bands 2 --no_extras",
         "--recipe {case}/recipe.toml data.num_examples=3000 --no_extras --json",
         "--recipe {case}/recipe.toml --ds_config {case}/machine.json --gpu cpu --world_size 2 --bytes_per_example 3e4",
     ),

@@ -80,24 +80,13 @@ def test_dpcap_target_epsilon():
     assert 7.999 <= result["epsilon_pld"] <= 8
 
 
-def test_epsilon_of_an_owner():
-    result = json.loads(_plan(f"{SMALL} --noise_multiplier 4 --max_examples_per_owner 5 --json").stdout)
-    assert result["epsilon_owner"] == result["group_5"] and result["max_examples_per_owner"] == 5
-    done = _plan(f"{SMALL} --noise_multiplier 4 --max_examples_per_owner 0 --no_extras")
-    assert done.returncode == 2 and "must be at least 1" in done.stderr
-
-
-def test_human_output_with_cap_and_reserve():
-    done = _plan(f"{SMALL} --noise_multiplier 4 --cap --reserve 3", COLUMNS="120")
-    assert done.returncode == 0, done.stderr
-    for text in (
-        "attack advantage",
-        "Privacy plan",
-        "batches cut at 122",
-        "with 3 reserved",
-        "PRV bracket",
-    ):
-        assert text in done.stdout
+def test_human_output_with_cap_and_reserve_and_the_epsilon_of_an_owner(monkeypatch, capsys):
+    arguments = "--recipe recipes/tiny.toml data.num_examples=3000 privacy.reserved_attempts=3 train.num_steps=20"
+    out = _plan_here(f"{arguments} privacy.max_examples_per_owner=5", monkeypatch, capsys).out
+    rows = {row[1].strip(): row[2].strip() for row in (line.split("│") for line in out.splitlines()) if len(row) > 3}
+    assert rows["owner"] == rows["group of 5"]
+    for text in ("attack advantage", "Privacy plan", "batches cut at", "with 3 reserved", "PRV bracket"):
+        assert text in out
 
 
 BANDS = "--num_examples 2000 --expected_batch_size 200 --num_steps 40 --delta 1e-5 --no_extras"
@@ -130,13 +119,6 @@ def test_correlated_noise_at_equal_epsilon(capsys, monkeypatch):
     assert again["error_ratio"] == pytest.approx(result["error_ratio"], rel=1e-3)
 
 
-@pytest.mark.full
-def test_one_band_says_what_no_band_says(capsys):
-    alone = _in_process(f"{BANDS} --noise_multiplier 2 --json")
-    assert alone["bands"] == 1 and alone["error_ratio"] == 1.0 and alone["by_bands"] is None
-    assert _in_process(f"{BANDS} --noise_multiplier 2 --bands 1 --json") == alone
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -147,7 +129,6 @@ def test_one_band_says_what_no_band_says(capsys):
         ("--noise_multiplier 2 --bands 11", "take 10 bands or fewer"),
         ("--noise_multiplier 2 --bands auto", "give --target_epsilon"),
         ("--noise_multiplier 0 --bands 2", "makes no formal claim"),
-        ("--noise_multiplier 2 --bands 2 --arithmetic certified", "need arithmetic 'floating'"),
     ],
 )
 def test_bands_that_cannot_be_planned_are_refused_in_one_line(arguments, words):
@@ -244,7 +225,7 @@ def test_a_recipe_gives_what_training_claims():
     assert (said["cap"], said["num_steps"]) == (plan.cap, 7)
 
 
-QUICK = "--recipe recipes/quickstart.toml --ds_config ds_configs"
+QUICK = "--recipe recipes/quickstart.toml data.num_examples=10000 --no_extras --ds_config ds_configs"
 CLUSTER = "--ds_config ds_configs/zero3_bf16.json --world_size 128 --gpu a100-80gb"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
 
@@ -253,7 +234,8 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_and_time_of_every_recipe(recipe):
     """One JSON object, numbers that fit together, without the weights and without the data."""
-    done, seconds = _timed(f"--recipe recipes/{recipe}.toml {CLUSTER} --no_extras --json")
+    count = "" if "num_examples" in (ROOT / f"recipes/{recipe}.toml").read_text() else " data.num_examples=10000"
+    done, seconds = _timed(f"--recipe recipes/{recipe}.toml {CLUSTER} --no_extras --json{count}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
@@ -264,8 +246,6 @@ def test_memory_and_time_of_every_recipe(recipe):
     assert found["compute"]["flop_per_step"] > 3 * found["batch"]["expected_batch_size"] * found["parameters"]
     if recipe.startswith(("dpcap", "vip")):
         assert 0.9 < result["epsilon_with_reserve"] <= 8
-    elif recipe == "quickstart":
-        assert "no epsilon" in done.stderr and "epsilon_pld" not in result
     assert seconds < 60
 
 
@@ -279,16 +259,6 @@ def _plan_here(arguments, monkeypatch, capsys):
     return capsys.readouterr()
 
 
-def test_noise_to_signal_of_numbers_alone(monkeypatch, capsys):
-    arguments = f"{SMALL} --noise_multiplier 4 --no_extras --json"
-    assert json.loads(_plan_here(arguments, monkeypatch, capsys).out).get("noise_to_signal") is None, "nobody said P"
-    found = json.loads(_plan_here(f"{arguments} --parameters 90000", monkeypatch, capsys).out)["noise_to_signal"]
-    assert found["per_step"] == pytest.approx(4 * 300 / 60) and found["learns"] is False
-    assert found["accumulated"] == pytest.approx(4 * 300 / 60 / 50**0.5)
-    silent = f"{SMALL} --noise_multiplier 0 --no_extras --json --parameters 90000"
-    assert json.loads(_plan_here(silent, monkeypatch, capsys).out)["noise_to_signal"] is None
-
-
 @pytest.mark.full
 def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_in_a_batch(monkeypatch, capsys):
     arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 2 --no_extras"
@@ -300,7 +270,7 @@ def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_i
     assert chosen["expected_batch_size"] <= chosen["num_examples"] == 1500 and chosen["target_epsilon"] == 2
     assert chosen["epsilon_with_reserve"] <= 2 and chosen["reason"]
     assert chosen["expected_batch_size"] * chosen["num_steps"] == pytest.approx(240_000, rel=0.01)
-    table = _plan_here(f"{arguments} --compute 60000", monkeypatch, capsys).out
+    table = _plan_here(f"{arguments} train.num_steps=30", monkeypatch, capsys).out
     for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "learned nothing"):
         assert text in table, text
 
@@ -316,15 +286,15 @@ def test_table_of_memory_and_time(monkeypatch, capsys):
     shown = capsys.readouterr()
     for text in (
         "2 ranks, local, float32, cpu",
-        "peak per rank",
-        "largest micro-batch",
-        "of a micro-batch in mode bookkeeping",
-        "assumed: 35% of 0.09 TFLOP/s",
-        "random reads",
+        "peak",
+        "largest micro batch",
+        "bookkeeping",
+        "efficiency",
+        "decoding cores per rank",
         "--bytes_per_example",
     ):
         assert text in shown.out, text
-    assert "no epsilon" in shown.err and "epsilon" not in shown.out
+    assert "epsilon (PLD)" in shown.out
 
 
 @pytest.mark.parametrize(
@@ -332,16 +302,14 @@ def test_table_of_memory_and_time(monkeypatch, capsys):
     [
         (f"{SMALL} --noise_multiplier 4 --gpu a100-80gb", "give --ds_config and --recipe"),
         (f"{SMALL} --noise_multiplier 4 --ds_config ds_configs/zero3.json", "give --recipe"),
-        (f"{QUICK}/zero3.json --efficiency 35", "above 0 and at most 1"),
-        (f"{QUICK}/zero3.json --network_gbits 0", "must be positive"),
+        (f"{QUICK}/zero3.json --efficiency 35", "--efficiency must be at most 1, got 35"),
+        (f"{QUICK}/zero3.json --network_gbits 0", "--network_gbits must be above 0"),
         (f"{QUICK}/zero3.json --gpu tpu", "choose one of"),
         (f"{QUICK}/zero3_bf16.json --gpu v100-32gb", "no bf16"),
-        (f"{QUICK}/zero3.json --world_size 0", "at least 1"),
+        (f"{QUICK}/zero3.json --world_size 0", "--world_size must be at least 1"),
         (f"{QUICK}/zero3.json --engine fairscale", "stage 3 is refused"),
         (f"{QUICK}/nowhere.json", "nowhere.json"),
         (f"{SMALL} --noise_multiplier 4 --choose", "--choose is for the choice .*: give --recipe too"),
-        ("--recipe recipes/vip_nano.toml --compute 1000", "--compute is for the choice .*: give --choose too"),
-        ("--recipe recipes/vip_nano.toml --parameters 7", "--parameters is for a plan without --recipe"),
         ("--recipe recipes/vip_nano.toml --num_examples 5000000", "change it by data.num_examples=5000000"),
         ("--recipe recipes/quickstart.toml --choose", "names no data.num_examples"),
         ("--recipe recipes/vip_nano.toml --choose --no_extras privacy.simulation=true", "a target epsilon"),
@@ -368,12 +336,9 @@ def test_bad_resources_are_refused(arguments, message, monkeypatch):
         ("--recipe recipes/quickstart.toml --gpu cpu", "give --ds_config"),
         ("--recipe recipes/vip_base.toml --num_steps 5", "business: change it by train.num_steps=5"),
         ("--recipe recipes/vip_nano.toml --num_examples 5", "change it by data.num_examples=5"),
-        ("--recipe recipes/vip_nano.toml --allow_small_noise", "by privacy.allow_small_noise=true"),
-        ("--recipe recipes/vip_nano.toml --cap", "always cuts batches"),
         (f"{SMALL} --noise_multiplier 1 train.num_steps=5", "give --recipe"),
         (f"{SMALL} --noise_multiplier 1 --delta 2", "target_delta"),
         (f"{SMALL} --noise_multiplier x", "invalid float"),
-        (f"{SMALL} --noise_multiplier 1 --reserve -1", "reserved_attempts"),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments, message, monkeypatch, capsys):

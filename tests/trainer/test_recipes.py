@@ -16,13 +16,14 @@ from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK
+from privacy.sampling.poisson import default_cap
 from tests.docs.pages import shell_commands
 from tests.e2e.launch import alone, train_arguments
 from tests.processes import run_python
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.loop.schedule import learning_rate
-from trainer.planner.batches import Batches
+from trainer.planner.batches import padding, padding_note
 from trainer.ranks.discovery import Ranks
 from trainer.run import start as training
 
@@ -238,11 +239,12 @@ MOST_RANKS = {
 @pytest.mark.parametrize("path", [p for p in RECIPES if p in CALIBRATED or p.stem in MOST_RANKS], ids=lambda p: p.stem)
 def test_little_of_a_logical_batch_is_padding(path: Path) -> None:
     config = load_config(path)
-    batches, size = Batches.of(config, None), config.train.micro_batch_size
+    expected, size = config.privacy.expected_batch_size, config.train.micro_batch_size
+    count = default_cap(expected) if config.privacy.enabled else expected
     most = MOST_RANKS.get(path.stem, 128)
     assert f"Little padding on 8 to {most} ranks" in path.read_text() or path.stem.startswith("dpcap_")
     for ranks in (ranks for ranks in RANKS if ranks <= most):
-        assert batches.padding(ranks, size) <= 0.05 and batches.note(ranks, size) is None
+        assert padding(count, ranks, size) <= 0.05 and padding_note(count, ranks, size) is None
 
 
 def test_the_four_differ_in_size_only() -> None:

@@ -160,13 +160,6 @@ def test_the_sentence_changes_at_its_edges(kind: str) -> None:
     assert rank(of_ratios(2.1, threshold / 3, kind)) == 2, "nobody tried so much per step"
 
 
-@pytest.mark.parametrize(("sigma", "batch", "steps"), [(1.9, 256, 200), (2.63, 512, 200), (2.27, 512, 200)])
-def test_runs_near_the_threshold_are_not_said_to_learn(sigma: float, batch: int, steps: int) -> None:
-    """1,424 pictures with the small captioner: 3 to 3.3 per step, 400 times the noise of the published runs."""
-    found = NoiseToSignal(400_000, sigma, batch, steps)
-    assert found.learns is None and "published" not in found.sentence and found.sentence.startswith("open: ")
-
-
 def test_every_kind_of_model_has_a_threshold() -> None:
     assert set(PUBLISHED) == set(LARGEST_THAT_LEARNS) == set(get_args(ModelSection.model_fields["kind"].annotation))
 
@@ -213,9 +206,9 @@ def test_clip_art_does_not_read_as_learning() -> None:
 # The choice
 
 
-def require_best_of_its_row(request: PlanRequest, computed: int) -> PrivacyPlan:
+def require_best_of_its_row(request: PlanRequest) -> PrivacyPlan:
     """The choice keeps compute, data and epsilon, and no step along the row of powers of two is better by the rule."""
-    chosen = choose(request, 100_000, computed)
+    chosen, computed = choose(request, 100_000), request.expected_batch_size * request.num_steps
     plan, largest = chosen.plan, min(request.num_examples, computed // FEWEST_STEPS)
     batch, steps = plan.expected_batch_size, plan.num_steps
     assert 1 <= batch <= largest and steps == round(computed / batch) >= FEWEST_STEPS
@@ -238,10 +231,10 @@ def test_the_choice_is_feasible_and_the_best_of_its_row(seed: int) -> None:
     """A delta below 1e-12, which exact noise allows, is accounted by RDP, which is fast; epsilon is recomputed from numbers."""
     rng = np.random.default_rng(seed)
     n, own, epsilon = int(10 ** rng.uniform(3, 5)), 2 ** int(rng.integers(3, 8)), float(rng.uniform(1, 10))
-    computed = int(n * rng.uniform(1, 10)) + FEWEST_STEPS * own
-    sizes = {"num_examples": n, "expected_batch_size": own, "num_steps": 500}
+    steps = int(n * rng.uniform(1, 10)) // own + FEWEST_STEPS
+    sizes = {"num_examples": n, "expected_batch_size": own, "num_steps": steps}
     request = PlanRequest(**sizes, target_epsilon=epsilon, target_delta=1e-13, cap=None, arithmetic="certified")
-    plan = require_best_of_its_row(request, computed)
+    plan = require_best_of_its_row(request)
     sigma = effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)
     group = ReleaseGroup(plan.sample_rate, sigma, plan.num_steps + plan.reserved_attempts)
     assert epsilon_rdp([group], plan.accounted_delta) <= epsilon
@@ -249,7 +242,7 @@ def test_the_choice_is_feasible_and_the_best_of_its_row(seed: int) -> None:
 
 @pytest.mark.full
 def test_the_choice_by_privacy_loss_distributions() -> None:
-    plan = require_best_of_its_row(REQUEST, 200 * 600)
+    plan = require_best_of_its_row(REQUEST)
     assert plan.expected_batch_size > 200, "sigma is far below 1 at 200, where a larger batch pays"
     sigma = effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)
     group = ReleaseGroup(plan.sample_rate, sigma, plan.num_steps + plan.reserved_attempts, 10_000, plan.cap)

@@ -12,7 +12,6 @@ fairscale, where it is not verified.
 import importlib.util
 import os
 import shutil
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -73,16 +72,3 @@ def require_compiler(device: torch.device) -> None:
             f"train.compile needs a compiler on this machine ({' or '.join(names)}): install one (apt-get install g++), or "
             "remove train.compile"
         )
-
-
-class CompileCounts(NamedTuple):
-    """What torch.compile did in this process so far."""
-
-    graphs: int
-    graph_breaks: int
-
-
-def compile_counts() -> CompileCounts:
-    """Reads torch's counters, which are not public API; tests/privacy/clipping/test_compile.py makes them count."""
-    counters = torch._dynamo.utils.counters
-    return CompileCounts(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))

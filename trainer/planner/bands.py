@@ -4,6 +4,7 @@ The measure is `error_ratio`: the root mean square of the noise in running sums 
 calibrated for the same epsilon, delta, steps and reserve (docs/correlated_noise.md).
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -61,24 +62,19 @@ def by_bands(request: PlanRequest, progress: Progress | None = None) -> list[dic
     The cap changes the last digits and takes ten times as long.
     """
     rows: list[dict[str, Any]] = []
-    bands = 1
+    bands, independent = 1, math.nan
     while bands * request.expected_batch_size <= request.num_examples and bands <= min(
         request.num_steps, MOST_SEARCHED
     ):
         plan = make_plan(replace(with_bands(request, bands), cap=None), progress=progress)
         error = plan.noise_multiplier * running_sums_error(Strategy.square_root(bands), plan.num_steps)
-        rows.append({"bands": bands, "noise_multiplier": plan.noise_multiplier, "error": error})
-        if len(rows) > 2 and rows[-3]["error"] < rows[-2]["error"] < rows[-1]["error"]:
+        independent = error if bands == 1 else independent
+        rows.append({"bands": bands, "noise_multiplier": plan.noise_multiplier, "error_ratio": error / independent})
+        ratios = [row["error_ratio"] for row in rows[-3:]]
+        if len(ratios) > 2 and ratios[0] < ratios[1] < ratios[2]:
             break
         bands *= 2
-    return [
-        {
-            "bands": row["bands"],
-            "noise_multiplier": row["noise_multiplier"],
-            "error_ratio": row["error"] / rows[0]["error"],
-        }
-        for row in rows
-    ]
+    return rows
 
 
 def best_bands(rows: list[dict[str, Any]]) -> int:

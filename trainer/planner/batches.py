@@ -1,98 +1,71 @@
-"""How many micro-batches a logical batch takes, how many of their rows are padding, and what a step reads.
+"""How many rows a logical batch takes and how many of them are padding; what a step reads, and what staging copies.
 
 Every rank runs the same number of micro-batches of the same size, whose rows without an example cost as much as examples and
-count for nothing. Every step of a private run takes the micro-batches of the capped batch (privacy/step/batches.py). Elsewhere
-their number follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
+count for nothing. Every step of a private run takes the micro-batches of the capped batch (privacy/step/batches.py); without
+privacy their number follows the batch, and is planned for the expected one.
 A step makes one random read for each example, whose mean size the index knows where there is one.
 """
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist, fmean
 
 import numpy as np
 
 from data.index.shards import find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
-from privacy.plan import PrivacyPlan
-from privacy.sampling.poisson import default_cap
+from privacy.sampling.rows import most_of_share
 from privacy.step.batches import num_micro_batches
 from trainer.config.recipe import RunConfig
 
 WORTH_A_NOTE = 0.05
 """Padding is noted from this share of the rows on."""
-_QUANTILES = 64
-"""This number of equally likely batches stands for a fluctuating one."""
 _SMALLEST = 4
 """No micro-batch below this part of the recipe's is proposed: kernels would be busy with less."""
 
 
-@dataclass(frozen=True)
-class Batches:
-    """How many examples the logical batches hold.
+def micro_batches(config: RunConfig, count: int, world_size: int, ranks_per_node: int) -> int:
+    """Micro-batches of each rank for `count` examples.
 
-    Attributes:
-        counts: numbers of examples, each equally likely.
+    Where every node reads its own share (`data.staging`), there are rows for the largest share.
     """
+    size = config.train.micro_batch_size
+    number = num_micro_batches(count, world_size, size)
+    if config.data.staging is None or not config.privacy.enabled or ranks_per_node >= world_size:
+        return number
+    share = min(count, most_of_share(config.privacy.expected_batch_size * ranks_per_node / world_size))
+    return max(number, num_micro_batches(share, ranks_per_node, size))
 
-    counts: tuple[int, ...]
 
-    @classmethod
-    def of(cls, config: RunConfig, plan: PrivacyPlan | None) -> "Batches":
-        """The batches of a recipe; without a plan (nobody knows the number of examples) they have the default cap."""
-        expected = config.privacy.expected_batch_size
-        if config.data.streaming:
-            return cls((expected,))
-        cap = default_cap(expected) if plan is None else plan.max_batch_size
-        if config.privacy.enabled:
-            return cls((cap,))
-        spread = NormalDist(expected, math.sqrt(expected))
-        quantiles = (spread.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES))
-        return cls(tuple(min(cap, max(1, round(count))) for count in quantiles))
+def padding(count: int, world_size: int, size: int) -> float:
+    """Share of the rows that are padding and need not be: those between a small batch and its cap do not count."""
+    return 1 - count / (num_micro_batches(count, world_size, size) * size * world_size)
 
-    def micro_batches(self, world_size: int, size: int) -> float:
-        """Micro-batches of each rank, on average over steps."""
-        return fmean(num_micro_batches(count, world_size, size) for count in self.counts)
 
-    def padding(self, world_size: int, size: int) -> float:
-        """Share of the rows that are padding and need not be: those between a small batch and its cap do not count."""
-        rows = self.micro_batches(world_size, size) * size * world_size
-        return 1 - fmean(self.counts) / rows
-
-    def better_size(self, world_size: int, size: int) -> int | None:
-        """The largest smaller micro-batch that wastes less than WORTH_A_NOTE, or least.
-
-        None where this one does not waste more, or none is much better.
-        """
-        if self.padding(world_size, size) <= WORTH_A_NOTE:
-            return None
-        step = 8 if size > 8 else 1
-        choices = range((size - 1) // step * step, max(1, size // _SMALLEST) - 1, -step)
-        padding = {choice: self.padding(world_size, choice) for choice in choices}
-        if not padding:
-            return None
-        best = next((c for c, share in padding.items() if share <= WORTH_A_NOTE), min(padding, key=padding.__getitem__))
-        return best if padding[best] < 0.75 * self.padding(world_size, size) else None
-
-    def note(self, world_size: int, size: int) -> str | None:
-        """One line where padding wastes more than WORTH_A_NOTE of the rows, and which micro-batch would do better."""
-        share = self.padding(world_size, size)
-        if share <= WORTH_A_NOTE:
-            return None
-        examples, better = math.ceil(fmean(self.counts) / world_size), self.better_size(world_size, size)
-        number = self.micro_batches(world_size, size)
-        batches = f"{number:.4g} micro-batch{'' if number == 1 else 'es'}"
-        line = f"padding: {share:.1%} of the rows, {examples:,} examples a rank in {batches} of {size:,}"
-        if better is None:
-            return f"{line}; no train.micro_batch_size a little below does much better"
-        return f"{line}; train.micro_batch_size={better} leaves {self.padding(world_size, better):.1%}"
+def padding_note(count: int, world_size: int, size: int) -> str | None:
+    """One line where padding wastes more than WORTH_A_NOTE of the rows, and the largest smaller micro-batch that does not."""
+    share = padding(count, world_size, size)
+    if share <= WORTH_A_NOTE:
+        return None
+    step = 8 if size > 8 else 1
+    smaller = range((size - 1) // step * step, max(1, size // _SMALLEST) - 1, -step)
+    better = next((choice for choice in smaller if padding(count, world_size, choice) <= WORTH_A_NOTE), None)
+    number = num_micro_batches(count, world_size, size)
+    batches = f"{number:,} micro-batch{'' if number == 1 else 'es'}"
+    line = (
+        f"padding: {share:.1%} of the rows, {math.ceil(count / world_size):,} examples a rank in {batches} of {size:,}"
+    )
+    if better is None:
+        return f"{line}; no train.micro_batch_size a little below does much better"
+    return f"{line}; train.micro_batch_size={better} leaves {padding(count, world_size, better):.1%}"
 
 
 BYTES_PER_EXAMPLE = 50_000
 """Assumed where no index says better: a JPEG of some 300 pixels a side and its caption."""
 SAMPLED = 100_000
 """Examples whose lengths are averaged."""
+EXAMPLES_PER_SHARD = 10_000
+"""Assumed where no index says better: what the makers of web-scale sets put into one."""
 
 
 @dataclass(frozen=True)
@@ -135,3 +108,12 @@ def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> 
     step = -(-len(table) // SAMPLED)
     lengths = table.extents(np.arange(0, len(table), step)).lengths
     return Examples(count, float(lengths.mean()), f"index {index}", num_shards)
+
+
+def staged_bytes(examples: Examples, count: int, world_size: int, ranks_per_node: int) -> float:
+    """Bytes that staging copies to each node (`data.staging`), of shards that hold `count` examples."""
+    shards = examples.num_shards or math.ceil(count / EXAMPLES_PER_SHARD)
+    # A shard on the border between two nodes is copied to both.
+    borders = 2 if ranks_per_node < world_size else 0
+    per_node = math.ceil(shards * min(1.0, ranks_per_node / world_size)) + borders
+    return min(per_node, shards) * examples.mean_bytes * count / shards

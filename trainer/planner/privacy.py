@@ -7,7 +7,6 @@ from typing import Any
 from privacy.accounting import accountants as accounting
 from privacy.accounting import attack_risk
 from privacy.accounting.several import epsilon_of_several
-from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
 
 # Group epsilons are guidance and no claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
@@ -26,9 +25,6 @@ def summarise(
         warn: called with one line about a cross-check that cannot be done.
         extras: also what the guarantee means to other neighbours and to an attacker (slower).
         max_examples_per_owner: adds the epsilon of an owner of this many examples.
-
-    Raises:
-        PrivacyConfigError: `max_examples_per_owner` below 1.
     """
     result: dict[str, Any] = {
         "num_examples": plan.num_examples,
@@ -51,53 +47,35 @@ def summarise(
         "epochs": plan.num_steps * plan.sample_rate / plan.bands,
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
-    epsilons = _epsilons(plan, warn, extras)
-    if max_examples_per_owner is not None:
-        if max_examples_per_owner < 1:
-            raise PrivacyConfigError(f"--max_examples_per_owner is {max_examples_per_owner}; it must be at least 1")
-        result["max_examples_per_owner"], epsilons["epsilon_owner"] = max_examples_per_owner, None
-        if plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA:
-            groups = [plan.release_group(plan.num_steps)]
-            epsilons["epsilon_owner"] = epsilon_of_several(plan, groups, max_examples_per_owner, _GROUP_INTERVAL)
-    result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
-    return result | (_extras(plan) if extras else {}) | {"scaling_rule": scaling_rule(plan)}
-
-
-def _extras(plan: PrivacyPlan) -> dict[str, Any]:
-    """What the guarantee means to an attacker; None where it cannot be computed."""
-    if (
-        not plan.formal_guarantee
-        or plan.accounted_delta < accounting.PLD_SMALLEST_DELTA
-        or plan.epsilon_planned == math.inf
-    ):
-        return {"attack_risk": None}
-    group = plan.release_group(plan.num_steps).without_cap()
-    return {"attack_risk": attack_risk.risk_of(accounting.loss_distribution([group], accounting.COARSE_INTERVAL))}
-
-
-def _epsilons(plan: PrivacyPlan, warn: Callable[[str], None], extras: bool) -> dict[str, float | None]:
-    groups = [plan.release_group(plan.num_steps)]
-    delta = plan.accounted_delta
-    names = ("epsilon_pld", "epsilon_rdp", "epsilon_prv_lower", "epsilon_prv", "epsilon_prv_upper")
-    values: dict[str, float | None] = dict.fromkeys((*names, "epsilon_with_reserve", "replace_one"))
-    values |= {"group_2": None, "group_5": None, "tan": None}
-    if not plan.formal_guarantee:
-        return values
-    values["epsilon_rdp"] = accounting.epsilon_rdp(groups, delta)
-    values["tan"] = accounting.tan(groups)
-    values["epsilon_with_reserve"] = plan.epsilon_with_reserve
-    if delta >= accounting.PLD_SMALLEST_DELTA:
-        values["epsilon_pld"] = plan.epsilon_planned
+    names = ("epsilon_pld", "epsilon_rdp", "epsilon_prv_lower", "epsilon_prv", "epsilon_prv_upper", "replace_one")
+    epsilons: dict[str, float | None] = dict.fromkeys((*names, "epsilon_with_reserve", "group_2", "group_5", "tan"))
+    groups, delta = [plan.release_group(plan.num_steps)], plan.accounted_delta
+    has_pld = plan.formal_guarantee and delta >= accounting.PLD_SMALLEST_DELTA
+    if plan.formal_guarantee:
+        epsilons |= {"epsilon_rdp": accounting.epsilon_rdp(groups, delta), "tan": accounting.tan(groups)}
+        epsilons["epsilon_with_reserve"] = plan.epsilon_with_reserve
+    if has_pld:
+        epsilons["epsilon_pld"] = plan.epsilon_planned
         try:
             lower, estimate, upper = accounting.epsilon_prv(groups, delta)
-            values |= {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
+            epsilons |= {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
         except accounting.CrossCheckUnavailable as error:
             warn(str(error))
-        if extras:
-            values["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
-            for count in (2, 5):
-                values[f"group_{count}"] = epsilon_of_several(plan, groups, count, _GROUP_INTERVAL)
-    return values
+    if has_pld and extras:
+        epsilons["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
+        for count in (2, 5):
+            epsilons[f"group_{count}"] = epsilon_of_several(plan, groups, count, _GROUP_INTERVAL)
+    if max_examples_per_owner is not None:
+        result["max_examples_per_owner"], epsilons["epsilon_owner"] = max_examples_per_owner, None
+        if has_pld:
+            epsilons["epsilon_owner"] = epsilon_of_several(plan, groups, max_examples_per_owner, _GROUP_INTERVAL)
+    result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
+    if extras:
+        result["attack_risk"] = None
+        if has_pld and result["epsilon_pld"] is not None:
+            whole = accounting.loss_distribution([groups[0].without_cap()], accounting.COARSE_INTERVAL)
+            result["attack_risk"] = attack_risk.risk_of(whole)
+    return result | {"scaling_rule": scaling_rule(plan)}
 
 
 def epsilon_formula(eta: float, delta: float) -> float:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
@@ -123,8 +123,7 @@ class NoiseToSignal:
         return {**asdict(self), **ratios, "learns": self.learns, "sentence": self.sentence}
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A batch and steps for a number of examples to compute and an epsilon.
 
     Attributes:
@@ -146,19 +145,12 @@ class Choice:
             "target_delta",
             "num_examples",
         )
-        chosen = {name: getattr(self.plan, name) for name in names}
-        return {
-            **chosen,
-            "epsilon_with_reserve": self.plan.epsilon_with_reserve,
-            "noise_to_signal": self.signal.as_json(),
-            "reason": self.reason,
-        }
+        chosen = {name: getattr(self.plan, name) for name in (*names, "epsilon_with_reserve")}
+        return {**chosen, "noise_to_signal": self.signal.as_json(), "reason": self.reason}
 
 
-def choose(
-    request: PlanRequest, parameters: int, examples_computed: int | None = None, *, kind: str = "captioner"
-) -> Choice:
-    """The batch and steps with the least accumulated noise-to-signal that the examples to compute and epsilon allow.
+def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") -> Choice:
+    """The batch and steps with the least accumulated noise-to-signal for the request's epsilon and examples to compute (B T).
 
     Doubling the batch halves the steps. It lowers the ratio while sigma is small, and then hardly any more; so the answer is the
     smallest batch, in powers of two from the request's, whose doubling is worth less than `WORTH_DOUBLING`: of two runs with as
@@ -166,7 +158,6 @@ def choose(
 
     Args:
         request: with a target epsilon; its batch and steps are what the answer is compared with.
-        examples_computed: B T; None takes the request's.
 
     Raises:
         PrivacyConfigError: the request has no target epsilon, makes no claim, is not Poisson sampled, has correlated noise, or
@@ -179,7 +170,7 @@ def choose(
         raise PrivacyConfigError(
             "a choice of batch and steps needs a private run, Poisson sampling and a target epsilon"
         )
-    computed = examples_computed or request.expected_batch_size * request.num_steps
+    computed = request.expected_batch_size * request.num_steps
     largest = max(1, min(request.num_examples, computed // FEWEST_STEPS))
 
     def resized(size: int) -> PlanRequest:

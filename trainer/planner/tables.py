@@ -136,81 +136,26 @@ def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
 
 
 def resource_table(plan: dict[str, Any]) -> Table:
-    """Memory, time, traffic and reads; see `trainer.planner.resources`."""
+    """What `plan.py --json` has under `resources`, row by row; see `trainer.planner.resources`."""
     where = f", {plan['gpu']}" if plan["gpu"] else ""
     sharding = f"ZeRO-{plan['zero_stage']}" if plan["engine"] == "deepspeed" else plan["engine"]
     table = _empty_table(f"Memory and time: {plan['world_size']} ranks, {sharding}, {plan['dtype']}{where}")
-    row = table.add_row
-    batch, memory, compute, reading = (plan[key] for key in ("batch", "memory", "compute", "reading"))
     frozen = f"and {plan['frozen_parameters']:,} frozen" if plan["frozen_parameters"] else ""
-    row("trainable parameters", f"{plan['parameters']:,}", frozen)
-    note = f"of {batch['micro_batch_size']}; {batch['useful_share']:.1%} of the rows are not padding"
-    row("micro-batches per rank", f"{batch['micro_batches_per_step']:,.5g}", note)
-    table.add_section()
-    for key, note in _MEMORY_ROWS.items():
-        if memory[key]:
-            row(key.replace("_", " "), _size(memory[key]), note)
-    modes = ", ".join(f"{mode} {_size(count)}" for mode, count in memory["activations_by_mode"].items())
-    row("activations", _size(memory["activations"]), f"of a micro-batch in mode {plan['clipping_mode']} ({modes})")
-    row("peak per rank", _size(memory["peak"]), "the larger of a micro-batch and the end of a step")
-    if "fits" in memory:
-        fits = "fits" if memory["fits"] else "DOES NOT FIT"
-        row(
-            "device",
-            _size(memory["device"]),
-            f"{fits}: {_size(memory['for_activations'])} for activations, margin 20 %",
-        )
-        row("largest micro-batch", f"{memory['largest_micro_batch']:,}", "1,024 at most")
-    table.add_section()
-    ratio = f"clipping {compute['clipping_ratio']:.3f} of a non-private step"
-    row("FLOP per example", f"{compute['flop_per_example']:.4g}", ratio)
-    row("FLOP per step", f"{compute['flop_per_step']:.4g}", "all ranks, matrix products and attention")
-    row(
-        "read per step",
-        _size(reading["bytes_per_step"]),
-        f"{reading['bytes_per_example']:,.0f} bytes an example ({reading['source']})",
-    )
-    staging = reading["staging"]
-    if "staged" in staging:
-        staged, note = (
-            staging["staged"],
-            f"at {staging['store_gbits']:g} Gb/s: {staging['staged']['seconds'] / 60:,.3g} minutes",
-        )
-        row("staged per node", _size(staged["bytes_per_node"]), f"{note}; {staging['nodes']} nodes (data.staging)")
-        row(
-            "requests, staged",
-            f"{staged['requests']:,}",
-            f"whole shards, for the whole run: {staged['price']:,.2f} dollars",
-        )
-    one_by_one = staging["one_by_one"]
-    note = (
-        f"one by one, for the whole run: {one_by_one['price']:,.2f} dollars at {staging['request_price']:g} for 1,000"
-    )
-    row("requests, examples", f"{one_by_one['requests']:,}", note)
-    if "time" in plan:
-        time = plan["time"]
-        given = time["assumptions"]
-        note = f"assumed: {given['efficiency']:.0%} of {given['peak_flop_per_second'] / 1e12:g} TFLOP/s"
-        row("compute per step", f"{time['compute_seconds_per_step']:.4g} s", note)
-        sent = f"{_size(time['sent_bytes_per_step'])} sent by each rank"
-        if time["lattice_seconds_per_step"]:
-            note = f"{_size(plan['certified']['lattice_bytes_per_example'])} of memory traffic an example, to round and to check"
-            row("whole numbers per step", f"{time['lattice_seconds_per_step']:.4g} s", note)
-        row("exposed communication", f"{time['exposed_communication_seconds_per_step']:.4g} s", sent)
-        row("step", f"{time['seconds_per_step']:.4g} s", f"{time['examples_per_second']:,.0f} examples/s")
-        row("whole run", f"{time['hours']:,.1f} h", f"left out: {given['left_out']}")
-        row("GPU-hours", f"{time['gpu_hours']:,.0f}", "ranks times hours")
-        decoded = f"each rank decodes {time['reads_per_second_and_rank']:,.1f} examples/s"
-        note = f"{_size(time['read_bytes_per_second'])}/s; {decoded}"
-        row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
-        note = f"to decode, at {given['decoded_per_second_and_core']:,.0f} examples/s a core; Slurm: --cpus-per-task"
-        row("cores per rank", f"{time['decoding_cores_per_rank']:,.2f}", note)
+    table.add_row("trainable parameters", f"{plan['parameters']:,}", frozen)
+    table.add_row("clipping mode", plan["clipping_mode"], f"{plan['accumulation']} accumulation")
+    for section in ("batch", "memory", "compute", "reading", "time", "assumptions"):
+        table.add_section()
+        for key, value in plan.get(section, {}).items():
+            if value is not None and (value or key == "fits"):
+                is_size = "bytes" in key or (section == "memory" and key != "largest_micro_batch")
+                table.add_row(key.replace("_", " "), _shown(key, value, is_size), _NOTES.get(key, ""))
     for note in plan["notes"]:
-        row("note", "", note)
+        table.add_row("note", "", note)
     return table
 
 
-_MEMORY_ROWS = {
+_NOTES = {
+    "micro_batches_per_step": "of each rank",
     "weights": "compute dtype, kept between uses",
     "masters": "fp32 master weights",
     "gradient_buffer": "the engine's",
@@ -220,15 +165,35 @@ _MEMORY_ROWS = {
     "sums": "clipped sums, fp64 or int64",
     "bucket": "of sharded accumulation",
     "gathered": "weights while a micro-batch runs",
+    "activations": "of a micro-batch",
     "step": "at the end of a step: reduction, noise, optimizer",
     "host": "offloaded to main memory",
+    "peak": "per rank: the larger of a micro-batch and the end of a step",
+    "for_activations": "with a margin of 20 %",
+    "largest_micro_batch": "1,024 at most",
+    "clipping_ratio": "of a non-private step",
+    "flop_per_step": "all ranks, matrix products and attention",
+    "staged_bytes_per_node": "with data.staging",
+    "lattice_seconds_per_step": "to round and to check whole numbers",
+    "examples_per_second": "random reads that storage must deliver",
+    "gpu_hours": "ranks times hours",
+    "sent_bytes_per_step": "by each rank",
+    "decoding_cores_per_rank": "Slurm: --cpus-per-task",
+    "efficiency": "share of the peak that is reached",
+    "left_out": "and not planned",
 }
 
 
-def _size(count: float) -> str:
-    """Binary units, as the trainer prints them."""
+def _shown(key: str, value: Any, is_size: bool) -> str:
+    """Sizes in binary units, as the trainer prints them; seconds as such; other numbers with commas or four digits."""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if not is_size or isinstance(value, str):
+        number = f"{value:,}" if isinstance(value, int) and value < 10**12 else value
+        unit = " s" if "seconds" in key else ""
+        return f"{number:,.4g}{unit}" if isinstance(number, float | int) else number
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"

@@ -14,6 +14,7 @@ from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.base import VisionModel
 from models.converters.native import model_facts
 from privacy.step.engine import Engine
+from trainer.tasks.pictures import contact_sheet
 
 
 class Samples(NamedTuple):
@@ -84,8 +85,20 @@ class TrainingTask:
         """What held-out evaluation averages over examples: (B,) by name, "loss" among them. Collective, as `samples`."""
         return {"loss": engine.module(**inputs)}
 
+    @torch.no_grad()
     def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
         """Shows the model's work on held-out examples. Collective: sharded engines gather weights in every forward."""
+        images: list[np.ndarray] = []
+        lines: list[tuple[str, str]] = []
+        for batch in batches:
+            answers = self.answers(engine, batch.inputs)
+            for row in (~batch.is_padding_B).nonzero().flatten().tolist():
+                images.append(pixels(batch.inputs["images_BCHW"][row]))
+                lines.append(answers[row])
+        return Samples(contact_sheet(images, lines), lines)
+
+    def answers(self, engine: Engine, inputs: dict[str, Tensor]) -> list[tuple[str, str]]:
+        """What the model says of each example, and the reference; for `samples` of models that speak."""
         raise NotImplementedError
 
 

@@ -57,29 +57,20 @@ class BlindBaseline(Protocol):
         ...
 
 
-def caption_losses(
-    captions: Mapping[Tokens, int],
-    vocab_size: int,
-    *,
-    counted: Mapping[Tokens, int] | None = None,
-    added: float = ADDED,
-) -> dict[str, float]:
+def caption_losses(captions: Mapping[Tokens, int], vocab_size: int) -> dict[str, float]:
     """Caption losses of three tables of frequencies: nats per token, averaged within a caption first, as the model's loss.
 
-    `unigram`: p(w) = (c(w) + added) / (N + added V). `bigram`: p(w | v) = (c(v, w) + p(w)) / (c(v) + 1), where the start token
+    `unigram`: p(w) = (c(w) + ADDED) / (N + ADDED V). `bigram`: p(w | v) = (c(v, w) + p(w)) / (c(v) + 1), where the start token
     comes before the first word. `whole_caption`: p(x) = (c(x) + p_bigram(x)) / (n + 1). The last two fall back on the table
     before them, which counts as one occurrence; so each gives every caption a probability, and these sum to at most one.
 
     Args:
-        captions: the captions to score, each with how many times it occurs.
+        captions: each with how many times it occurs. The tables are counted on them, each time without one occurrence of the
+            caption that is scored.
         vocab_size: V.
-        counted: the captions that the tables are counted on, which must be public. None: the scored captions, each time without
-            one occurrence of the one that is scored.
-        added: see `unigram`.
     """
-    tables = captions if counted is None else counted
-    words, pairs, num_captions = Counter[int](), Counter[tuple[int, int]](), sum(tables.values())
-    for caption, times in tables.items():
+    words, pairs, num_captions = Counter[int](), Counter[tuple[int, int]](), sum(captions.values())
+    for caption, times in captions.items():
         for before, word in zip((-1, *caption), caption, strict=False):
             words[word] += times
             pairs[before, word] += times
@@ -88,26 +79,23 @@ def caption_losses(
         starts[before] += times
     num_words = words.total()
 
-    totals, num_scored = dict.fromkeys(("unigram", "bigram", "whole_caption"), 0.0), sum(captions.values())
+    totals = dict.fromkeys(("unigram", "bigram", "whole_caption"), 0.0)
     for caption, times in captions.items():
         steps = list(zip((-1, *caption), caption, strict=False))
-        own = steps if counted is None else []
-        own_words, own_starts = Counter(word for _, word in own), Counter(before for before, _ in own)
-        own_pairs = Counter(own)
+        own_words, own_starts = Counter(word for _, word in steps), Counter(before for before, _ in steps)
+        own_pairs = Counter(steps)
         unigram = bigram = 0.0
         for before, word in steps:
-            p_word = (words[word] - own_words[word] + added) / (num_words - len(own) + added * vocab_size)
+            p_word = (words[word] - own_words[word] + ADDED) / (num_words - len(steps) + ADDED * vocab_size)
             p_pair = (pairs[before, word] - own_pairs[before, word] + p_word) / (
                 starts[before] - own_starts[before] + 1
             )
             unigram, bigram = unigram - math.log(p_word), bigram - math.log(p_pair)
-        left_out = int(counted is None)
-        occurrences = tables.get(caption, 0) - left_out
-        log_whole = np.logaddexp(math.log(occurrences) if occurrences else -math.inf, -bigram)
-        whole = math.log(num_captions - left_out + 1) - float(log_whole)
+        log_whole = np.logaddexp(math.log(times - 1) if times > 1 else -math.inf, -bigram)
+        whole = math.log(num_captions) - float(log_whole)
         for name, nats in zip(totals, (unigram, bigram, whole), strict=True):
             totals[name] += times * nats / max(len(caption), 1)
-    return {name: total / num_scored for name, total in totals.items()}
+    return {name: total / num_captions for name, total in totals.items()}
 
 
 class CaptionFrequencies:

@@ -1,15 +1,12 @@
 """Image captioning: DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506)."""
 
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import Batch
 from data.examples.examples import CaptionExample
 from data.examples.tokenizer import CaptionTokenizer
 from models.captioner import Captioner
@@ -17,8 +14,7 @@ from models.config import CaptionerConfig
 from models.generation import greedy_captions
 from privacy.step.engine import Engine, to_device
 from trainer.config.recipe import DataSection
-from trainer.tasks.base import Samples, TrainingTask, pixels
-from trainer.tasks.pictures import contact_sheet
+from trainer.tasks.base import TrainingTask
 
 
 class CaptioningTask(TrainingTask):
@@ -57,17 +53,12 @@ class CaptioningTask(TrainingTask):
         digest = hashlib.sha256(self.tokenizer_path.read_bytes()).hexdigest()
         return {**super().facts(), "tokenizer_sha256": digest}
 
-    @torch.no_grad()
-    def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
+    def answers(self, engine: Engine, inputs: dict[str, Tensor]) -> list[tuple[str, str]]:
         """Greedy captions."""
         tokenizer = CaptionTokenizer.from_file(self.tokenizer_path)
-        images: list[np.ndarray] = []
-        lines: list[tuple[str, str]] = []
-        for batch in batches:
-            shown = to_device(batch.inputs, engine)["images_BCHW"]
-            tokens = greedy_captions(engine.module, shown, max_tokens=self.model_config.num_tokens - 1).cpu()
-            for row in (~batch.is_padding_B).nonzero().flatten().tolist():
-                images.append(pixels(batch.inputs["images_BCHW"][row]))
-                reference = tokenizer.decode(batch.inputs["tokens_BL"][row].tolist())
-                lines.append((tokenizer.decode(tokens[row].tolist()), reference))
-        return Samples(contact_sheet(images, lines), lines)
+        shown = to_device(inputs, engine)["images_BCHW"]
+        tokens_BL = greedy_captions(engine.module, shown, max_tokens=self.model_config.num_tokens - 1)
+        said, references = (
+            [tokenizer.decode(row) for row in x_BL.tolist()] for x_BL in (tokens_BL, inputs["tokens_BL"])
+        )
+        return list(zip(said, references, strict=True))

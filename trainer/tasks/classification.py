@@ -1,19 +1,14 @@
 """Image classification: fine-tuning a trained encoder on labels (De et al. 2022, https://arxiv.org/abs/2204.13650)."""
 
-from collections.abc import Iterable
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import Batch
 from data.examples.examples import LabelledImageExample
 from models.classifier import Classifier, classification_loss
 from models.classifier_config import ClassifierConfig
 from privacy.step.engine import Engine, to_device
 from trainer.config.recipe import DataSection
-from trainer.tasks.base import Samples, TrainingTask, pixels
-from trainer.tasks.pictures import contact_sheet
+from trainer.tasks.base import TrainingTask
 
 
 class ClassificationTask(TrainingTask):
@@ -48,15 +43,8 @@ class ClassificationTask(TrainingTask):
         correct_B = logits_BK.argmax(dim=1) == inputs["labels_B"]
         return {"loss": classification_loss(logits_BK, inputs["labels_B"]), "accuracy": correct_B.float()}
 
-    @torch.no_grad()
-    def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
+    def answers(self, engine: Engine, inputs: dict[str, Tensor]) -> list[tuple[str, str]]:
         """The likeliest class of each image, and its label."""
-        images: list[np.ndarray] = []
-        lines: list[tuple[str, str]] = []
-        for batch in batches:
-            logits_BK = engine.module(to_device(batch.inputs, engine)["images_BCHW"], output="logits")
-            predicted_B = logits_BK.argmax(dim=1).cpu()
-            for row in (~batch.is_padding_B).nonzero().flatten().tolist():
-                images.append(pixels(batch.inputs["images_BCHW"][row]))
-                lines.append((f"class {int(predicted_B[row])}", f"class {int(batch.inputs['labels_B'][row])}"))
-        return Samples(contact_sheet(images, lines), lines)
+        logits_BK = engine.module(to_device(inputs, engine)["images_BCHW"], output="logits")
+        pairs = zip(logits_BK.argmax(dim=1).tolist(), inputs["labels_B"].tolist(), strict=True)
+        return [(f"class {predicted}", f"class {label}") for predicted, label in pairs]

@@ -21,12 +21,17 @@ from privacy.releases import SENSITIVITY_SLACK
 from tests.models.tiny import tiny_captioner
 from tests.privacy.clipping import oracle
 from trainer.config.machine import load_machine_settings
-from trainer.engines.compilation import compile_blocks, compile_counts, require_compilable, require_compiler
+from trainer.engines.compilation import compile_blocks, require_compilable, require_compiler
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 EAGER = "aot_eager"
 """Traces, differentiates and partitions like the default backend, but needs no C++ compiler."""
+
+
+def graph_breaks() -> int:
+    """What torch counted in this process; its counters are not public API."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +90,10 @@ def test_compiled_blocks_give_the_oracles_sums_without_graph_breaks(mode: str, c
     compile_all(list(model.layers))
     torch._dynamo.utils.counters.clear()
     assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
-    assert compile_counts().graph_breaks == 0
-    assert 1 <= compile_counts().graphs <= 2  # the first block's input requires no gradient
+    assert graph_breaks() == 0
+    assert (
+        1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    )  # the first block's input requires no gradient
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     if (
         not checkpointed
@@ -256,7 +263,7 @@ def test_a_compiled_layer_that_folds_the_batch_is_refused_and_breaks_are_counted
     total = ClippedSum(model, 1.0, self_check=False)
     with pytest.raises(PrivacyConfigError, match=r"layer layer \(Linear\) maps \(6, 4\)"):
         total.add_micro_batch(lambda x: model(x).sum(), {"x": torch.randn(3, 2, 4)}, torch.zeros(3, dtype=torch.bool))
-    assert compile_counts().graph_breaks >= 1
+    assert graph_breaks() >= 1
 
 
 @pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 3), ("fsdp", 2), ("fairscale", 1)])
@@ -293,4 +300,4 @@ def test_the_default_backend_whose_buffers_are_used_again(mode: str) -> None:
     torch._dynamo.utils.counters.clear()
     expected = oracle.clipped_sum(plain, plain, inputs, c)
     assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
-    assert compile_counts().graph_breaks == 0
+    assert graph_breaks() == 0
