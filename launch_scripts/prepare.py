@@ -37,6 +37,7 @@ from data.index.tar_index import ExampleTable
 from data.index.verify import STATES, verify_hashes, verify_sample
 from data.reading.pool import available_cores, worker_pool
 from data.reading.records import RemoteOptions
+from privacy.errors import printable, say
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 
@@ -194,11 +195,11 @@ def index(options: IndexOptions) -> ExampleTable | None:
             progress=_STDERR.is_terminal,
         )
         seconds = time.perf_counter() - start
-    print(f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}")
+    say(f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}")
     if table.excluded:
         print(f"{len(table.excluded)} shards are excluded", file=sys.stderr)
     for line in table.remarks():
-        print(line, file=sys.stderr)
+        say(line, file=sys.stderr)
     return table
 
 
@@ -212,7 +213,7 @@ def verify(options: VerifyOptions) -> None:
         table = ExampleTable.open(options.index, shards.root, remote=remote, check_shards=False)
         table.require_shards(shards)
         for line in table.remarks():
-            print(line, file=sys.stderr)
+            say(line, file=sys.stderr)
         with _progress() as bar:
             if options.sample is None:
                 track = functools.partial(bar.track, total=len(table.entries), description="hashing")
@@ -226,7 +227,7 @@ def verify(options: VerifyOptions) -> None:
                     f"{counts[state]} {state}" for state in STATES
                 )
                 usable = counts["usable"] + counts["labelled without caption"]
-    print(result)
+    say(result)
     if options.sample is not None and 2 * usable < size:
         raise DataError(
             f"{size - usable} of {size} examples cannot be used: a run on these shards would spend its budget on zero gradients; "
@@ -247,7 +248,7 @@ def repack_shards(options: RepackOptions) -> Repacked:
         prefix=options.prefix,
         key_until_last_dot=options.key_until_last_dot,
     )
-    print(
+    say(
         f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.joints} places "
         f"where archives were joined, {report.skipped} members that belong to no example: {options.output}"
     )
@@ -289,20 +290,20 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     table.add_column("items", justify="right")
     table.add_column("for example", style="dim")
     for suffix, count in report["other_files"].items():
-        table.add_row(f"not read: files with suffix {suffix}", f"{count:,}", "")
+        table.add_row(escape(printable(f"not read: files with suffix {suffix}")), f"{count:,}", "")
     table.add_row("read", f"{report['read']:,}", "")
     for reason, count in report["dropped"].items():
         samples = ", ".join(report["samples"].get(reason, [])[:2])
-        table.add_row(f"dropped: {report['reasons'][reason]}", f"{count:,}", escape(samples))
+        table.add_row(f"dropped: {report['reasons'][reason]}", f"{count:,}", escape(printable(samples)))
     table.add_row("written", f"{report['written']:,}", "")
     if options.heldout_share:
         table.add_row("held out of these", f"{report['held_out']:,}", "")
     Console().print(table)
     pairs, shards = report["written"] - report["held_out"], shlex.quote(f"data.shards={options.output}")
-    print(
-        f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private\n"
+    say(
+        f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private",
         f"{pairs:,} training pairs; next: python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} "
-        f"data.num_examples={pairs} --choose"
+        f"data.num_examples={pairs} --choose",
     )
     return report
 

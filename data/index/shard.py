@@ -18,6 +18,7 @@ from data.errors import DataError
 from data.index.tar_format import (
     BLOCK,
     IMAGE_EXTENSIONS,
+    OTHER_PICTURES,
     TEXTS,
     CutOffError,
     Member,
@@ -196,8 +197,8 @@ def walk_shard(path: Path, location: str) -> Extents:
             raise DataError(
                 merged_pairs(location, key, before | one)
                 or f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
-                f"{start}; bring them together by prepare.py repack {location} --output DIR, or write it again with "
-                "tar --sort=name"
+                f"{start}; bring them together by prepare.py repack {location} --output DIR (with --key_until_last_dot where "
+                "names hold dots), or write it again with tar --sort=name"
             )
     merged = {one for one in set(sets) if merged_pairs(location, b"", one)}
     if merged:
@@ -223,7 +224,8 @@ def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | N
     split = [(extension, *extension.rpartition(".")[::2]) for extension in extensions]
     texts = next((found for kind in TEXTS if (found := {stem for _, stem, last in split if last == kind})), set())
     texts |= {text.rpartition(".")[0] for text in texts if "." in text}  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
-    paired = {stem for name, stem, last in split if last in IMAGE_EXTENSIONS and not texts.isdisjoint((name, stem))}
+    pictures = IMAGE_EXTENSIONS | OTHER_PICTURES
+    paired = {stem for name, stem, last in split if last in pictures and not texts.isdisjoint((name, stem))}
     if len(paired) < 2:
         return None
     return (

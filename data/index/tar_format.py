@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp"})
+OTHER_PICTURES = frozenset({"gif", "bmp", "tif", "tiff", "avif", "heic", "heif", "jp2"})
+"""Pictures that no example is read from; with a text of the same name each is a pair all the same."""
 BLOCK = 512
 MAX_NAME_BYTES = 1 << 20
 _NO_EXAMPLE = re.compile(rb"^__[^/]*__(/|\Z)|(^|/)PaxHeaders(\.[^/]*)?/")

@@ -355,6 +355,12 @@ DOTTED = {
 }
 
 
+def test_a_picture_that_no_example_is_read_from_makes_a_pair_too(tmp_path: Path) -> None:
+    shard = shard_of(tmp_path / "a.tar", ["v1.1.gif", "v1.1.txt", "v1.2.jpg", "v1.2.txt"])
+    with pytest.raises(DataError, match="joins 2 pairs of picture and text"):
+        build_index([shard], tmp_path / "index")
+
+
 @pytest.mark.parametrize("what", DOTTED)
 def test_names_with_dots_join_no_pairs(what: str, tmp_path: Path) -> None:
     """Refused with the command that takes them apart, also by the other command; afterwards nothing is lost."""
