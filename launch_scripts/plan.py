@@ -197,9 +197,10 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
         if value is not None and not (options.choose and name in _CHOICE_KEYS):
             raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={value}")
     config = load_config(recipe, options.overrides)
+    machine = None if options.ds_config is None else load_machine_settings(options.ds_config)
     examples = None
     num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
-    if options.ds_config is not None or num_examples is None:
+    if machine is not None or num_examples is None:
         examples = known_examples(config, ROOT, options.bytes_per_example)
         num_examples = examples.count if num_examples is None else num_examples
     if num_examples is None:
@@ -218,7 +219,7 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
         result["choice"] = choose(request, parameters, kind=kind).as_json()
     signal = NoiseToSignal.of(planned, parameters, kind)
     result["noise_to_signal"] = None if signal is None else signal.as_json()
-    if options.ds_config is not None:
+    if machine is not None:
         assert examples is not None
         assumed = {name: getattr(options, name) for name in _ASSUMPTIONS}
         cluster = Cluster(
@@ -228,7 +229,6 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
             network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
             **{name: value for name, value in assumed.items() if value is not None},
         )
-        machine = load_machine_settings(options.ds_config)
         result["resources"] = plan_resources(config, machine, cluster, examples, planned, ROOT)
     return result
 
