@@ -71,6 +71,7 @@ KNOWN_METRICS = (
     "privacy/noised_unclipped_fraction",
 )
 SIGNED = b"dp-trainer ledger head v1\n"
+USELESS = "; a delta of 1/n or more protects nobody"
 TORN = b" #torn"
 HEADER = ("seq", "type", "time_utc", "previous")
 FIELDS: dict[object, set[str]] = {
@@ -1149,8 +1150,7 @@ def check_epsilon(folder: Folder) -> str:
         sentence += (
             f"; with what the initial weights had spent, epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
         )
-    useless = folder.delta >= 1 / plan["num_examples"]
-    return f"{sentence}; a delta of 1/n or more protects nobody" if useless else sentence
+    return sentence + (USELESS if folder.delta * plan["num_examples"] >= 1 else "")
 
 
 # ---------------------------------------------------------------- The privacy card
@@ -1672,6 +1672,7 @@ def to_text(found: dict[str, Any]) -> str:
     claim = ""
     if found.get("epsilon") is not None:
         claim = f": epsilon {rounded_up(found['epsilon'], 4)} at delta {found['delta']:g}"
+        claim += USELESS if found["delta"] * found["attested"]["examples"] >= 1 else ""
     return "\n".join(map(printable, [*lines, f"verify: {found['verdict']}{claim}"]))
 
 
