@@ -258,7 +258,7 @@ def _write(
         num_written = 0
         with (
             named_when_whole(path, 0o600) as temporary,
-            tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape") as tar,
+            tarfile.open(temporary, "w", encoding="utf-8", errors="surrogateescape") as tar,
         ):
             while waiting is not None:
                 size = sum(_written_bytes(name, length) for run in waiting.runs for name, _, length in run.members)
@@ -271,7 +271,8 @@ def _write(
                     with open(shards[run.shard], "rb") as file:
                         for name, start, length in run.members:
                             file.seek(start)
-                            tar.addfile(_header(name, length), io.BytesIO(file.read(length)))
+                            header, tar.format = _header(name, length)
+                            tar.addfile(header, io.BytesIO(file.read(length)))
                 extensions_of[key], last = extensions, key
                 num_written += 1
                 report.joined += len(waiting.runs) > 1
@@ -288,11 +289,18 @@ def _write(
     return report
 
 
-def _header(name: bytes, size: int) -> tarfile.TarInfo:
+def _header(name: bytes, size: int) -> tuple[tarfile.TarInfo, int]:
+    """A plain header and its format: as most writers of shards have it, so that equal examples stay equal bytes; GNU's for names
+    that it cannot hold."""
     header = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
     header.size = size
-    return header
+    try:
+        header.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
+    except ValueError:
+        return header, tarfile.GNU_FORMAT
+    return header, tarfile.USTAR_FORMAT
 
 
 def _written_bytes(name: bytes, size: int) -> int:
-    return len(_header(name, size).tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")) + -(-size // BLOCK) * BLOCK
+    header, kind = _header(name, size)
+    return len(header.tobuf(kind, "utf-8", "surrogateescape")) + -(-size // BLOCK) * BLOCK

@@ -15,9 +15,7 @@ import pytest
 import privacy
 from privacy import verify
 from privacy.audit import folder as audits
-from privacy.audit import schedule
 from privacy.audit.members import MembersRecord
-from privacy.audit.second_sampler import Attempt
 from privacy.card.folder import build_card
 from privacy.checkpoints.read import newest_whole, sealed
 from privacy.ledger import durable
@@ -162,15 +160,3 @@ def test_a_rank_deals_its_own_part_alone(staged: bool) -> None:
     assert found[1] <= found[0] + 2, found
     few, many = (operations(lambda ranks=ranks: shares_of_nodes(range(ranks), 4096)) for ranks in (100, 200))  # type: ignore[misc]
     assert many / few < LARGEST_RATIO
-
-
-def test_pairs_of_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pairs of a long run of few examples would be more than memory holds; retries stay among those that are compared."""
-    monkeypatch.setattr(schedule, "_MAX_PAIRED", 10)
-    drawn = []
-    for index in range(50):
-        ids = np.sort(np.random.default_rng(index).choice(1000, 20, replace=False))
-        attempt = Attempt(b"n" * 16, min(index + 1, 49), int(index == 49), index)
-        drawn.append(schedule._Drawn(attempt, ids, ids, None, 0))
-    every, retries = schedule._overlaps(1000, drawn)
-    assert int(every.sentence.split()[0]) <= 45 and "the 1 pairs" in retries.sentence

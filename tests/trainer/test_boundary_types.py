@@ -41,8 +41,7 @@ READS_A_CLOCK = {
     "trainer/ranks/heartbeat.py": "deadlines",
     "trainer/ranks/rendezvous.py": "deadlines",
     "privacy/step/folder.py": "the wait for a lock",
-    "trainer/studies/executors.py": "deadlines; seconds for private/attempts.jsonl and the console",
-    "trainer/studies/folder.py": "lines of private/attempts.jsonl",
+    "privacy/verify.py": "the console of somebody who rechecks a folder",
 }
 """Every file that reads a clock, and why nothing of it reaches a public file of a run. An auditor reads these."""
 
