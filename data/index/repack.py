@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -289,7 +289,7 @@ def _write(
     return report
 
 
-def _header(name: bytes, size: int) -> tuple[tarfile.TarInfo, int]:
+def _header(name: bytes, size: int) -> tuple[tarfile.TarInfo, Literal[0, 1]]:
     """A plain header and its format: as most writers of shards have it, so that equal examples stay equal bytes; GNU's for names
     that it cannot hold."""
     header = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
@@ -297,8 +297,8 @@ def _header(name: bytes, size: int) -> tuple[tarfile.TarInfo, int]:
     try:
         header.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
     except ValueError:
-        return header, tarfile.GNU_FORMAT
-    return header, tarfile.USTAR_FORMAT
+        return header, 1  # tarfile.GNU_FORMAT
+    return header, 0  # tarfile.USTAR_FORMAT
 
 
 def _written_bytes(name: bytes, size: int) -> int:
