@@ -363,7 +363,7 @@ class PrivateLoop:
         if bad == count > 0:
             say(
                 f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: are the "
-                "weights still finite, and the learning rate small enough?"
+                "items and the weights finite, and is the learning rate small enough?"
             )
         return StepResult(number, self.epsilon, record.lr.value, record.noised_grad_norm.value, record.private)
 
