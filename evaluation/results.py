@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_durably
+from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
 from privacy.card.composition import claim_of
-from privacy.card.text import rounded_up
 from privacy.errors import printable, say
 from privacy.files.public import without_folders
 from privacy.limits import finite

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from models.config import Activation, Foreign, ForeignActivation  # noqa: E402
-from privacy.card.text import rounded_up  # noqa: E402
+from privacy.accounting.rounding import rounded_up  # noqa: E402
 from privacy.errors import say  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, Shown, add_options, parse_options, require_folders  # noqa: E402

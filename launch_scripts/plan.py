@@ -27,7 +27,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from privacy.card.text import rounded_up
+from privacy.accounting.rounding import rounded_up
 from privacy.errors import PrivacyConfigError, printable, say
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command

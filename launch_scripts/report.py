@@ -47,8 +47,8 @@ def report(options: ReportOptions) -> "PrivacyCard":
         ConfigError: no such run, its folder cannot be written, or the folder to publish to is not new (exit 2).
         PrivacyStateRefused: the ledger is broken, or contradicts config.toml (exit 4).
     """
+    from privacy.accounting.rounding import rounded_up
     from privacy.card.folder import write_card
-    from privacy.card.text import rounded_up
     from privacy.errors import say
     from trainer.publish import publish
     from trainer.report import build_card

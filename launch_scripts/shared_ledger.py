@@ -61,7 +61,7 @@ def create(options: CreateOptions) -> None:
 
 def show(options: ShowOptions) -> None:
     """Verifies the ledger and lists the runs."""
-    from privacy.card.text import rounded_up
+    from privacy.accounting.rounding import rounded_up
     from privacy.ledger.shared import SharedLedger
 
     summary = SharedLedger(options.path).summary()

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from .accounting.epsilon_table import EpsilonTable
-from .accounting.several import noise_tail_of_plan
+from .accounting.group_privacy import noise_tail_of_plan
+from .accounting.rounding import rounded_up, useless_delta
 from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
-from .card.text import rounded_up, useless_delta
 from .errors import PrivacyConfigError
 from .lattice import Lattice
 from .limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection

@@ -27,7 +27,7 @@ PAGES = (
 )
 API = {
     "loop": ("A loop of your own", "privacy.loop privacy.loop.hugging_face privacy.loop.trainer"),
-    "plan": ("Plans and accounting", "privacy.plan privacy.plan_request privacy.accounting.several"),
+    "plan": ("Plans and accounting", "privacy.plan privacy.plan_request privacy.accounting.group_privacy"),
     "sampling": ("Sampling", "privacy.sampling.poisson privacy.sampling.keys privacy.sampling.rows"),
     "clipping": (
         "Clipping",

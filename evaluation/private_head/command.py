@@ -12,10 +12,10 @@ from evaluation.private_head.methods import accuracy
 from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import make_method, spent_in, train_head, without_noise
 from evaluation.results import PrivateRelease, Results
-from privacy.card.text import rounded_up
+from privacy.accounting.rounding import rounded_up
 from privacy.ledger.run_state import SharedTerms
 from trainer.errors import ConfigError
-from trainer.weights.behind import LedgerBehind, ledgers_of
+from trainer.weights.parent_ledgers import LedgerBehind, ledgers_of
 
 
 def private_head(options: PrivateHeadOptions) -> Results | None:

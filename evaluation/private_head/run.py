@@ -20,7 +20,12 @@ from evaluation.private_head.budget import Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
 from privacy import verify
-from privacy.audit.members import (
+from privacy.card.composition import claim_of, states_behind
+from privacy.card.numbers import claimed_epsilon
+from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.durable import make_directory
+from privacy.ledger.file_roles import require_apart
+from privacy.ledger.members import (
     FILE,
     LedgerMark,
     MembersRecord,
@@ -29,17 +34,12 @@ from privacy.audit.members import (
     not_in_ledger,
     read_lines,
 )
-from privacy.card.composition import claim_of, states_behind
-from privacy.card.numbers import claimed_epsilon
-from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.durable import make_directory
-from privacy.ledger.places import require_apart
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from trainer.weights.behind import LedgerBehind, keep_copies, require_kept
+from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, require_kept
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 

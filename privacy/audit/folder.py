@@ -18,10 +18,10 @@ from ..card.folder import read_recipe
 from ..card.report import read_snapshot
 from ..errors import ConfigError, PrivacyStateRefused
 from ..files.public import read_metrics
+from ..ledger.members import LedgerMark, attempts_by_name, not_in_ledger, not_recorded, read_lines
 from ..ledger.records import LedgerState
 from ..sampling.keys import SamplingKey
 from ..step.folder import RunFolder
-from .members import LedgerMark, attempts_by_name, not_in_ledger, not_recorded, read_lines
 from .report import AuditReport, Check, fact, undecided
 from .schedule import MAX_COINS, audit_schedule
 from .second_sampler import read_attempts

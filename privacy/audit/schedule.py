@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..ledger.members import MembersRecord
 from ..plan import PrivacyPlan
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
 from . import statistics as st
-from .members import MembersRecord
 from .report import AuditReport, Check, fact, random_check, undecided
 from .second_sampler import Attempt, SecondSampler, count_attempts, places_in_group
 
@@ -49,7 +49,7 @@ def audit_schedule(
 
     Args:
         secret: the key's 32 bytes, for the second derivation.
-        recorded: what the trainer noted (privacy/audit/members.py), None when it noted nothing.
+        recorded: what the trainer noted (privacy/ledger/members.py), None when it noted nothing.
         max_coins: bounds the work; retried steps come first, then attempts evenly over the run.
     """
     if not attempts:

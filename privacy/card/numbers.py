@@ -20,7 +20,7 @@ from ..accounting import accountants as accounting
 from ..accounting.accountants import COARSE_INTERVAL, FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
 from ..accounting.attack_risk import FALSE_POSITIVE_RATES, true_positive_bound
 from ..accounting.epsilon_table import EpsilonTable
-from ..accounting.several import epsilon_of_several
+from ..accounting.group_privacy import epsilon_of_several
 from ..ledger.records import LedgerState
 from .model import STATEMENTS, Accounting, Attack, Attempts
 

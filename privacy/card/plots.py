@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..accounting.rounding import percent, rounded_up
 from .model import PrivacyCard
-from .text import percent, rounded_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

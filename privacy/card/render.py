@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..accounting.rounding import percent, rounded_down, rounded_up
 from .model import STATEMENTS, PrivacyCard
 from .plots import plots
-from .text import cell, escape, one_line, percent, rounded_down, rounded_up
+from .text import cell, escape, one_line
 
 if TYPE_CHECKING:
     import jinja2

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused
 from ..ledger.chain import TORN_MARK, hash_line, is_torn
 from ..ledger.records import LedgerState, noise_multiplier_of, read_state
@@ -21,7 +22,6 @@ from . import model
 from .composition import composition
 from .model import STATEMENTS, Head, PrivacyCard, Stated
 from .numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
-from .text import useless_delta
 
 
 @dataclass(frozen=True)

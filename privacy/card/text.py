@@ -1,48 +1,13 @@
-"""Small pieces of Markdown: text that cannot break out, tables, epsilons rounded up."""
+"""Small pieces of Markdown: text that cannot break out, and tables."""
 
 from __future__ import annotations
 
 import html
-import math
 import re
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 
 _ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
 """What Markdown reads as a mark: punctuation, an underscore except inside of a word, and marks at the start of a line."""
-
-
-def rounded_up(epsilon: float, digits: int = 3) -> str:
-    """`epsilon` with `digits` decimals, never below its value: what every command prints of one.
-
-    >>> rounded_up(7.9251), rounded_up(8.0, 2)
-    ('7.926', '8.00')
-    """
-    if math.isinf(epsilon):
-        return "inf"
-    scale = 10**digits
-    return f"{math.ceil(Fraction(repr(float(epsilon))) * scale) / scale:.{digits}f}"
-
-
-def useless_delta(delta: float, num_examples: int) -> str | None:
-    """The sentence that belongs to every epsilon at such a delta; None where the delta is below 1/n.
-
-    >>> useless_delta(0.1, 400)
-    'delta 0.1 is at or above 1/n = 0.0025: it protects nobody, since it allows publishing some examples outright'
-    """
-    if delta < 1 / num_examples:
-        return None
-    where = f"delta {delta:g} is at or above 1/n = {1 / num_examples:.3g}"
-    return f"{where}: it protects nobody, since it allows publishing some examples outright"
-
-
-def rounded_down(epsilon: float, digits: int = 3) -> str:
-    return f"{math.floor(epsilon * 10**digits) / 10**digits:.{digits}f}"
-
-
-def percent(rate: float) -> str:
-    """A rate in percent, never below its value."""
-    return f"{math.ceil(min(Fraction(repr(float(rate))), Fraction(1)) * 10**4) / 100:.2f} %"
 
 
 def one_line(value: object) -> str:

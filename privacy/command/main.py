@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 def plan(options: argparse.Namespace) -> int:
     """What a private loop with these numbers would claim."""
-    from ..card.text import rounded_up
+    from ..accounting.rounding import rounded_up
     from ..plan import make_plan
     from ..plan_request import PlanRequest
     from ..releases import SENSITIVITY_SLACK
@@ -62,8 +62,8 @@ def plan(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Writes RUN_DIR/report/privacy_card.json, .md and .html."""
+    from ..accounting.rounding import rounded_up
     from ..card.folder import build_card, write_card
-    from ..card.text import rounded_up
 
     card = build_card(options.run_dir)
     paths = write_card(options.run_dir, card)

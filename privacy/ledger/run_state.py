@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..accounting.accountants import accountant_version
-from ..audit.members import not_in_ledger, not_recorded, read_lines
 from ..errors import PrivacyConfigError, PrivacyStateRefused
 from ..plan import PrivacyPlan, require_equal
 from ..sampling.keys import SamplingKey
 from . import durable
 from .ledger import PROGRAM_START, Ledger
+from .members import not_in_ledger, not_recorded, read_lines
 from .membership import Membership
 from .records import read_ledger
 from .shared import SharedLedger
@@ -50,7 +50,7 @@ def open_run_state(
         shared: the data owner's ledger, where the run's whole budget is reserved before this returns; a run without a
             guarantee is counted there, if the owner permits such runs.
         has_checkpoint: whether the folder holds a checkpoint, which is refused without its ledger.
-        members: the private record of attempts (privacy/audit/members.py), made here for a new ledger and compared with
+        members: the private record of attempts (privacy/ledger/members.py), made here for a new ledger and compared with
             an existing one; None for a program that keeps none.
         mended: whether an existing ledger is mended at once; otherwise `Ledger.mend` is the caller's, after its own checks.
 

@@ -17,12 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from ..card.text import rounded_up
+from ..accounting.rounding import rounded_up
 from ..errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from ..plan import ADJACENCY, PrivacyPlan
 from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
+from .file_roles import require_apart
 from .ledger import PROGRAM_START
-from .places import require_apart
 from .records import LedgerState
 from .shared_records import FORMAT, UNIT, InformalRun, Reservation, SharedState
 

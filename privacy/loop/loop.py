@@ -20,8 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
-from ..card.text import rounded_up, useless_delta
 from ..checkpoints.read import Checkpoint, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping.coverage import claims
@@ -41,11 +41,11 @@ from ..step.step import Mechanism, train_step
 from . import lineage
 from .engine import OwnEngine, settings
 from .fields import Example, Field
+from .one_thread import Turns
 from .opening import config_toml, data_manifest, few_items, fixed_digest, open_ledger, require_place, require_same_model
 from .ranks import on_all_or_none, require_same, require_talking, say, take_weights_of_main
 from .reading import Items, Reader, require_items
 from .tasks import per_example_task
-from .turns import Turns
 
 FRESH = 4
 """Made-up examples of the self-check."""

@@ -12,8 +12,8 @@ from ..checkpoints.read import has_checkpoints
 from ..clipping.sharded import full
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
+from ..ledger.file_roles import require_apart
 from ..ledger.ledger import Ledger
-from ..ledger.places import require_apart
 from ..ledger.records import read_ledger
 from ..ledger.run_state import open_run_state
 from ..plan import PrivacyPlan, make_plan

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import verify
-from ..audit.members import FILE
 from ..errors import ConfigError, PrivacyStateRefused
 from ..ledger.durable import make_directory, replace_file
+from ..ledger.members import FILE
 
 PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
 VERIFIER = Path(verify.__file__)

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..accounting.accountants import ReleaseGroup
-from ..audit.members import LedgerMark, MembersRecord, append_line, members_digest
 from ..card.composition import composed_epsilon, states_behind
 from ..checkpoints.read import MANIFEST, Checkpoint, file_digest
 from ..checkpoints.recorded import require_recorded
 from ..ledger.ledger import Ledger
+from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
 from ..ledger.records import LedgerState
 from ..ledger.signature import fingerprint
 from ..plan import PrivacyPlan
@@ -37,7 +37,7 @@ class Dealt(Protocol):
 
 
 class MembersLog:
-    """Notes, privately, every attempt before its intent, and what the ledger must not lose (privacy/audit/members.py).
+    """Notes, privately, every attempt before its intent, and what the ledger must not lose (privacy/ledger/members.py).
 
     Appends to private/members.jsonl, durably; the file is there since the run was opened.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models.adapters import without_adapters
 from models.converters.native import load_model
-from privacy.card.text import rounded_up
+from privacy.accounting.rounding import rounded_up
 from tests.launch_scripts.conftest import Run
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published

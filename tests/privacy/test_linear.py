@@ -15,10 +15,10 @@ import pytest
 import privacy
 from privacy import verify
 from privacy.audit import folder as audits
-from privacy.audit.members import MembersRecord
 from privacy.card.folder import build_card
 from privacy.checkpoints.read import newest_whole, sealed
 from privacy.ledger import durable
+from privacy.ledger.members import MembersRecord
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.plan import PrivacyPlan, make_plan

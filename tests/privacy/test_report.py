@@ -9,11 +9,11 @@ from dp_accounting.pld import PLDAccountant
 
 from privacy.accounting import accountants as accounting
 from privacy.accounting.accountants import FINE_INTERVAL, ReleaseGroup
+from privacy.accounting.rounding import rounded_up
 from privacy.card.model import STATEMENTS
 from privacy.card.numbers import LARGEST_DETAILED_EPSILON, claimed_epsilon
 from privacy.card.render import to_markdown
 from privacy.card.report import privacy_card
-from privacy.card.text import rounded_up
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan

@@ -15,13 +15,13 @@ from scipy.stats import norm
 
 from privacy.accounting import accountants as accounting
 from privacy.accounting.accountants import ReleaseGroup
+from privacy.accounting.rounding import rounded_down, rounded_up
 from privacy.card import plots as report_plots
 from privacy.card.model import AuditResult, HeldoutLoss, Samples, Utility
 from privacy.card.numbers import attack_bounds
 from privacy.card.plots import draw_attempts, draw_trade_off, plots
 from privacy.card.render import to_html, to_markdown
 from privacy.card.report import privacy_card
-from privacy.card.text import rounded_down, rounded_up
 from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest

@@ -12,8 +12,8 @@ import pytest
 
 from privacy import verify
 from privacy.accounting import accountants, noise_tail
+from privacy.accounting.group_privacy import epsilon_of_several, noise_tail_of_plan
 from privacy.accounting.noise_tail import noise_tail_delta, noise_tail_of_several
-from privacy.accounting.several import epsilon_of_several, noise_tail_of_plan
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from data.reading.loader import StepPlan
-from privacy.audit.members import LedgerMark, MembersRecord, not_in_ledger, not_recorded, read_lines
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.ledger import Ledger
+from privacy.ledger.members import LedgerMark, MembersRecord, not_in_ledger, not_recorded, read_lines
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.ledger.signature import SIGNING_KEY, SigningKey

@@ -22,11 +22,11 @@ from evaluation.private_head.run import spent_in, train_head
 from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting import accountants
+from privacy.accounting.rounding import rounded_up
 from privacy.card import numbers
 from privacy.card.composition import claim_of, read_copies
 from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
-from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.files.public import read_metrics
 from privacy.ledger.records import read_ledger
@@ -40,9 +40,9 @@ from trainer.ranks.discovery import Ranks
 from trainer.report import build_card
 from trainer.run import start as training
 from trainer.studies.collect import told_apart_by
-from trainer.weights.behind import ledgers_of
 from trainer.weights.export import export
 from trainer.weights.open_model import open_model
+from trainer.weights.parent_ledgers import ledgers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from privacy.card.text import rounded_up, useless_delta
+from privacy.accounting.rounding import rounded_up, useless_delta
 from privacy.errors import say
 from trainer.config.machine import MachineSettings
 from trainer.loop.fit import BUDGET_SPENT, DONE

@@ -19,8 +19,8 @@ from rich.live import Live
 from rich.text import Text
 
 from data.files import write_durably
+from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
-from privacy.card.text import rounded_up
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
 from trainer.planner.hardware import known_peak
 from trainer.ranks import distributed

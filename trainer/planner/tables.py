@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from privacy.card.text import rounded_down, rounded_up
+from privacy.accounting.rounding import rounded_down, rounded_up
 from privacy.errors import printable
 from privacy.plan import PrivacyPlan
 

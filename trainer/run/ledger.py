@@ -12,8 +12,8 @@ from data.index.tar_index import ExampleTable
 from privacy.card.composition import states_behind
 from privacy.checkpoints.read import has_checkpoints
 from privacy.errors import PrivacyConfigError
+from privacy.ledger.file_roles import require_apart
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.places import require_apart
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
@@ -23,7 +23,7 @@ from privacy.sampling.keys import SamplingKey
 from privacy.step.folder import RunFolder, environment
 from privacy.step.run_ledger import RunLedger
 from trainer.config.recipe import PrivacySection
-from trainer.weights.behind import LedgerBehind, keep_copies, require_kept
+from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, require_kept
 
 
 def require_places(folder: RunFolder, privacy: PrivacySection) -> None:

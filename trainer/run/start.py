@@ -59,7 +59,7 @@ from trainer.run.ledger import open_run_ledger, require_places
 from trainer.run.memory_estimate import total_memory
 from trainer.run.run import Run
 from trainer.tasks import TrainingTask, make_task
-from trainer.weights.behind import LedgerBehind, ledgers_behind, require_disjoint
+from trainer.weights.parent_ledgers import LedgerBehind, ledgers_behind, require_disjoint
 from trainer.weights.provenance import Start
 from trainer.weights.start import find_checkpoint, initialisation_facts, load_start, training_data_facts
 

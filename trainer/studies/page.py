@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_durably
-from privacy.card.text import cell, rounded_up, table_of
+from privacy.accounting.rounding import rounded_up
+from privacy.card.text import cell, table_of
 from trainer.errors import ConfigError
 from trainer.studies.collect import Group, Result, axis_columns, grouped
 from trainer.studies.folder import StudyFolder

@@ -2,9 +2,10 @@
 
 import re
 
+from privacy.accounting.rounding import rounded_up
 from privacy.card.model import PrivacyCard
 from privacy.card.render import to_markdown
-from privacy.card.text import bullets, cell, rounded_up
+from privacy.card.text import bullets, cell
 from trainer.weights.open_model import OpenedModel
 from trainer.weights.provenance import initialisation_statement
 

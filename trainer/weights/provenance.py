@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from models.adapters import is_adapter
+from privacy.accounting.rounding import rounded_up
 from privacy.card.report import read_snapshot
-from privacy.card.text import rounded_up
 from privacy.checkpoints.recorded import require_recorded
 from privacy.errors import NotRecorded
 from privacy.ledger.records import LedgerState

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from privacy.audit.members import MembersRecord, attempts_by_name, members_digest, read_lines
 from privacy.audit.report import AuditReport
 from privacy.audit.schedule import audit_schedule
 from privacy.audit.second_sampler import Attempt, SecondSampler
+from privacy.ledger.members import MembersRecord, attempts_by_name, members_digest, read_lines
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.sampling.keys import SamplingKey

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import PrivacyStateRefused
-from ..ledger import durable
-from ..ledger.records import LedgerState
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
+from . import durable
+from .records import LedgerState
 
 FILE = "members.jsonl"
 
