@@ -106,7 +106,7 @@ class WandbRun:
                 import wandb
             except ImportError as error:
                 shutil.rmtree(self._work)
-                raise ConfigError("--wandb needs wandb: pip install -r requirements-trackers.txt") from error
+                raise ConfigError("--wandb needs wandb: pip install '.[trackers]'") from error
 
             self._wandb: Any = wandb
             settings = wandb.Settings(
