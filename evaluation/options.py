@@ -48,8 +48,8 @@ class CommandOptions(Options):
 
     @property
     def results_are_public(self) -> bool:
-        """Whether results are computed from public data alone: the user's word, or the data come from a seed."""
-        return self.data_is_public
+        """Whether results are computed from public data alone: the user's word, or a seed in place of data (ONE_OF's first)."""
+        return self.data_is_public or (bool(self.ONE_OF) and getattr(self, self.ONE_OF[0]) is None)
 
     @property
     def output_folder(self) -> Path | None:
@@ -72,12 +72,10 @@ class CheckpointOptions(CommandOptions):
 class ImageOptions(CommandOptions):
     """How images are read."""
 
-    image_column: Annotated[str, Shown("NAME")] = "image"
-    """of Hugging Face data sets"""
     cache: Annotated[Path | None, Shown("DIR")] = None
-    """for indexes of shards; default: the run's private part"""
+    """for indexes of shards and features; default: private/features of the run folder"""
     batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 64
-    """images at once"""
+    """images at once, per rank"""
     num_workers: Annotated[int, Shown("N"), Field(ge=0, le=1024)] = 0
     """processes that decode, per rank"""
 
@@ -93,8 +91,6 @@ class LabelledOptions(ImageOptions):
 
     label_field: Annotated[str, Shown("NAME")] = "cls"
     """of shards: cls, or a field of .json"""
-    label_column: Annotated[str, Shown("NAME")] = "label"
-    """of Hugging Face data sets"""
 
 
 class CaptionedOptions(ImageOptions):
@@ -102,8 +98,6 @@ class CaptionedOptions(ImageOptions):
 
     caption_field: Annotated[str | None, Shown("NAME")] = None
     """of shards: the captions' field of .json"""
-    caption_column: Annotated[str, Shown("NAME")] = "caption"
-    """of Hugging Face data sets"""
 
 
 class FeatureOptions(LabelledOptions):
@@ -120,10 +114,6 @@ class FeatureOptions(LabelledOptions):
     """default: the model's; positions are interpolated"""
     resize: Annotated[int | None, Shown("PIXELS")] = None
     """shorter side before the centre is cut out: 256 in the papers; default: the image size"""
-    cache: Annotated[Path | None, Shown("DIR")] = None
-    """where features are kept; default: private/features of the run folder"""
-    batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 64
-    """images at once, per rank"""
 
 
 class FeaturesOptions(FeatureOptions):
@@ -136,16 +126,16 @@ class FeaturesOptions(FeatureOptions):
     """
 
     data: Source
-    """shards:PATTERN, folder:DIR, hf:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
+    """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
 
 
 class TrainTestOptions(FeatureOptions):
     """What is trained on and tested on."""
 
     train: Source
-    """shards:PATTERN, folder:DIR, hf:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
+    """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
     test: Source
-    """shards:PATTERN, folder:DIR, hf:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
+    """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
 
 
 class LinearProbeOptions(TrainTestOptions):
@@ -287,7 +277,7 @@ class ZeroShotOptions(CheckpointOptions, LabelledOptions):
     ONE_OF = ("data", "synthetic_shapes")
 
     data: Annotated[str | None, Shown("SOURCE")] = None
-    """shards:PATTERN, folder:DIR, hf:DIR or arrays:FILE.npz"""
+    """shards:PATTERN, folder:DIR or arrays:FILE.npz"""
     synthetic_shapes: Count = None
     """zero-shot on N pictures of plain shapes"""
     synthetic_seed: int = Field(SYNTHETIC_SEED, ge=0, lt=2**63)
@@ -299,20 +289,8 @@ class ZeroShotOptions(CheckpointOptions, LabelledOptions):
     template: Annotated[tuple[str, ...] | None, Shown("TEXT", is_repeated=True)] = None
     """with {} for the name or {a} for it with a/an; may be repeated (default: evaluation/zero_shot.py)"""
 
-    @property
-    def results_are_public(self) -> bool:
-        """Pictures from a seed are public."""
-        return self.data_is_public or self.data is None
 
-
-class TooLongOptions(Options):
-    """What happens to captions of more tokens than the model takes."""
-
-    too_long: Literal["refuse", "skip"] = "refuse"
-    """captions of more tokens than the model takes"""
-
-
-class AroOptions(TooLongOptions, CheckpointOptions):
+class AroOptions(CheckpointOptions):
     """Compositional tests: the true caption against false ones, by the captioner's loss.
 
         python launch_scripts/evaluate.py aro --checkpoint runs/x --images vg/images \\
@@ -339,59 +317,34 @@ class AroOptions(TooLongOptions, CheckpointOptions):
     """the first N tests only"""
     batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 32
     """images at once"""
-
-    @property
-    def results_are_public(self) -> bool:
-        """Pictures from a seed are public."""
-        return self.data_is_public or self.test is None
+    too_long: Literal["refuse", "skip"] = "refuse"
+    """captions of more tokens than the model takes"""
 
 
-class CaptionDataOptions(CheckpointOptions, CaptionedOptions):
-    """Images with captions, and the captioner."""
-
-    data: Source
-    """images:FILE,..., folder:DIR, shards:PATTERN or hf:DIR"""
-    max_examples: Count = None
-    """the first N only"""
-
-
-class CaptionsOptions(CaptionDataOptions):
+class CaptionsOptions(CheckpointOptions, CaptionedOptions):
     """Captions of images, folders or shards; with --metrics their BLEU, ROUGE-L and CIDEr against those that are there.
 
-        python launch_scripts/evaluate.py captions --checkpoint runs/x --data folder:pictures --method beam --num_beams 4
+        python launch_scripts/evaluate.py captions --checkpoint runs/x --data folder:pictures --num_beams 4
         python launch_scripts/evaluate.py captions --checkpoint runs/x --data shards:heldout/ --metrics --grid captions.png
 
     Metrics need an extra (requirements-captions.txt) and Java. The captions are in the record; --grid draws the first 24.
     """
 
-    method: Literal["greedy", "beam", "sample"] = "greedy"
+    data: Source
+    """images:FILE,..., folder:DIR or shards:PATTERN"""
+    max_examples: Count = None
+    """the first N only"""
     max_tokens: Annotated[int | None, Shown("L"), Field(ge=1, le=2**16)] = None
     """default: as many as the model takes"""
-    num_beams: Annotated[int, Shown("K"), Field(ge=1, le=1024)] = 4
-    """of beam (default: 4)"""
+    num_beams: Annotated[int, Shown("K"), Field(ge=1, le=1024)] = 1
+    """of a beam search; 1 takes the likeliest next token"""
     length_penalty: Annotated[float, Shown("P"), Field(ge=-100, le=100)] = 1.0
-    """of beam: 1 compares means per token"""
-    temperature: Annotated[float, Shown("T"), Field(gt=0, le=1e4)] = 1.0
-    """of sample"""
-    top_p: Annotated[float, Shown("P"), Field(gt=0, le=1)] = 1.0
-    """of sample"""
-    seed: Seed = 0
-    """of sample"""
+    """of a beam search: 1 compares means per token, 0 likelihoods"""
     metrics: bool = False
     """BLEU, ROUGE-L and CIDEr (an extra; needs Java)"""
     grid: Annotated[Path | None, Shown("PNG")] = Field(
         None, description=f"a picture of the first {GRID} images with captions"
     )
-
-
-class RetrievalOptions(TooLongOptions, CaptionDataOptions):
-    """Caption retrieval by likelihood: image to text and text to image, recall at 1, 5 and 10.
-
-        python launch_scripts/evaluate.py retrieval --checkpoint runs/x --data shards:heldout/ --max_examples 1000
-
-    Every distinct caption is scored for every image, so the work grows with the square of the number of images. A caption that
-    repeats is one answer, true of all its images, and one query.
-    """
 
 
 @dataclass(frozen=True)
@@ -432,8 +385,6 @@ COMMANDS = (
             "evaluation.aro:aro"),
     Command("captions", "captions of images, and their BLEU, ROUGE-L and CIDEr", CaptionsOptions,
             "evaluation.captions:captions"),
-    Command("retrieval", "which caption belongs to which image? (recall at 1, 5 and 10)", RetrievalOptions,
-            "evaluation.retrieval:retrieval"),
 )  # fmt: skip
 """All commands in the order of the help."""
 

@@ -1,4 +1,4 @@
-"""zero-shot, aro, captions and retrieval of evaluate.py, on a small captioner that was not trained."""
+"""zero-shot, aro and captions of evaluate.py, on a small captioner that was not trained."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,10 @@ import torch
 from PIL import Image
 
 from data.errors import DataError
+from data.examples.transforms import eval_image
+from evaluation.captions import says
 from evaluation.compositional import pixels_of, read_aro
+from models.generation import greedy_captions
 from tests.evaluation.commands import evaluate
 from tests.evaluation.conftest import TOKENIZER
 from trainer.errors import ConfigError
@@ -129,40 +132,20 @@ def test_every_format_of_aro(
 def test_captions(
     run_dir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Greedy by default, the likeliest of a beam search otherwise; the picture shows them."""
     grid = pictures.parent / "grid.png"
-    record = evaluate(
-        monkeypatch, capsys, "captions", "--checkpoint", str(run_dir), "--data", f"folder:{pictures}", "--method", "beam",
-        "--num_beams", "2", "--max_tokens", "5", "--grid", str(grid),
-    )  # fmt: skip
-    found = record["details"]["captions"]
-    assert [row["references"] for row in found] == [[f"picture number {k}"] for k in range(4)] and grid.is_file()
-    with pytest.raises(ConfigError, match="max_tokens"):
-        evaluate(
-            monkeypatch,
-            capsys,
-            "captions",
-            "--checkpoint",
-            str(run_dir),
-            "--data",
-            f"folder:{pictures}",
-            "--max_tokens",
-            "99",
-        )
-
-
-def test_retrieval(
-    run_dir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = ["retrieval", "--checkpoint", str(run_dir), "--data", f"folder:{pictures}"]
-    record = evaluate(monkeypatch, capsys, *told, "--data_is_public")
-    assert record["scalars"]["image_to_text_recall5_sum"] == 1.0 and record["details"]["num_captions"] == 4
-    assert list((run_dir / "evaluation").glob("retrieval-*.json"))
-    next(pictures.rglob("*.txt")).write_text("a very long caption " * 20)
-    with pytest.raises(DataError, match="--too_long skip"):
-        evaluate(monkeypatch, capsys, *told)
-    record = evaluate(monkeypatch, capsys, *told, "--too_long", "skip")
-    assert (record["details"]["num_captions"], record["details"]["num_too_long"]) == (3, 1)
-    for path in pictures.rglob("*.txt"):
-        path.unlink()
-    with pytest.raises(DataError, match="found 0"):
-        evaluate(monkeypatch, capsys, *told)
+    told = ["captions", "--checkpoint", str(run_dir), "--data", f"folder:{pictures}", "--max_tokens", "5"]
+    greedy = evaluate(monkeypatch, capsys, *told)["details"]["captions"]
+    beams = evaluate(monkeypatch, capsys, *told, "--num_beams", "6", "--length_penalty", "0", "--grid", str(grid))[
+        "details"
+    ]["captions"]
+    assert [row["references"] for row in beams] == [[f"picture number {k}"] for k in range(4)]
+    assert np.asarray(Image.open(grid)).std() > 20
+    model = opening.open_model(run_dir).model
+    for row, best in zip(greedy, beams, strict=True):
+        image = torch.from_numpy(eval_image(Path(row["image"]).read_bytes(), 16))[None]
+        (tokens,) = greedy_captions(model, image, max_tokens=5).tolist()
+        assert row["caption"] == TOKENIZER.decode(tokens) and best["log_prob"] >= row["log_prob"] - 1e-4
+    assert says("A red  circle\n", "a Red circle") and not says("a circle red", "a red circle")
+    with pytest.raises(ConfigError, match="--max_tokens must be between 1 and 31, got 99"):
+        evaluate(monkeypatch, capsys, *told[:-1], "99")

@@ -4,36 +4,15 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from data.errors import DataError
-from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from evaluation.captions import CaptionWriter, caption_metrics, picture_grid, require_metrics
+from evaluation.captions import caption_metrics, require_metrics
 from evaluation.options import CaptionedOptions
 from evaluation.sources import decoded_batches, open_source
-from models.captioner import Captioner, build_captioner
-from models.generation import greedy_captions
-from tests.models.tiny import tiny_config
 from trainer.errors import ConfigError
-
-TOKENIZER = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def captioner() -> Captioner:
-    config = tiny_config(
-        vocab_size=TOKENIZER.vocab_size, bos_id=TOKENIZER.bos_id, eos_id=TOKENIZER.eos_id, num_tokens=8
-    )
-    model = build_captioner(config, generator=torch.Generator().manual_seed(0)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    return model
 
 
 @pytest.fixture
@@ -73,27 +52,6 @@ def test_folders_files_and_shards(pictures: Path, tmp_path: Path) -> None:
 def test_sources_that_are_not_there(text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_source(text, CaptionedOptions())
-
-
-def test_greedy_beam_and_sample(captioner: Captioner) -> None:
-    images = np.random.default_rng(0).standard_normal((5, 3, 16, 16)).astype(np.float32)
-    greedy = CaptionWriter(captioner, TOKENIZER)(images)
-    tokens = greedy_captions(captioner, torch.from_numpy(images), max_tokens=7)
-    assert [caption.text for caption in greedy] == [TOKENIZER.decode(row) for row in tokens.tolist()]
-    likely = CaptionWriter(captioner, TOKENIZER, method="beam", num_beams=8, length_penalty=0)(images)
-    assert sum(a.log_prob >= b.log_prob - 1e-4 for a, b in zip(likely, greedy, strict=True)) >= 4
-    options: dict[str, Any] = {"method": "sample", "top_p": 0.9, "seed": 3}
-    writer = CaptionWriter(captioner, TOKENIZER, **options)
-    first, second = writer(images), writer(images)
-    assert first != second, "later batches must not repeat the draws of the first"
-    assert CaptionWriter(captioner, TOKENIZER, **options)(images) == first
-    assert CaptionWriter(captioner, TOKENIZER)(images[:0]) == []
-    assert picture_grid(list(images), [c.text for c in greedy]).size[0] > 100
-
-
-def test_more_tokens_than_the_model_takes(captioner: Captioner) -> None:
-    with pytest.raises(ConfigError, match="between 1 and 7"):
-        CaptionWriter(captioner, TOKENIZER, max_tokens=8)
 
 
 def test_metrics_without_package_or_java(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def test_worker_processes_give_the_same_rows() -> None:
     ("text", "match"),
     [
         ("pictures/", "names no images"), ("folder:/nowhere", "is no folder"), ("arrays:/nowhere.npz", "is no .npz file"),
-        ("shards:/nowhere/*.tar", "no shards match"), ("hf:/nowhere", "pip install -r|no folder"),
+        ("shards:/nowhere/*.tar", "no shards match"), ("hf:/nowhere", "names no images"),
     ],
 )  # fmt: skip
 def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> None:
