@@ -248,7 +248,8 @@ class DenseOptions(CheckpointOptions):
         python launch_scripts/evaluate.py dense --task detection --checkpoint runs/x --train synthetic:1:400 \\
             --test synthetic:2:100
 
-    Whole pictures are squeezed to a square of --image_size pixels. Masks are scored at their own resolution.
+    Whole pictures are squeezed to a square of --image_size pixels. Masks are scored at their own resolution. Detection and coco:
+    need an extra (requirements-evaluation.txt).
     """
 
     task: Literal["segmentation", "detection"]
