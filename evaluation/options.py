@@ -27,7 +27,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Count = Annotated[int | None, Shown("N"), Field(ge=1, le=10**12)]
 Source = Annotated[str, Shown("SOURCE")]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
-HeadMethod = Literal["dp-ls", "dp-newton", "dp-fc", "dp-fc-bce", "dp-gd"]
+HeadMethod = Literal["dp-ls", "dp-newton", "dp-fc"]
 
 
 class CommandOptions(Options):
@@ -377,7 +377,7 @@ COMMANDS = (
     Command("few-shot", "classifier from K examples per class (probe or fine-tuning), not private", FewShotOptions,
             "evaluation.few_shot:few_shot", uses_ranks=True),
     Command("private-head", "linear head trained with differential privacy on frozen features", PrivateHeadOptions,
-            "evaluation.private_head.command:private_head", uses_ranks=True),
+            "evaluation.private_head.run:private_head", uses_ranks=True),
     Command("dense", "segmentation or detection on frozen token maps, not private", DenseOptions,
             "evaluation.dense.heads:dense"),
     Command("zero-shot", "classification by the likelihood of captions that name the class", ZeroShotOptions,

@@ -20,8 +20,6 @@ Config = TypeVar("Config", bound=Any)
 PositionKind = Literal["sincos", "learned"]
 NormPosition = Literal["pre", "post"]
 Activation = Literal["gelu", "relu"]
-ForeignActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu"]
-"""What other projects' vision transformers have in their MLPs; ours have "gelu", the exact one."""
 Foreign = Literal["vip", "dpcap", "hf", "safetensors"]
 """Formats of other projects' weights that `models.converters` reads."""
 

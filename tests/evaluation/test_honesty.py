@@ -21,7 +21,7 @@ from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.evaluation.commands import ROOT, evaluate
 from tests.evaluation.digits import save_digits
-from tests.evaluation.test_private_head_command import exact_delta, spent
+from tests.evaluation.test_private_head_ledger import exact_delta, spent
 from tests.evaluation.tiny_models import pictures
 from tests.privacy.ledger_files import PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, recipe, trained
@@ -144,7 +144,7 @@ def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Pa
     """The head's epsilon is given the encoder, and the record, the line and head.json say what that is worth."""
     (path,) = (whole / "checkpoints").glob("step-*")
     shutil.copytree(path, tmp_path / "alone")
-    told = ("--train", arrays(tmp_path), "--test", arrays(tmp_path), "--method", "dp-gd", "--target_epsilon", 1)
+    told = ("--train", arrays(tmp_path), "--test", arrays(tmp_path), "--method", "dp-ls", "--target_epsilon", 1)
     for checkpoint, said in (
         (tmp_path / "alone", "given the encoder, which has no formal guarantee: if it has seen them, none is left"),
         (whole, "given nothing: what the encoder spent is composed with the head, in case it has seen them"),
@@ -160,7 +160,7 @@ def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Pa
 def test_heads_of_earlier_commands_are_counted(run: Evaluate, tmp_path: Path) -> None:
     """Two commands one after the other release as much as a sweep, and the second says so; so does a head that failed."""
     train, test = save_digits(tmp_path, 300)
-    told, out = ("--train", train, "--test", test, "--method", "dp-gd"), tmp_path / "out"
+    told, out = ("--train", train, "--test", test, "--method", "dp-ls"), tmp_path / "out"
     assert "all_heads_together" not in head(run, out, *told, "--target_epsilon", 1)["details"]
     record = head(run, out, *told, "--target_epsilon", 2)
     together = record["details"]["all_heads_together"]
@@ -168,13 +168,13 @@ def test_heads_of_earlier_commands_are_counted(run: Evaluate, tmp_path: Path) ->
     assert together["num_releases"] == 2 and together["epsilon"] > 2
     assert exact_delta(mu, together["epsilon"]) == pytest.approx(1e-5, rel=1e-3)
     assert "earlier ones included" in record["notes"][0]
-    failed = out / "private_heads/dp-gd-epsilon-1"
+    failed = out / "private_heads/dp-ls-epsilon-1"
     (failed / "head.safetensors").unlink()  # charged all the same
     assert spent_in(out / "private_heads").num_releases == 2
     (failed / "ledger.jsonl").write_text("x\n")
     with pytest.raises(PrivacyStateRefused):
         head(run, out, *told, "--target_epsilon", 3)
-    assert not (out / "private_heads/dp-gd-epsilon-3").exists()
+    assert not (out / "private_heads/dp-ls-epsilon-3").exists()
 
 
 def test_a_picture_of_private_images_is_its_owners(run: Evaluate, whole: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
         "features": {"data": arrays},
         "linear-probe": {**probe, "epochs": 2, "num_folds": 2},
         "few-shot": {**probe, "shots": (1,), "num_splits": 2},
-        "private-head": {**probe, "method": "dp-gd", "target_epsilon": 1.0, "num_classes": 3},
+        "private-head": {**probe, "method": "dp-ls", "target_epsilon": 1.0, "num_classes": 3},
         "dense": {"task": "segmentation", "train": "synthetic:1:2", "test": "synthetic:2:2", "epochs": 1},
         "zero-shot": {"data": folder},
         "aro": {"synthetic": "shapes", "synthetic_tests": 1},

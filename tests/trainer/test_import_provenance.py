@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from models.config import VitConfig
-from models.converters import Unstated
 from models.converters.huggingface import CONFIG, WEIGHTS, to_vit_model
 from models.converters.names import TIMM
 from models.converters.native import encoder_as
@@ -22,7 +21,14 @@ from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError
 from trainer.weights.import_weights import import_weights
 
-HEADS = {"hf": Unstated(), "vip": Unstated(num_heads=4, norm_eps=1e-6, activation="gelu")}
+SHAPE = {
+    "image_size": 16,
+    "patch_size": 4,
+    "encoder_width": 32,
+    "encoder_depth": 1,
+    "encoder_num_heads": 4,
+    "encoder_norm_eps": 1e-6,
+}
 PRIVATE_LINK = {"kind": "checkpoint", "training_data": "private", "guarantee": None, "before_that": {"kind": "random"}}
 PRIVATE: list[dict[str, Any]] = [
     {"training_data": {"provenance": "private"}},
@@ -47,7 +53,8 @@ def exported(folder: Path, kind: str, about: dict[str, Any]) -> Path:
 
 def imported(source: Path, kind: Any, provenance: Any) -> dict[str, Any]:
     folder = source if source.is_dir() else source.parent
-    return import_weights(kind, source, folder.with_name("in"), provenance=provenance, unstated=HEADS[kind])
+    told: dict[str, Any] = {} if kind == "hf" else {"size": "vip_nano", "overrides": SHAPE}
+    return import_weights(kind, source, folder.with_name("in"), provenance=provenance, **told)
 
 
 @pytest.mark.parametrize("kind", ["hf", "vip"])
