@@ -171,24 +171,17 @@ class FewShotOptions(TrainTestOptions):
         python launch_scripts/evaluate.py few-shot --checkpoint runs/x --train shards:train/ --test shards:val/ \\
             --shots 1 2 5 10
 
-    `--method probe` is DP-Cap's regression on frozen features; `--method finetune` trains the whole encoder (in one process).
+    The probe is DP-Cap's regression on frozen features. Fine-tuning is training: recipes/finetune_vit_base.toml.
     """
 
     GROUP = "few-shot"
 
-    method: Literal["probe", "finetune"] = "probe"
     shots: Annotated[tuple[Epochs, ...], Shown("K"), Field(min_length=1)] = (1, 2, 5, 10)
     """examples per class"""
     num_splits: Annotated[int, Shown("S"), Field(ge=1, le=100_000)] = 3
     """random splits for each K"""
     seed: Seed = 0
     """of the first split"""
-    epochs: Epochs = 100
-    """of fine-tuning"""
-    base_lr: Annotated[float, Shown("R"), Field(gt=0, le=1e4)] = 5e-4
-    """of fine-tuning: rate is R * batch / 256"""
-    layer_decay: float = Field(0.65, gt=0, le=1)
-    """of fine-tuning"""
 
 
 class PrivateHeadOptions(TrainTestOptions):
@@ -374,7 +367,7 @@ COMMANDS = (
             "evaluation.features:features", uses_ranks=True),
     Command("linear-probe", "linear classifier on frozen features (LARS and L-BFGS), not private", LinearProbeOptions,
             "evaluation.linear_probe:linear_probe", uses_ranks=True),
-    Command("few-shot", "classifier from K examples per class (probe or fine-tuning), not private", FewShotOptions,
+    Command("few-shot", "classifier from K examples per class, not private", FewShotOptions,
             "evaluation.few_shot:few_shot", uses_ranks=True),
     Command("private-head", "linear head trained with differential privacy on frozen features", PrivateHeadOptions,
             "evaluation.private_head.run:private_head", uses_ranks=True),
@@ -383,7 +376,7 @@ COMMANDS = (
     Command("zero-shot", "classification by the likelihood of captions that name the class", ZeroShotOptions,
             "evaluation.zero_shot:zero_shot"),
     Command("aro", "does it see attributes, relations and order? (ARO's files, or synthetic tests)", AroOptions,
-            "evaluation.aro:aro"),
+            "evaluation.compositional:aro"),
     Command("captions", "captions of images, and their BLEU, ROUGE-L and CIDEr", CaptionsOptions,
             "evaluation.captions:captions"),
 )  # fmt: skip

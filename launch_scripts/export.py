@@ -29,7 +29,7 @@ from privacy.files.toml_text import toml_value  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, Shown, add_options, parse_options, require_folders  # noqa: E402
 from trainer.progress import working  # noqa: E402
-from trainer.weights.kinds import Format, Provenance  # noqa: E402
+from trainer.weights import Format, Provenance  # noqa: E402
 
 
 class ExportPart(Options):

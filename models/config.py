@@ -13,9 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from models.errors import ModelConfigError
-
 Config = TypeVar("Config", bound=Any)
+
+
+class ModelConfigError(ValueError):
+    """The requested model cannot be built: unknown size or field, or values that do not fit together. The way out is one line."""
+
+    exit_code = 2
+
 
 PositionKind = Literal["sincos", "learned"]
 NormPosition = Literal["pre", "post"]

@@ -12,7 +12,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,21 +28,12 @@ from evaluation.results import DataUse, ModelFacts, Results
 from evaluation.sources import whole_image
 from trainer.errors import ConfigError
 
-HeadKind = Literal["linear", "conv"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(a head's values for some pictures, the rows of these pictures) -> mean loss."""
 BATCH_SIZE = 16
 NMS_OVERLAP = 0.5
 LEAST_SCORE = 0.05
 MOST_BOXES = 100
-
-
-class Training(NamedTuple):
-    """How a head is trained: `linear` is one layer on each token, `conv` two convolutions at twice the resolution."""
-
-    head: HeadKind = "conv"
-    epochs: int = 30
-    lr: float = 2e-3
 
 
 @dataclass(frozen=True)
@@ -64,18 +55,14 @@ class Detections(NamedTuple):
 
 
 @torch.no_grad()
-def prepare(model: nn.Module, source: DensePictures, image_size: int | None = None) -> DenseSet:
-    """Runs the encoder over all pictures of a source; the maps stay in memory.
-
-    Args:
-        image_size: to which whole pictures are brought, square; None: the model's.
+def prepare(model: nn.Module, source: DensePictures, side: int) -> DenseSet:
+    """Runs the encoder over all pictures of a source, brought to squares of `side` pixels; the maps stay in memory.
 
     Raises:
         DataError: a picture that cannot be decoded.
         ConfigError: a size that is no whole number of patches.
     """
     encoder = encoder_of(model)
-    side = image_size or encoder.config.image_size
     device = encoder.class_token.device
     maps, masks, objects = [], [], []
     for index in range(len(source)):
@@ -92,19 +79,7 @@ def prepare(model: nn.Module, source: DensePictures, image_size: int | None = No
     return DenseSet(torch.cat(maps), masks, objects if len(objects) == len(masks) else None, side)
 
 
-def dense_head(width: int, num_values: int, kind: HeadKind) -> nn.Sequential:
-    """Token maps (B, D, h, w) -> values of every cell, (B, num_values, h, w) or at twice the resolution for "conv"."""
-    norm, hidden = nn.BatchNorm2d(width, affine=False), 128
-    if kind == "linear":
-        return nn.Sequential(norm, nn.Conv2d(width, num_values, 1))
-    return nn.Sequential(
-        norm, nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(),
-        nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(),
-        nn.Conv2d(hidden, num_values, 1),
-    )  # fmt: skip
-
-
-def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Training) -> dict[str, float]:
+def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
     """Trains a segmentation head and scores it at the resolution of the test masks: mean IoU, accuracy of pixels."""
     targets = []
     for mask_HW in train.masks:  # the nearest pixel of each of S x S
@@ -122,17 +97,12 @@ def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: 
         for values, mask_HW in zip(_values(head, test), test.masks, strict=True):
             logits = F.interpolate(values[None], size=mask_HW.shape, mode="bilinear", align_corners=False)
             counts += confusion(mask_HW, logits[0].argmax(0).cpu().numpy(), num_classes)
-    return {"mean_iou": mean_iou(counts), "pixel_accuracy": pixel_accuracy(counts)}
+    return pixel_scores(counts)
 
 
-def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Training) -> dict[str, float]:
-    """Trains a detection head and gives COCO's AP, AP50 and AP75 on the test pictures.
-
-    Raises:
-        DataError: a source without boxes.
-    """
-    if train.objects is None or test.objects is None:
-        raise DataError("detection needs boxes; this source has masks only")
+def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
+    """Trains a detection head and gives COCO's AP, AP50 and AP75 on the test pictures."""
+    assert train.objects is not None and test.objects is not None
     factor = 2 if how.head == "conv" else 1
     cells = train.maps_NDhw.shape[2] * factor
     targets = [cell_targets(objects, cells, train.side, num_classes) for objects in train.objects]
@@ -151,11 +121,19 @@ def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Tra
     return average_precision(test.objects, detected, num_classes)
 
 
-def _train(train: DenseSet, num_values: int, loss: Loss, how: Training) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(0)
+def _train(train: DenseSet, num_values: int, loss: Loss, how: DenseOptions) -> nn.Sequential:
+    """A head from token maps (B, D, h, w) to values of every cell: `linear` is one layer on each token, (B, num_values, h, w);
+    `conv` two convolutions at twice the resolution."""
+    generator, width, hidden = torch.Generator().manual_seed(0), train.maps_NDhw.shape[1], 128
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        head = dense_head(train.maps_NDhw.shape[1], num_values, how.head).to(train.maps_NDhw.device)
+        layers: list[nn.Module] = [nn.Conv2d(width, num_values, 1)]
+        if how.head == "conv":
+            layers = [
+                nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(), nn.Upsample(scale_factor=2, mode="bilinear"),
+                nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(), nn.Conv2d(hidden, num_values, 1),
+            ]  # fmt: skip
+        head = nn.Sequential(nn.BatchNorm2d(width, affine=False), *layers).to(train.maps_NDhw.device)
     count = len(train.maps_NDhw)
     optimizer = torch.optim.AdamW(head.parameters(), lr=how.lr, weight_decay=1e-4)
     steps = how.epochs * -(-count // BATCH_SIZE)
@@ -230,15 +208,12 @@ def confusion(mask_HW: np.ndarray, predicted_HW: np.ndarray, num_classes: int) -
     return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
-def mean_iou(counts_CC: np.ndarray) -> float:
-    """Over the classes that occur in the masks or the predictions."""
+def pixel_scores(counts_CC: np.ndarray) -> dict[str, float]:
+    """Mean IoU over the classes that occur in the masks or the predictions, and the share of right pixels."""
     both = np.diag(counts_CC)
     either = counts_CC.sum(0) + counts_CC.sum(1) - both
-    return float((both[either > 0] / either[either > 0]).mean())
-
-
-def pixel_accuracy(counts_CC: np.ndarray) -> float:
-    return float(np.diag(counts_CC).sum() / max(counts_CC.sum(), 1))
+    mean_iou = float((both[either > 0] / either[either > 0]).mean())
+    return {"mean_iou": mean_iou, "pixel_accuracy": float(both.sum() / max(counts_CC.sum(), 1))}
 
 
 def average_precision(truth: Sequence[Objects], detected: Sequence[Detections], num_classes: int) -> dict[str, float]:
@@ -282,7 +257,6 @@ def dense(options: DenseOptions) -> Results:
     if options.task == "detection":
         require_pycocotools()  # before the encoder has seen all pictures
     opened = open_checkpoint(options)
-    how = Training(options.head, options.epochs, options.lr)
     side = options.image_size or encoder_of(opened.model).config.image_size
     sources = {"train": open_dense(options.train, side), "test": open_dense(options.test, side)}
     classes = sources["train"]
@@ -292,9 +266,9 @@ def dense(options: DenseOptions) -> Results:
         raise ConfigError(f"detection needs boxes, and {classes.name} has masks only")
     train, test = (prepare(opened.model, source, side) for source in sources.values())
     if options.task == "segmentation":
-        scores = segmentation_scores(train, test, len(classes.mask_classes), how)
+        scores = segmentation_scores(train, test, len(classes.mask_classes), options)
     else:
-        scores = detection_scores(train, test, len(classes.object_classes), how)
+        scores = detection_scores(train, test, len(classes.object_classes), options)
     uses = [DataUse(role, source.name, len(source)) for role, source in sources.items()]
     scalars = {f"{options.task}/{name}": value for name, value in scores.items()}
     facts = ModelFacts.of(opened.path, opened.manifest)

@@ -28,12 +28,12 @@ from typing import Any
 
 from torch import Tensor
 
+from models.base import EncoderConfig
 from models.classifier_config import ENCODERS
 from models.config import CaptionerConfig, captioner_config, named_size, with_overrides
 from models.converters.names import DPCAP, TIMM, VIP
 from models.converters.native import parameters_from
 from models.converters.weights import WeightsError, position_kind
-from models.image_encoder import EncoderConfig
 from models.layers import image_sincos_table, text_sincos_table
 from models.mae_config import MaskedAutoencoderConfig, masked_autoencoder_config
 

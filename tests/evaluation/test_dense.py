@@ -17,8 +17,7 @@ from evaluation.dense.heads import (
     boxes_of,
     cell_targets,
     confusion,
-    mean_iou,
-    pixel_accuracy,
+    pixel_scores,
 )
 from evaluation.dense.sources import IGNORED, Coco, Objects, SyntheticShapes, open_dense
 from tests.evaluation.commands import evaluate
@@ -62,7 +61,7 @@ def test_mean_iou_by_hand() -> None:
     mask = np.array([[0, 0, 1, 1], [IGNORED, 2, 2, 2]])
     predicted = np.array([[0, 1, 1, 1], [0, 2, 2, 1]])
     counts = confusion(mask, predicted, 4)
-    assert mean_iou(counts) == pytest.approx((1 / 2 + 2 / 4 + 2 / 3) / 3) and pixel_accuracy(counts) == 5 / 7
+    assert pixel_scores(counts) == pytest.approx({"mean_iou": (1 / 2 + 2 / 4 + 2 / 3) / 3, "pixel_accuracy": 5 / 7})
 
 
 def test_average_precision_by_hand() -> None:

@@ -31,7 +31,6 @@ def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
         "zero-shot": {"data": folder},
         "aro": {"synthetic": "shapes", "synthetic_tests": 1},
         "captions": {"data": folder, "max_tokens": 2},
-        "retrieval": {"data": folder},
     }
     return {name: {"checkpoint": run_dir, **given} for name, given in short.items()}
 

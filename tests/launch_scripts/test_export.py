@@ -49,10 +49,6 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def whole_text(folder: Path) -> str:
-    return "\n".join(path.read_bytes().decode("latin-1") for path in sorted(folder.rglob("*")) if path.is_file())
-
-
 def statements(folder: Path) -> str:
     """Everything that people and programs read of a folder, without the source that is copied into it."""
     files = [p for p in folder.rglob("*") if p.suffix in (".md", ".json") and p.name != "tokenizer.json"]
@@ -85,9 +81,12 @@ def test_a_captioner_for_transformers(captioner: Path, command: Run, tmp_path: P
     assert json.loads((out / "privacy_card.json").read_text())["epsilon"] == pytest.approx(epsilon)
     about = json.loads((out / "config.json").read_text())["about"]
     assert about["attested"] and about["training_data"] == {"provenance": "private"}
+    card = pytest.importorskip("huggingface_hub").ModelCard.load(out / "README.md")
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "image-feature-extraction"
+    assert "differential-privacy" in card.data.tags and card.data.to_dict()["formal_guarantee"] is True
     # Nothing of private/, and no path of this machine.
-    text = whole_text(out)
-    assert SECRET not in text and str(captioner.parent) not in text
+    for file in (path.read_bytes() for path in out.rglob("*") if path.is_file()):
+        assert SECRET.encode() not in file and str(captioner.parent).encode() not in file
 
 
 def test_the_exported_captioner_needs_nothing_of_the_project(captioner: Path, command: Run, tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_the_exported_captioner_needs_nothing_of_the_project(captioner: Path, co
     with torch.no_grad():
         expected = ours(images(), tokens_BL, output="logits")
     save_file({"images": images(), "tokens": tokens_BL}, tmp_path / "inputs.safetensors")
-    code = (
+    code = (  # as the model card says
         "import sys; from pathlib import Path; sys.path.insert(0, '.'); from models.converters.native import load_model\n"
         "from safetensors.torch import load_file, save_file\nx = load_file('../inputs.safetensors')\n"
         "logits = load_model(Path('.'))(x['images'], x['tokens'], output='logits').detach()\n"
@@ -149,19 +148,6 @@ def test_a_simulation_is_never_called_private(form: str, command: Run, tmp_path:
     assert not EPSILON.search(said) and not EPSILON.search(text) and "differential-privacy]" not in text
     assert "formal_guarantee: true" not in text and '"formal_guarantee": true' not in text
     assert "No epsilon is claimed" in text and '"formal_guarantee": false' in text
-
-
-def test_known_shards_survive_the_way_through_a_folder(command: Run, tmp_path: Path) -> None:
-    public = {"provenance": "public", "shards": ["ab" * 8]}
-    path = trained(tmp_path / "run", recipe(), training_data=public)
-    command("--checkpoint", path, "--format", "safetensors", tmp_path / "out")
-    command("--import", "safetensors", tmp_path / "out", tmp_path / "back")
-    assert open_model(tmp_path / "back").manifest["training_data"] == public
-    start = {"kind": "checkpoint", "run": "first", "training_data": "private", "guarantee": None, "before_that": None}
-    path = trained(tmp_path / "run2", recipe(), training_data=public, initialisation=start)
-    command("--checkpoint", path, "--format", "safetensors", tmp_path / "out2")
-    command("--import", "safetensors", tmp_path / "out2", tmp_path / "back2")
-    assert open_model(tmp_path / "back2").manifest["training_data"] == {"provenance": "private"}
 
 
 def bits(path: Path) -> dict[str, Tensor]:
@@ -217,16 +203,6 @@ def test_adapters_go_out_for_peft_and_their_base_comes_back(command: Run, tmp_pa
     torch.testing.assert_close(found, ours(images()))
     said = command("--import", "hf", out / "base", tmp_path / "other", "--provenance", "private")
     assert "data declared private" in said, "after others trained it further"
-
-
-@pytest.mark.parametrize("form", ["hf", "safetensors"])
-def test_the_hub_reads_the_model_card(captioner: Path, form: str, command: Run, tmp_path: Path) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    command("--checkpoint", captioner, "--format", form, tmp_path / "out")
-    card = hub.ModelCard.load(tmp_path / "out" / "README.md")
-    assert card.data.library_name == {"hf": "transformers", "safetensors": "safetensors"}[form]
-    assert "differential-privacy" in card.data.tags and card.data.to_dict()["formal_guarantee"] is True
-    assert card.data.pipeline_tag == {"hf": "image-feature-extraction", "safetensors": "image-to-text"}[form]
 
 
 @torch.no_grad()
@@ -370,22 +346,10 @@ def test_code_in_a_file_does_not_run(kind: str, command: Run, tmp_path: Path) ->
     assert not trace.exists() and not (tmp_path / "out").exists()
 
 
-@torch.no_grad()
-def test_an_encoder_alone(command: Run, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_an_encoder_alone_for_programs_that_read_timm(command: Run, tmp_path: Path) -> None:
     state = vip_file(decoder=False)
     torch.save(state, tmp_path / "vip.pth")
     command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", *arguments("vip", OF_ENCODER))
-    opened = open_model(tmp_path / "start")
-    inputs = opened.task.synthetic_inputs(2)
-    tokens_BTD = opened.model(**inputs)
-    command("--checkpoint", tmp_path / "start", "--format", "hf", tmp_path / "out")
-    theirs = transformers.ViTModel.from_pretrained(tmp_path / "out", add_pooling_layer=False).eval()
-    torch.testing.assert_close(theirs(inputs["images_BCHW"]).last_hidden_state, tokens_BTD, atol=1e-5, rtol=1e-5)
-    command("--import", "hf", tmp_path / "out", tmp_path / "back")
-    back = open_model(tmp_path / "back")
-    for (name, a), (_, b) in zip(opened.model.named_parameters(), back.model.named_parameters(), strict=True):
-        assert torch.equal(a.view(torch.int32), b.view(torch.int32)), name
     command("--checkpoint", tmp_path / "start", "--format", "timm", tmp_path / "timm")
     again = load_file(tmp_path / "timm/model.safetensors")
     assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from models.adapters import AdaptedLinear, adapters, is_adapter
 from models.classifier import Classifier, build_classifier, classification_loss
 from models.classifier_config import ENCODERS, ClassifierConfig, classifier_config
-from models.config import VitConfig
+from models.config import ModelConfigError, VitConfig
 from models.converters.huggingface import to_vit_model
-from models.errors import ModelConfigError
 from models.vit import VisionTransformer
 from tests.models.test_converters import loaded, write
 
@@ -69,9 +68,6 @@ def test_loss_equals_scikit_learn() -> None:
     uniform = -logits.log_softmax(1).mean(1)
     assert torch.allclose(smoothed, 0.9 * loss_B + 0.1 * uniform)
     assert classification_loss(logits.bfloat16(), labels).dtype == torch.float32
-
-
-def test_loss_uses_the_configured_smoothing() -> None:
     model, labels = tiny_classifier(label_smoothing=0.2), torch.arange(4)
     assert torch.allclose(model(images(), labels), classification_loss(model(images(), output="logits"), labels, 0.2))
     with pytest.raises(ValueError, match="labels_B"):
@@ -157,9 +153,6 @@ def test_sizes_are_those_of_the_other_models() -> None:
 def test_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         tiny(**overrides)
-
-
-def test_the_number_of_classes_has_no_default() -> None:
     with pytest.raises(ModelConfigError, match="num_classes is missing"):
         classifier_config("pico")
 

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from models.captioner import Captioner
-from models.config import SIZES, CaptionerConfig, captioner_config
-from models.errors import ModelConfigError
+from models.config import SIZES, CaptionerConfig, ModelConfigError, captioner_config
 
 # Millions: encoder, projection and decoder blocks, token embedding, output head with its norm, all that DP-Cap's clipping could
 # train: not the class token and the two type embeddings. "Nano" is in its code only.
