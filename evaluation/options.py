@@ -9,7 +9,6 @@ A function returns what `evaluation.results` writes and prints. This module impo
 """
 
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.config.options import Options, Shown
-from trainer.errors import ConfigError
 
 SYNTHETIC_SEED = 1 << 40
 """Default of the test pictures, far from seeds that people train with."""
@@ -214,23 +212,6 @@ class PrivateHeadOptions(TrainTestOptions):
     """the data owner's ledger, which must have room"""
     compare: bool = False
     """also without privacy"""
-
-    def method_options(self) -> dict[str, Any]:
-        """What --option says.
-
-        Raises:
-            ConfigError: it is no number.
-        """
-        found: dict[str, Any] = {}
-        for text in self.option:
-            name, equals, value = text.partition("=")
-            try:
-                found[name] = json.loads(value) if equals else None
-            except ValueError:
-                found[name] = None
-            if not isinstance(found[name], int | float):
-                raise ConfigError(f"--option {text}: write NAME=NUMBER or NAME=true")
-        return found
 
 
 class DenseOptions(CheckpointOptions):

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -176,7 +176,8 @@ class Arrays:
         return len(self._images)
 
     def read(self, ids: Sequence[int]) -> list[Example]:
-        return [Example(encode_png(self._images[i]), label_value(self._labels_N[i])) for i in ids]
+        labels = [int(label) if label >= 0 else None for label in self._labels_N[list(ids)]]
+        return [Example(encode_png(self._images[i]), label) for i, label in zip(ids, labels, strict=True)]
 
 
 Source = Shards | Files | Arrays
@@ -388,11 +389,6 @@ def encode_png(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
-
-
-def label_value(value: Any) -> int | None:
-    """A whole number from 0 on; anything else is no label."""
-    return int(value) if isinstance(value, int | np.integer) and value >= 0 else None
 
 
 def bytes_of(path: Path) -> bytes:

@@ -28,6 +28,7 @@ from privacy.accounting.rounding import rounded_up
 from privacy.card.composition import claim_of, states_behind
 from privacy.card.numbers import claimed_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
+from privacy.files.toml_text import toml_value
 from privacy.ledger.durable import make_directory
 from privacy.ledger.file_roles import require_apart
 from privacy.ledger.members import (
@@ -227,7 +228,8 @@ def spent_in(folder: Path) -> Together:
 
 def private_head(options: PrivateHeadOptions) -> Results | None:
     """The command; see its options."""
-    output, method, chosen = options.output_folder, options.method, options.method_options()
+    output, method = options.output_folder, options.method
+    chosen = {name: toml_value(value) for name, _, value in (text.partition("=") for text in options.option)}
     folder = options.heads or (None if output is None else output / "private_heads")
     if folder is None:
         raise ConfigError("give --output (or --heads), a folder for the head and its ledger")

@@ -69,8 +69,8 @@ def from_vip(
         grid = encoder.grid_size
         table = position_kind(state, "pos_embed", image_sincos_table, grid, encoder.width, what)
         decoder_table = position_kind(state, "decoder_pos_embed", image_sincos_table, grid, decoder.width, what)
-        parts = {"encoder": replace(encoder, position=table), "decoder": replace(decoder, position=decoder_table)}
-        config = replace(config, **parts)
+        encoder, decoder = replace(encoder, position=table), replace(decoder, position=decoder_table)
+        config = replace(config, encoder=encoder, decoder=decoder)
         return config, parameters_from(state, config, VIP, what)
     if missing := [name for name in _OF_ANY_PROJECT if name not in overrides]:
         ways = " and ".join(f"--override {name}=..." for name in missing)

@@ -84,7 +84,10 @@ def test_one_head_next_to_what_it_would_be_without_privacy(run: Any, tmp_path: P
     ("arguments", "match"),
     [
         (["--method", "dp-ls", "--target_epsilon", "1", "--option", "sigma=1"], "no option 'sigma'"),
-        (["--method", "dp-ls", "--target_epsilon", "1", "--option", "ridge=low"], "write NAME=NUMBER"),
+        (
+            ["--method", "dp-ls", "--target_epsilon", "1", "--option", "ridge=low"],
+            "ridge = 'low': input should be a valid",
+        ),
         (["--method", "dp-ls", "--target_epsilon", "1", "--num_classes", "0"], "--num_classes is required"),
         (["--method", "dp-ls", "--target_epsilon", "-1"], "epsilon"),
         (["--method", "dp-x", "--target_epsilon", "1"], "invalid choice"),
