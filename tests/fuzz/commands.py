@@ -45,7 +45,7 @@ WORKING: dict[str, tuple[str, ...]] = {
     "export": (
         "--checkpoint {case}/run --format safetensors {case}/new",
         "--checkpoint {case}/run --format hf {case}/new --json",
-        "--import vip {made}/words {case}/new",
+        "--import vip {made}/words {case}/new --size vip_nano",
     ),
     "audit": (
         "ledger --run_dir {case}/run --json",
