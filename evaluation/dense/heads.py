@@ -254,8 +254,6 @@ def average_precision(truth: Sequence[Objects], detected: Sequence[Detections], 
 
 def dense(options: DenseOptions) -> Results:
     """The command; see its options."""
-    if options.task == "detection":
-        require_pycocotools()  # before the encoder has seen all pictures
     opened = open_checkpoint(options)
     side = options.image_size or encoder_of(opened.model).config.image_size
     sources = {"train": open_dense(options.train, side), "test": open_dense(options.test, side)}
@@ -264,6 +262,8 @@ def dense(options: DenseOptions) -> Results:
         raise ConfigError("--train and --test have other classes")
     if options.task == "detection" and not classes.object_classes:
         raise ConfigError(f"detection needs boxes, and {classes.name} has masks only")
+    if options.task == "detection":
+        require_pycocotools()  # here, since the encoder's way over all pictures is long
     train, test = (prepare(opened.model, source, side) for source in sources.values())
     if options.task == "segmentation":
         scores = segmentation_scores(train, test, len(classes.mask_classes), options)
