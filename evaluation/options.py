@@ -11,7 +11,7 @@ A function returns what `evaluation.results` writes and prints. This module impo
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,7 +29,13 @@ HeadMethod = Literal["dp-ls", "dp-newton", "dp-fc"]
 
 
 class CommandOptions(Options):
-    """What every command takes."""
+    """What every command takes.
+
+    Attributes:
+        DRAWN_WITHOUT: the option without which pictures are drawn from a seed; None for a command that draws none.
+    """
+
+    DRAWN_WITHOUT: ClassVar[str | None] = None
 
     checkpoint: Annotated[Path | None, Shown("DIR")] = None
     """run folder (its newest checkpoint) or checkpoint"""
@@ -46,8 +52,8 @@ class CommandOptions(Options):
 
     @property
     def results_are_public(self) -> bool:
-        """Whether results are computed from public data alone: the user's word, or a seed in place of data (ONE_OF's first)."""
-        return self.data_is_public or (bool(self.ONE_OF) and getattr(self, self.ONE_OF[0]) is None)
+        """Whether results are computed from public data alone: the user's word, or the pictures come from a seed."""
+        return self.data_is_public or (self.DRAWN_WITHOUT is not None and getattr(self, self.DRAWN_WITHOUT) is None)
 
     @property
     def output_folder(self) -> Path | None:
@@ -249,7 +255,7 @@ class ZeroShotOptions(CheckpointOptions, LabelledOptions):
     all images); see evaluation/zero_shot.py.
     """
 
-    ONE_OF = ("data", "synthetic_shapes")
+    ONE_OF, DRAWN_WITHOUT = ("data", "synthetic_shapes"), "data"
 
     data: Annotated[str | None, Shown("SOURCE")] = None
     """shards:PATTERN, folder:DIR or arrays:FILE.npz"""
@@ -276,7 +282,7 @@ class AroOptions(CheckpointOptions):
     File formats: evaluation/compositional.py; synthetic tests, which need no download: evaluation/synthetic_tests.py.
     """
 
-    ONE_OF = ("test", "synthetic")
+    ONE_OF, DRAWN_WITHOUT = ("test", "synthetic"), "test"
 
     test: Annotated[str | None, Shown("FORMAT:FILE")] = None
     """vg-relation:, vg-attribution: or order: and a JSON file"""
