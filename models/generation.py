@@ -25,24 +25,21 @@ def _check(max_tokens: int, num_tokens: int) -> None:
 
 
 @torch.no_grad()
-def greedy_captions(
-    model: nn.Module, images_BCHW: Tensor, *, max_tokens: int, config: CaptionerConfig | None = None
-) -> Tensor:
+def greedy_captions(model: nn.Module, images_BCHW: Tensor, *, max_tokens: int) -> Tensor:
     """The most likely next token, again and again, until `eos_id`; `pad_id` afterwards.
 
     `model` is called exactly `max_tokens` times whatever it says, because ranks that share a sharded model must call
     it equally often. No keys are cached: the whole prefix is computed each time.
 
     Args:
-        model: a `Captioner`, or a wrapper that calls one.
+        model: a `Captioner`, or a wrapper that calls one and has its `config`.
         images_BCHW: normalised pixels.
         max_tokens: tokens to generate, at most `config.num_tokens - 1` (the first token is given).
-        config: the captioner's configuration; default `model.config`. Needed where a wrapper hides it.
 
     Returns:
         Tokens (B, max_tokens), int64, without the first token (`bos_id`).
     """
-    config = cast(CaptionerConfig, model.config) if config is None else config
+    config = cast(CaptionerConfig, model.config)
     _check(max_tokens, config.num_tokens)
     device = images_BCHW.device
     tokens_BL = torch.full((images_BCHW.shape[0], 1), config.bos_id, dtype=torch.int64, device=device)

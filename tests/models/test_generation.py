@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from models.captioner import Captioner
 from models.generation import IncrementalDecoder, beam_captions, greedy_captions
-from tests.models.tiny import VOCAB, tiny_batch, tiny_captioner
+from tests.models.tiny import VOCAB, tiny_batch, tiny_captioner, tiny_config
 
 VARIANTS = [
     {},
@@ -111,6 +111,7 @@ class Scripted(nn.Module):
         super().__init__()
         self.script_BL = torch.tensor(script)
         self.num_calls = 0
+        self.config = tiny_config()
 
     def forward(self, images_BCHW: torch.Tensor, tokens_BL: torch.Tensor, output: str) -> torch.Tensor:
         self.num_calls += 1
@@ -119,10 +120,9 @@ class Scripted(nn.Module):
 
 
 def test_padding_follows_the_end_and_calls_do_not_depend_on_it() -> None:
-    config = tiny_captioner().config
     for script in ([[4, 5, 2, 9, 9], [2, 9, 9, 9, 9]], [[4, 4, 4, 4, 4], [5, 5, 5, 5, 2]], [[2] * 5, [2] * 5]):
         model = Scripted(script)
-        tokens_BL = greedy_captions(model, torch.zeros(2, 3, 16, 16), max_tokens=5, config=config)
+        tokens_BL = greedy_captions(model, torch.zeros(2, 3, 16, 16), max_tokens=5)
         expected = [row[: row.index(2) + 1] if 2 in row else row for row in script]
         assert tokens_BL.tolist() == [row + [0] * (5 - len(row)) for row in expected]
         assert model.num_calls == 5
