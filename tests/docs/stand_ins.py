@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from data.index.tar_writer import write_shard
 from tests.docs.pages import ROOT
 from tests.e2e.launch import alone
-from tests.models.test_convert_vip import published, saved
+from tests.models.released import vip_file
 
 CAPTIONS = ("a red cat on a chair", "two blue birds", "the green tree is beside the house")
 _PICO = "{ encoder_width = 16, encoder_depth = 12, encoder_num_heads = 2, decoder_width = 16, decoder_num_heads = 2 }"
@@ -99,7 +100,7 @@ def coco(project: Path) -> None:
 
 def official_vip(project: Path) -> None:
     """A file with the published names and widths that no published size has."""
-    saved(project / "ckpt-vip-syn-base.pth", published())
+    torch.save({"model": vip_file()}, project / "ckpt-vip-syn-base.pth")
 
 
 def small_study(project: Path) -> None:

@@ -203,8 +203,7 @@ def _models_in(annotation: object) -> list[type]:
 def model_options() -> frozenset[str]:
     """Names that `model.overrides` takes: those that the refusal of another one lists."""
     from models.classifier_config import classifier_config
-    from models.config import captioner_config
-    from models.errors import ModelConfigError
+    from models.config import ModelConfigError, captioner_config
     from models.mae_config import masked_autoencoder_config
 
     found: set[str] = set()

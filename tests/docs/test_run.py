@@ -18,6 +18,7 @@ from tests.docs import stand_ins
 from tests.docs.copies import copy_project
 from tests.docs.pages import GUIDES, Block, Command, blocks, commands
 from tests.docs.test_two_hosts import two_hosts_block
+from tests.models.released import arguments
 
 WITHIN = 400
 SHORT_RUN = "train.num_steps=2 heldout.num_examples=8 heldout.num_captions=1"
@@ -33,11 +34,10 @@ SHORTER = {
     r"prepare\.py synthetic .*--num_examples": "--num_examples 30 --image_size 32 --workers 1",
     r"synthetic_shapes 1000": "--synthetic_shapes 6",
     r"synthetic_tests 500": "--synthetic_tests 3",
-    r"synthetic:1:400": "--train synthetic:1:8 --test synthetic:2:4",
     r"few-shot": "--shots 1 2 --num_splits 2",
     r"image_size 512": "--image_size 32",
     r"num_workers 8": "--num_workers 1",
-    r"--import vip": "--num_heads 2 --decoder_heads 2 --norm_eps 1e-6 --no-normalise_pixels --activation gelu",
+    r"--import vip": " ".join(arguments("vip")),
 }
 """What is added to a command that matches."""
 NOT_RUN = {
@@ -48,6 +48,7 @@ NOT_RUN = {
     r"^tensorboard": "serves until it is stopped; its pages are read in tests/e2e/test_launches.py",
     r"https://host/": "a made-up host; tests/data/test_remote.py and test_index_build.py have servers and ranks",
     r"audit\.py run": "a run that trained on the canaries; tests/trainer/test_audit_run.py has one",
+    r"--task detection": "an extra; tests/evaluation/test_dense.py",
     r"--metrics": "an extra that needs Java; tests/evaluation/test_caption_commands.py",
     r"^pip install numpy|^python -I verify\.py": "in a published folder; tests/privacy/verify",
     r"^(\.|export|printf|exit)( |$)": "of the shell",

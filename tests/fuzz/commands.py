@@ -40,13 +40,12 @@ WORKING: dict[str, tuple[str, ...]] = {
         "dense --checkpoint {case}/run --task segmentation --train synthetic:1:2 --test synthetic:2:1 --epochs 1 --image_size 32",
         "aro --checkpoint {case}/run --synthetic shapes --synthetic_tests 4",
         "captions --checkpoint {case}/run --data shards:data/demo/heldout-00000.tar --max_examples 2",
-        "captions --checkpoint {case}/run --data folder:{made}/pictures --method sample --max_examples 2 --output {case}/new",
-        "retrieval --checkpoint {case}/run --data shards:data/demo/heldout-00000.tar --max_examples 4",
+        "captions --checkpoint {case}/run --data folder:{made}/pictures --num_beams 2 --max_examples 2 --output {case}/new",
     ),
     "export": (
         "--checkpoint {case}/run --format safetensors {case}/new",
         "--checkpoint {case}/run --format hf {case}/new --json",
-        "--import vip {made}/words {case}/new",
+        "--import vip {made}/words {case}/new --size vip_nano",
     ),
     "audit": (
         "ledger --run_dir {case}/run --json",

@@ -32,7 +32,7 @@ HEAVY = [
     "trainer.run.start", "trainer.engines", "privacy.step.engine", "trainer.planner.resources", "trainer.planner.tables",
     "privacy.audit.folder", "trainer.audit.canaries", "trainer.audit.run", "trainer.weights.export", "evaluation.features",
     "evaluation.results", "evaluation.zero_shot", "evaluation.captions", "evaluation.few_shot",
-    "evaluation.private_head.command", "data.synthetic.generate", "data.importers.pipeline", "dp_accounting.pld",
+    "evaluation.private_head.run", "data.synthetic.generate", "data.importers.pipeline", "dp_accounting.pld",
     "torch.utils.data", "torch.utils.tensorboard",
 ]  # fmt: skip
 

@@ -60,7 +60,7 @@ KNOWN: dict[str, tuple[Case, int]] = {
     ),
     "shards by a product of ranges": (_train("data.shards={0..9999999}{0..9999999}{0..9999999}.tar"), 2),
     "a number of 5,000 digits": (_train(f"data.memory_limit_mib={values.DIGITS}"), 2),
-    "a file of other things as weights": (_case("export", "--import vip {made}/words {case}/new"), 2),
+    "a file of other things as weights": (_case("export", "--import vip {made}/words {case}/new --size vip_nano"), 2),
     "an epsilon that fills the memory": (
         _case(
             "plan",

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from models.captioner import Captioner
-from models.errors import ModelConfigError
 from privacy.clipping.selfcheck import check_against_autograd
 from trainer.config.recipe import load_config
 from trainer.tasks import make_task
@@ -42,8 +40,3 @@ def test_without_it_nothing_changes() -> None:
     assert "is_parallel_B" not in plain.synthetic_inputs(2)
     names = dict(plain.build(torch.Generator().manual_seed(0)).named_parameters())
     assert "decoder.mask_embedding.weight" not in names and "decoder.head.weight" in names
-
-
-def test_a_share_above_one_is_refused() -> None:
-    with pytest.raises(ModelConfigError, match="parallel_share must be between 0 and 1"):
-        task("model.overrides.parallel_share=75")

@@ -38,12 +38,10 @@ def test_rows_columns_titles_and_borders() -> None:
     titles = [picture[:TOP, GAP + c * (SIDE + GAP) :][:, :SIDE] for c in range(3)]
     assert all((title < 128).any() for title in titles) and (titles[0] != titles[2]).any()
     assert picture_grid(("a",), []).shape == (0, 0, 3)
-
-
-def test_small_images_keep_their_pixels() -> None:
-    image = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
-    assert (cell(picture_grid(("a",), [[image]]), 0, 0) == image.repeat(5, 0).repeat(5, 1)).all()
-    assert cell(picture_grid(("a",), [[image.repeat(7, 0).repeat(7, 1)]]), 0, 0).std() > 20
+    small = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    assert (cell(picture_grid(("a",), [[small]]), 0, 0) == small.repeat(5, 0).repeat(5, 1)).all(), (
+        "small ones keep pixels"
+    )
 
 
 @pytest.mark.parametrize("normalise", [False, True])

@@ -1,4 +1,4 @@
-"""Probes against scikit-learn and against a float64 loop of the published rule; digits; what the command writes."""
+"""Linear and few-shot probes against scikit-learn and a float64 loop of the published rule; digits; what the command writes."""
 
 import json
 import math
@@ -8,21 +8,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
 
+from data.errors import DataError
+from data.examples.transforms import train_image
+from evaluation.encoder import features
+from evaluation.features import compute
+from evaluation.few_shot import Shots, few_shot_probe, split, unit_rows
 from evaluation.linear_probe import cross_validated_regression, fold_of, lars_probe, regression
+from evaluation.options import FeatureOptions
+from evaluation.sources import Arrays, Augmentation
 from tests.evaluation.commands import evaluate
 from tests.evaluation.digits import digits, save_digits
+from tests.evaluation.tiny_models import pictures
+from tests.trainer.trained_runs import recipe, trained
+from trainer.weights.open_model import open_model
 
 TRUST = 0.03
 
 
 @pytest.mark.parametrize("ridge", [1e-1, 1e-3])
 def test_regression_is_that_of_scikit_learn(ridge: float) -> None:
-    from sklearn.linear_model import LogisticRegression
-
     x, y, x_test, _ = digits()
     x, y = x[:400], y[:400]
     head = regression(x, y, 10, ridge=ridge)
+    assert head.converged and not regression(x, y, 10, ridge=ridge, max_iterations=2).converged
     scale = np.where(x.std(0) > 0, x.std(0), np.inf)
     theirs = LogisticRegression(C=1 / (ridge * len(x)), tol=1e-8, max_iter=2000).fit((x - x.mean(0)) / scale, y)
     assert head.weight_LD.numpy() == pytest.approx(theirs.coef_, abs=2e-4)
@@ -74,8 +85,6 @@ def released_lars(x_of_epoch: list[np.ndarray], y: np.ndarray, x_test: np.ndarra
 @pytest.mark.parametrize("augmented", [False, True])
 def test_lars_follows_the_released_rule(augmented: bool) -> None:
     """Also with other features of the same examples in every epoch."""
-    import torch
-
     x, y, x_test, y_test = digits()
     rng = np.random.default_rng(0)
     x_of_epoch = [x + 0.02 * rng.standard_normal(x.shape) * augmented for _ in range(20)]
@@ -88,12 +97,6 @@ def test_lars_follows_the_released_rule(augmented: bool) -> None:
     assert found.head.scores(x_test) == pytest.approx(expected, abs=2e-3)
     assert found.last == np.mean(expected.argmax(1) == y_test) and len(found.accuracies) == 20
     assert found.best == found.accuracies[found.best_epoch - 1] == max(found.accuracies)
-
-
-def test_a_regression_says_when_it_has_not_converged() -> None:
-    x, y, _, _ = digits()
-    assert regression(x, y, 10, ridge=1e-3).converged
-    assert not regression(x, y, 10, ridge=1e-3, max_iterations=2).converged
 
 
 def test_lars_and_lbfgs_agree_on_digits(
@@ -127,6 +130,70 @@ def test_public_data_leave_the_private_part_and_few_steps_are_named(
     assert "LARS has hardly converged" in record["notes"][0]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["evaluation"] and record["data_is_public"]
     assert record["formal_guarantee"] is False
+
+
+def test_the_probe_on_random_crops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every epoch has features of its own, of the images' own crops."""
+    trained(
+        tmp_path / "run", recipe("classifier", "encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3")
+    )
+    images, labels = pictures(24)
+    np.savez(tmp_path / "pictures.npz", images=images, labels=labels)
+    source = f"arrays:{tmp_path}/pictures.npz"
+    told = ["linear-probe", "--train", source, "--test", source, "--method", "lars", "--epochs", "3"]
+    told += ["--checkpoint", str(tmp_path / "run")]
+    plain, augmented, again = (
+        evaluate(monkeypatch, capsys, *told, *more) for more in ([], ["--augment"], ["--augment"])
+    )
+    assert augmented["details"]["lars"]["augmented"] and not plain["details"]["lars"]["augmented"]
+    assert augmented["scalars"] == again["scalars"]
+    opened, arrays, how = open_model(tmp_path / "run"), Arrays("here", images, labels), FeatureOptions()
+    first, second = (compute(opened.model, arrays, how, range(6), Augmentation(0, epoch)) for epoch in (0, 1))
+    expected = [train_image(i.image, 16, Augmentation(0, 1).key(k)) for k, i in enumerate(arrays.read(range(6)))]
+    by_hand = features(opened.model, torch.from_numpy(np.stack(expected)), how).detach()
+    assert second.values_ND == pytest.approx(by_hand.numpy(), abs=1e-6)
+    assert not np.allclose(first.values_ND, second.values_ND)
+
+
+def test_a_split_has_k_of_every_class_and_more_shots_contain_fewer() -> None:
+    labels = digits()[1]
+    chosen = {shots: split(labels, shots, 3) for shots in (2, 5)}
+    for shots, rows in chosen.items():
+        assert np.bincount(labels[rows]).tolist() == [shots] * 10 and len(set(rows)) == 10 * shots
+    assert set(chosen[2]) < set(chosen[5])
+    assert set(split(labels, 5, 4)) != set(chosen[5])
+    with pytest.raises(DataError, match=r"class 1 has 2 training examples, fewer than 3 shots"):
+        split(np.array([0, 0, 0, 1, 1]), 3, 0)
+
+
+def test_the_interval_is_students() -> None:
+    found = Shots(5, (0.5, 0.6, 0.7))
+    assert found.mean == pytest.approx(0.6)
+    assert found.half_width == pytest.approx(4.302652729911275 * 0.1 / 3**0.5)  # t with 2 degrees of freedom
+    assert np.isnan(Shots(5, (0.5,)).half_width)
+
+
+def test_the_probe_is_regression_on_unit_rows() -> None:
+    """scikit-learn's, with DP-Cap's ridge, on rows that are centred and of length one."""
+    x, y, x_test, y_test = digits()
+    x, x_test = x * np.linspace(1, 50, len(x))[:, None] + 3, x_test - 1  # each row's own scale and offset do not matter
+    [found] = few_shot_probe((x, y), (x_test, y_test), 10, [5], num_splits=2)
+    for number, accuracy in enumerate(found.accuracies):
+        rows = split(y, 5, number)
+        z = unit_rows(x[rows])
+        assert np.linalg.norm(z, axis=1) == pytest.approx(1) and z.mean(1) == pytest.approx(0)
+        theirs = LogisticRegression(C=1 / 0.0025, fit_intercept=False, tol=1e-8, max_iter=5000).fit(z, y[rows])
+        assert accuracy == pytest.approx(theirs.score(unit_rows(x_test), y_test), abs=0.004)
+
+
+def test_few_shot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    train, test = save_digits(tmp_path)
+    record = evaluate(monkeypatch, capsys, "few-shot", "--train", train, "--test", test, "--shots", "1", "10")
+    one, ten = (record["scalars"][f"probe/{k}-shot/accuracy"] for k in (1, 10))
+    assert 0.4 < one < ten and ten > 0.85 and record["scalars"]["probe/10-shot/interval_half_width"] > 0
+    assert len(record["details"]["accuracies"]["10"]) == 3 and record["formal_guarantee"] is False
 
 
 @pytest.mark.parametrize(
