@@ -89,7 +89,7 @@ class RepackOptions(Options):
     """Options of `repack`."""
 
     shards: Annotated[str, Shown("SHARDS", is_positional=True)]
-    """local shards as for index; members of one example may lie in several of them"""
+    """local shards as for index"""
     output: Annotated[Path, Shown("DIR")]
     """a new or empty folder"""
     shard_mib: Annotated[int, Shown("MIB"), Field(ge=1, le=2**20)] = 1024

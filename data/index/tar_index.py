@@ -229,7 +229,7 @@ class ExampleTable:
         if lacking:
             halves = (
                 "; halves of a pair are two examples: they need one shard, and the same path and name, letter by letter, up to "
-                "the first dot; prepare.py repack brings those together that lie in several shards"
+                "the first dot; unpack shards that hold halves into one folder, and write that by tar --sort=name"
             ) * (no_picture > 0)
             yield (
                 f"{no_text} of {len(self)} examples have a picture without caption or label, {no_picture} have no picture, in "

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from data.reading.records import RemoteOptions
 from tests.data.conftest import ROOT
-from tests.data.servers import RangeServer, range_server
+from tests.data.support.servers import RangeServer, range_server
 
 QUICK = RemoteOptions(timeout_seconds=5, tries=3, backoff_seconds=0.01, connections=4)
 # The whole 127.0.0.0/8 is this machine, but only 127.0.0.1 counts as this host: 127.0.0.2 stands for another one.

@@ -18,7 +18,7 @@ from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader, StepPlan
 from data.reading.reader import TarReader
 from data.reading.records import RemoteOptions
-from tests.data.servers import RangeServer, range_server
+from tests.data.support.servers import RangeServer, range_server
 from tests.distributed.ranks import free_port
 
 QUICK = RemoteOptions(timeout_seconds=2, tries=3, backoff_seconds=0.01, connections=4)

@@ -23,7 +23,7 @@ from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, default_cap
 from privacy.sampling.rows import deal, most_of_share, shares_of_nodes
 from tests.data.conftest import ROOT
-from tests.data.servers import RangeServer, range_server
+from tests.data.support.servers import RangeServer, range_server
 from tests.data.test_bad_shards import archive, members
 
 NUM_SHARDS, FEW, PER_SHARD, EXPECTED, NUM_STEPS = 64, 12, 5, 40, 20

@@ -17,7 +17,7 @@ from data.synthetic.scene import Scene, Texture
 from data.synthetic.texture_kinds import KINDS, describe, random_colours, random_texture
 from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, rgb
 from tests.data.conftest import ROOT
-from tests.data.pictures_of_shapes import Picture, components
+from tests.data.support.pictures_of_shapes import Picture, components
 
 DATA = SyntheticData(3, 224)
 DIGEST = "2a18b2f75e6bfc88ffee5acad44ac49a60e9f24f663e93df3cffaa6eac81c7aa"

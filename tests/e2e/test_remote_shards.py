@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data.index.build import build_index
-from tests.data.servers import NGINX, nginx, range_server
+from tests.data.support.servers import NGINX, nginx, range_server
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, count, train_arguments
 
