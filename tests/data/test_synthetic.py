@@ -1,29 +1,45 @@
-"""Synthetic pictures show what their captions say, and stay what they are."""
+"""Synthetic pictures show what their captions say and stay what they are; their shards, and the command that writes them."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
+from PIL import Image
+from tokenizers import Tokenizer
 
 from data.errors import DataError
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.transforms import denormalize, eval_image
+from data.reading.pool import worker_pool
 from data.synthetic import shapes
+from data.synthetic.compose import compose_shapes
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
 from data.synthetic.texture_kinds import KINDS, describe, random_colours, random_texture
 from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, rgb
+from data.synthetic.write import PROVENANCE, Settings, write_synthetic
 from tests.data.conftest import ROOT
 from tests.data.support.pictures_of_shapes import Picture, components
+from tests.processes import run_python
 
 DATA = SyntheticData(3, 224)
 DIGEST = "2a18b2f75e6bfc88ffee5acad44ac49a60e9f24f663e93df3cffaa6eac81c7aa"
 
 
-def check_captions(indices: range) -> None:
+MANY = pytest.mark.full
+
+
+@pytest.mark.parametrize("indices", [range(16), pytest.param(range(60, 1060), marks=MANY)])
+def test_captions_are_true_of_the_pixels(indices: range) -> None:
     """The caption of plain shapes holds in the pixels; the next picture's with as many shapes does not."""
     data, before = SyntheticData(3, 224, "shapes"), ""
     for index in indices:
@@ -34,16 +50,8 @@ def check_captions(indices: range) -> None:
         before = example.caption
 
 
-def test_captions_are_true_of_the_pixels() -> None:
-    check_captions(range(16))
-
-
-@pytest.mark.full
-def test_many_captions() -> None:
-    check_captions(range(60, 1060))
-
-
-def check_counts(count: int) -> None:
+@pytest.mark.parametrize("count", [160, pytest.param(4000, marks=MANY)])
+def test_counts_and_colours_of_drawn_shapes(count: int) -> None:
     """Groups of solid shapes: as many connected areas of the colour as the caption says."""
     checked: Counter[int] = Counter()
     for example in map(DATA.example, range(count)):
@@ -62,15 +70,6 @@ def check_counts(count: int) -> None:
     assert {1, 2, 3, 4, 5} <= set(checked)
 
 
-def test_counts_and_colours_of_drawn_shapes() -> None:
-    check_counts(160)
-
-
-@pytest.mark.full
-def test_many_counts_and_colours() -> None:
-    check_counts(4000)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_texture_shows_all_colours_it_is_said_to_have(kind: str) -> None:
     rng = np.random.default_rng(0)
@@ -83,6 +82,7 @@ def test_a_texture_shows_all_colours_it_is_said_to_have(kind: str) -> None:
         shares = [(nearest == place).mean() for place in range(len(values))]
         assert min(shares) > 0.025, (texture, shares)
         assert all(name in caption for name in texture.colours) and "  " not in caption and "{" not in caption
+    assert (draw(Scene((Texture("plain", ("teal",)),)), 224) == COLOURS["teal"]).all()
 
 
 def digest() -> str:
@@ -176,5 +176,129 @@ def test_bad_settings(seed: int, size: int, content: str, message: str) -> None:
         SyntheticData(seed, size, content)
 
 
-def test_plain_texture_is_one_colour() -> None:
-    assert (draw(Scene((Texture("plain", ("teal",)),)), 224) == COLOURS["teal"]).all()
+SIGN = {"left": (0, -1), "right": (0, 1), "above": (1, -1), "below": (1, 1)}
+
+
+def test_only_the_said_relation_holds_and_shapes_stand_apart() -> None:
+    for seed in range(200):
+        scene, said = compose_shapes(np.random.default_rng(seed))
+        assert [(s.name, s.colour) for s in scene.shapes] == [(g.shape, g.colour) for g in said.groups]
+        centres = np.array([(s.x, s.y) for s in scene.shapes])
+        assert len({s.name for s in scene.shapes}) == len({s.colour for s in scene.shapes}) == len(scene.shapes)
+        if len(centres) == 2:
+            axis, sign = SIGN[str(said.relation)]
+            apart = centres[0] - centres[1]
+            assert sign * apart[axis] > 0.35 and abs(apart[1 - axis]) < 0.1
+        elif len(centres) == 3:
+            axis = {"right": 0, "down": 1}[str(said.relation)]
+            assert (np.diff(centres[:, axis]) > 0.2).all()
+        for i, shape in enumerate(scene.shapes):
+            assert min(shape.x, shape.y, 1 - shape.x, 1 - shape.y) > shape.radius
+            for other in scene.shapes[:i]:
+                assert np.hypot(shape.x - other.x, shape.y - other.y) > shape.radius + other.radius
+
+
+SHAPES_TOKENIZER = EMBEDDED_TOKENIZER.with_name("shapes.json")
+
+
+def test_the_tokenizer_of_shapes_knows_every_word() -> None:
+    tokenizer = CaptionTokenizer.from_file(SHAPES_TOKENIZER)
+    unknown = Tokenizer.from_file(str(SHAPES_TOKENIZER)).token_to_id("<unk>")
+    captions = [SyntheticData(3, 64, "shapes").composition(index)[1] for index in range(300)]
+    for caption in captions:
+        tokens, mask = tokenizer.encode(caption, 18)
+        assert tokenizer.decode(tokens) == caption and unknown not in tokens
+        assert mask.sum() == len(caption.replace(",", " ,").split()) + 2
+
+
+SETTINGS = Settings(num_examples=25, image_size=32, seed=5, shard_examples=10)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
+    counts: list[int] = []
+    write_synthetic(tmp_path / "one", SETTINGS, advance=counts.append)
+    assert sum(counts) == 25
+    with worker_pool(2) as pool:
+        write_synthetic(tmp_path / "two", SETTINGS, executor=pool.executor)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert sorted(contents(tmp_path / "one")) == [PROVENANCE, *(f"synthetic-0000{k}.tar" for k in range(3))]
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, SETTINGS)
+    whole = contents(tmp_path)
+    (tmp_path / "synthetic-00001.tar").unlink()
+    untouched = (tmp_path / "synthetic-00000.tar").stat().st_mtime_ns
+    counts: list[int] = []
+    write_synthetic(tmp_path, SETTINGS, advance=counts.append)
+    assert contents(tmp_path) == whole and counts == [15, 10]
+    assert (tmp_path / "synthetic-00000.tar").stat().st_mtime_ns == untouched
+
+
+def test_shards_hold_the_examples(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, SETTINGS)
+    with tarfile.open(tmp_path / "synthetic-00002.tar") as tar:
+        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert list(members)[:2] == ["000000000020.jpg", "000000000020.txt"] and len(members) == 10
+    example = SyntheticData(5, 32).example(20)
+    assert members["000000000020.txt"].decode() == example.caption
+    decoded = denormalize(eval_image(members["000000000020.jpg"], 32))
+    assert np.abs(decoded.astype(int) - example.image_HWC).mean() < 6
+    record = json.loads((tmp_path / PROVENANCE).read_text())
+    assert (record["seed"], record["image_size"], record["generator_version"]) == (5, 32, GENERATOR_VERSION)
+    assert record["libraries"] == f"numpy {np.__version__}, Pillow {PIL.__version__}"
+    assert "No photograph" in record["statement"]
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"num_examples": 26}, {"image_format": "webp"}, {"content": "shapes"}])
+def test_a_folder_with_other_examples_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    write_synthetic(tmp_path, SETTINGS)
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match=f"differs in {next(iter(change))}"):
+        write_synthetic(tmp_path, Settings(**(vars(SETTINGS) | change)))  # type: ignore[arg-type]
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_with_foreign_or_damaged_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.tar").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"without provenance\.json"):
+        write_synthetic(tmp_path, SETTINGS)
+    (tmp_path / PROVENANCE).write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        write_synthetic(tmp_path, SETTINGS)
+
+
+def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_python(["launch_scripts/prepare.py", *arguments], timeout=120)
+
+
+def test_command_writes_shards_that_can_be_indexed(tmp_path: Path) -> None:
+    shards = ("synthetic", "--output", tmp_path / "s", "--num_examples", "12", "--image_size", "24", "--workers", "1")
+    done = prepare(*shards, "--preview", tmp_path / "sheet.png")
+    assert done.returncode == 0, done.stderr
+    assert "12 examples in 1 shards" in done.stdout
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.width > 1000
+    done = prepare("index", tmp_path / "s", "--output", tmp_path / "index", "--workers", "1")
+    assert done.returncode == 0 and done.stdout.startswith("12 examples in 1 shards"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--output"),
+        (("--output", "x"), "--num_examples"),
+        (("--output", "x", "--num_examples", "0"), "at least 1"),
+        (("--output", "/proc/x", "--num_examples", "1", "--workers", "1"), "cannot write"),
+        (("--preview", "/proc/x.png"), "cannot write"),
+        (("--preview", "x.png", "--image_size", "5"), "16 to 4096"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(arguments: tuple[str, ...], message: str) -> None:
+    done = prepare("synthetic", *arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
