@@ -7,7 +7,6 @@ import os
 import ssl
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -254,23 +253,15 @@ def test_a_redirect_never_leads_from_https_to_http(server: RangeServer, tmp_path
             "/loop": f"{one.url}/loop",
         }
         two.redirects = {"/exposed": elsewhere.url}
+        cases = json.dumps([one.url + place for place in ("/same", "/other", "/exposed", "/far", "/loop")])
+        command = [sys.executable, "-c", READ, str(ROOT), str(tmp_path), cases]
         environment = {**os.environ, "SSL_CERT_FILE": str(certificate)}
-
-        def said(*places: str) -> list[int | str]:
-            cases = json.dumps([one.url + place for place in places])
-            command = [sys.executable, "-c", READ, str(ROOT), str(tempfile.mkdtemp(dir=tmp_path)), cases]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-            assert done.returncode == 0, done.stderr
-            found: list[int | str] = json.loads(done.stdout)
-            return found
-
-        assert said("/same", "/other") == [12, 12]
-        for refused in said("/exposed", "/far"):
-            assert isinstance(refused, str) and "\n" not in refused
-            assert f"it redirects to http://{ELSEWHERE}, which is not encrypted" in refused
-        [endless] = said("/loop")
-        assert isinstance(endless, str) and "TooManyRedirects" in endless
-        assert not elsewhere.requests
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        assert done.returncode == 0, done.stderr
+        *followed, exposed, far, endless = json.loads(done.stdout)
+        assert followed == [12, 12] and "TooManyRedirects" in endless and not elsewhere.requests
+        for refused in (exposed, far):
+            assert f"it redirects to http://{ELSEWHERE}, which is not encrypted" in refused and "\n" not in refused
 
 
 def self_signed(path: Path) -> Path:

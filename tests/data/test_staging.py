@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from data.index.tar_index import ExampleTable
 from data.reading import staging as module
 from data.reading.reader import RawExample, TarReader
 from data.reading.records import RemoteOptions
-from data.reading.staging import StagedStorage, Staging, open_folder, require_room
+from data.reading.staging import Staging, open_folder, require_room
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, default_cap
 from privacy.sampling.rows import deal, most_of_share, shares_of_nodes
 from tests.data.conftest import ROOT
+from tests.data.support.archives import archive, members
 from tests.data.support.servers import RangeServer, range_server
-from tests.data.test_bad_shards import archive, members
 
 NUM_SHARDS, FEW, PER_SHARD, EXPECTED, NUM_STEPS = 64, 12, 5, 40, 20
 QUICK = RemoteOptions(timeout_seconds=10, tries=2, backoff_seconds=0.01, connections=1)
@@ -131,16 +132,8 @@ def test_many_readers_copy_each_shard_once(local: ExampleTable, server: RangeSer
     table = staged(local, server, tmp_path / "store")
     expected = list(TarReader(local).read_all(range(len(local))))
     orders = [np.random.default_rng(number).permutation(len(local)) for number in range(6)]
-    found: list[list[RawExample]] = [[] for _ in orders]
-
-    def work(number: int) -> None:
-        found[number] = list(TarReader(table).read_all(orders[number]))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(orders))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(orders)) as pool:
+        found = list(pool.map(lambda order: list(TarReader(table).read_all(order)), orders))
     for order, raws in zip(orders, found, strict=True):
         assert raws == [expected[i] for i in order]
     assert shard_requests(server) == [f"/train-{number:03d}.tar" for number in range(FEW)]
@@ -254,12 +247,8 @@ def test_a_disk_that_is_too_small_ends_in_one_line(
 
 
 def test_a_store_is_private_and_keeps_its_name(tmp_path: Path) -> None:
-    names: list[str] = []
-    threads = [threading.Thread(target=lambda: names.append(open_folder(tmp_path / "store"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(open_folder, [tmp_path / "store"] * 8))
     assert len(set(names)) == 1 and len(names[0]) == 32 and open_folder(tmp_path / "other") != names[0]
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").write_text("x")
@@ -271,8 +260,5 @@ def test_shards_of_a_file_system_are_copied_too(local: ExampleTable, tmp_path: P
     table = ExampleTable.open(local.index_dir, local.shard_root)
     open_folder(tmp_path / "store")
     table.staging = Staging(str(tmp_path / "store"), 0, len(local))
-    storage = table.storage()
-    assert isinstance(storage, StagedStorage)
-    storage.stage_all()
-    assert len(list((tmp_path / "store").glob("*.tar"))) == FEW
     assert list(TarReader(table).read_all(range(FEW))) == list(TarReader(local).read_all(range(FEW)))
+    assert len(list((tmp_path / "store").glob("*.tar"))) == FEW
