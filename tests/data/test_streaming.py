@@ -16,7 +16,7 @@ from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.shards import find_shards
 from data.reading.loader import StepPlan, eval_batches
-from data.reading.streaming import StepShape, Stream, StreamingLoader
+from data.reading.streaming import Stream, StreamingLoader
 from data.synthetic.write import Settings, write_synthetic
 
 MAKE = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False)
@@ -107,17 +107,6 @@ def test_unread_micro_batches_of_a_step_are_passed_over(shards: list[Path]) -> N
 
     firsts = [rows(iter([next(batches)])) for _, batches in loader().steps(plans(3))]
     assert firsts == [rows(batches)[:4] for _, batches in loader().steps(plans(3))]
-
-
-@pytest.mark.parametrize(("batch_size", "world_size", "micro"), [(21, 2, 4), (3, 4, 2), (64, 8, 8), (1, 3, 5)])
-def test_step_shapes_cover_the_batch_with_equally_many_micro_batches(
-    batch_size: int, world_size: int, micro: int
-) -> None:
-    shapes = [StepShape.of(batch_size, micro, rank, world_size) for rank in range(world_size)]
-    assert len({shape.num_micro_batches for shape in shapes}) == 1
-    sizes = [[shape.size(ordinal) for ordinal in range(shape.num_micro_batches)] for shape in shapes]
-    assert sum(map(sum, sizes)) == batch_size and all(size <= micro for row in sizes for size in row)
-    assert shapes[0].size(shapes[0].num_micro_batches) == shapes[0].size(0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
