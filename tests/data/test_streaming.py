@@ -47,36 +47,28 @@ def rows(batches: Iterator[Batch]) -> list[bytes]:
 
 def test_without_shuffling_it_is_the_order_of_the_index(folder: Path, shards: list[Path], tmp_path: Path) -> None:
     table = build_index(find_shards(str(folder), folder), tmp_path / "index")
-    expected = list(eval_batches(table, MAKE, 8))
-    stream = Stream(shards, shuffle_buffer=0, epochs=1)
-    found = list(StreamingLoader(stream, MAKE, micro_batch_size=8).batches())
-    assert len(found) == len(expected) == 6
+    expected = list(eval_batches(table, MAKE, 4))
+    loader = StreamingLoader(Stream(shards, shuffle_buffer=0), MAKE, micro_batch_size=4, batch_size=44)
+    [found] = [list(batches) for _, batches in loader.steps(plans(1))]
+    assert len(found) == len(expected) == 11
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one.is_padding_B, two.is_padding_B)
         for name in one.inputs:
             assert torch.equal(one.inputs[name], two.inputs[name]), name
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 0), (1, 2), (3, 2), (7, 0)])
-def test_each_example_comes_once_an_epoch(shards: list[Path], world_size: int, num_workers: int) -> None:
-    everything = Counter(rows(StreamingLoader(Stream(shards, epochs=1), MAKE, micro_batch_size=8).batches()))
-    found: Counter[bytes] = Counter()
-    for rank in range(world_size):
-        stream = Stream(shards, seed=4, shuffle_buffer=16, epochs=2)
-        loader = StreamingLoader(
-            stream, MAKE, micro_batch_size=8, rank=rank, world_size=world_size, num_workers=num_workers
-        )
-        found += Counter(rows(loader.batches()))
-    assert found == Counter({row: 2 * count for row, count in everything.items()})
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 7])
+def test_each_example_comes_once_an_epoch_in_an_order_of_the_seed(shards: list[Path], num_readers: int) -> None:
+    def captions(seed: int, epochs: int, reader: int) -> list[str | None]:
+        stream = Stream(shards, seed=seed, shuffle_buffer=16, epochs=epochs, reader=reader, num_readers=num_readers)
+        return [raw.caption for raw, _ in stream.examples()]
 
-
-def test_seeds_and_epochs_shuffle(shards: list[Path]) -> None:
-    def order(seed: int, epochs: int = 1) -> list[bytes]:
-        return rows(StreamingLoader(Stream(shards, seed, 20, epochs), MAKE, micro_batch_size=4).batches())
-
-    assert order(0) == order(0) != order(1)
-    twice = order(0, 2)
-    assert twice[:44] == order(0) and twice[44:] != twice[:44]
+    everything = Counter(raw.caption for raw, _ in Stream(shards, epochs=1).examples())
+    assert everything.total() == 44
+    twice = [captions(4, 2, reader) for reader in range(num_readers)]
+    assert Counter(itertools.chain(*twice)) == Counter({text: 2 * count for text, count in everything.items()})
+    once = captions(4, 1, 0)
+    assert once == twice[0][: len(once)] != captions(5, 1, 0) and twice[0][len(once) :] != once
 
 
 def plans(count: int) -> Iterator[StepPlan]:
@@ -115,8 +107,9 @@ def test_damaged_and_missing_shards_are_one_clear_error(shards: list[Path], tmp_
     cut.write_bytes(shards[0].read_bytes()[:3000])
 
     def read(path: Path) -> None:
-        stream = Stream([path, path], epochs=1)
-        list(StreamingLoader(stream, MAKE, micro_batch_size=4, num_workers=num_workers).batches())
+        stream = Stream([path, path])
+        loader = StreamingLoader(stream, MAKE, micro_batch_size=4, batch_size=4, num_workers=num_workers)
+        [list(batches) for _, batches in loader.steps(plans(9))]
 
     with pytest.raises(DataError, match=r"cut\.tar is cut off"):
         read(cut)
@@ -126,7 +119,7 @@ def test_damaged_and_missing_shards_are_one_clear_error(shards: list[Path], tmp_
 
 def test_bad_settings(shards: list[Path]) -> None:
     with pytest.raises(DataError, match="no shards"):
-        StreamingLoader(Stream([]), MAKE, micro_batch_size=4)
+        StreamingLoader(Stream([]), MAKE, micro_batch_size=4, batch_size=8)
     with pytest.raises(DataError, match="at least 1"):
         StreamingLoader(Stream(shards), MAKE, micro_batch_size=4, batch_size=0)
     with pytest.raises(DataError, match="without end"):
