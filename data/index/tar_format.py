@@ -96,7 +96,7 @@ class _Header(tarfile.TarInfo):
         header = super().frombuf(buf, encoding, errors)
         most = MAX_NAME_BYTES if header.type in _EXTENDED else 1 << 62
         if not 0 <= header.size < most:
-            raise tarfile.InvalidHeaderError(f"{header.size} bytes stated")
+            raise tarfile.HeaderError(f"{header.size} bytes stated")
         return header
 
 
@@ -122,7 +122,7 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool, first: in
         file.seek(first)
         tar = tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape", tarinfo=_Header)  # noqa: SIM115
         while (member := tar.next()) is not None:
-            tar.members.clear()  # it keeps every member that it has seen
+            tar.members.clear()  # type: ignore[attr-defined]  # it keeps every member that it has seen
             if member.issparse():
                 raise TarFormatError(f"the member at byte {position} is sparse; write it as an ordinary file")
             if {"path", "size"} & tar.pax_headers.keys():
@@ -130,9 +130,8 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool, first: in
                     "a global pax header sets a path or a size for all members; write the archive without it"
                 )
             name = member.name.encode("utf-8", "surrogateescape")
-            if (
-                member.offset_data - position > BLOCK
-            ):  # Only headers have a checksum, not the long names that follow them.
+            if member.offset_data - position > BLOCK:
+                # Only headers have a checksum. Where zeros took the place of a long name, tarfile goes on without it.
                 file.seek(position)
                 is_pax = file.read(BLOCK)[156:157] == tarfile.XHDTYPE
                 if not name or (is_pax and not member.pax_headers):
