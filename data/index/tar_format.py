@@ -89,7 +89,10 @@ def is_image(extension: str) -> bool:
 
 
 class _Header(tarfile.TarInfo):
-    """A header whose size cannot take all memory or lead backwards: `tarfile` believes what a header states."""
+    """A header whose size cannot take all memory or lead backwards, and whose name is what tar wrote.
+
+    `tarfile` believes any size, and takes the times that GNU tar keeps in incremental archives for the start of a name.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -97,6 +100,8 @@ class _Header(tarfile.TarInfo):
         most = MAX_NAME_BYTES if header.type in _EXTENDED else 1 << 62
         if not 0 <= header.size < most:
             raise tarfile.HeaderError(f"{header.size} bytes stated")
+        if buf[257:263] != b"ustar\0":
+            header.name = bytes(buf[:100]).partition(b"\0")[0].decode(encoding, errors)
         return header
 
 

@@ -124,6 +124,18 @@ def test_tar_appends_and_joins(tmp_path: Path) -> None:
     assert "archives were joined by cat" in outcome(path)
 
 
+def test_times_in_an_incremental_archive_are_no_names(tmp_path: Path) -> None:
+    """GNU tar keeps them where other formats have the start of a long name; `tarfile` reads them so."""
+    content = members(3, np.random.default_rng(0))
+    names = folder_of(content, tmp_path / "files")
+    path, snapshot = tmp_path / "s.tar", f"--listed-incremental={tmp_path}/snapshot"
+    subprocess.run(
+        ["tar", "-C", str(tmp_path / "files"), "--format=gnu", snapshot, "-cf", str(path), *names], check=True
+    )
+    table = build_index([path], tmp_path / "index")
+    assert [raw.fields for raw in TarReader(table).read_all(range(3))] == by_key(content)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_without_a_word(seed: int, tmp_path: Path) -> None:
     """Cuts, zeros in the tail, zeroed headers, blocks put in between: refused, or every example is there."""
