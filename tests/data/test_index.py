@@ -23,7 +23,6 @@ from benchmarks.synthetic_shards import write_tiny_shards
 from data.errors import DataError, ReadError
 from data.index import build as index_build
 from data.index.build import BAD_SHARDS, build_index
-from data.index.shard import ROW
 from data.index.shards import expand_shards, find_shards, read_shard_list
 from data.index.tar_index import FORMAT_VERSION, MANIFEST, ExampleTable
 from data.index.verify import verify_hashes
@@ -387,20 +386,6 @@ def test_the_build_is_fast_and_small(tmp_path: Path) -> None:
     assert len(table) / (time.process_time() - start) > 8_000
     assert sum(path.stat().st_size for path in table.index_dir.iterdir()) <= 12 * len(table)
     assert [raw.caption for raw in TarReader(table).read_all([0, 199_999])] == ["twenty bytes of data"] * 2
-
-
-def test_a_million_rows_cost_no_memory_to_open(tmp_path: Path) -> None:
-    """Opening maps; a worker that reads a few rows touches a few pages."""
-    shard = make_shards(tmp_path / "shards", 1)[0]
-    build_index([shard], tmp_path / "index")
-    manifest = json.loads((tmp_path / "index" / MANIFEST).read_text())
-    manifest["shards"][0]["count"] = manifest["num_examples"] = 50_000_000
-    extents = tmp_path / "index" / manifest["extents"]
-    np.lib.format.open_memmap(extents, mode="w+", dtype=ROW, shape=(50_000_000,)).flush()
-    (tmp_path / "index" / MANIFEST).write_text(json.dumps(manifest))
-    start = time.perf_counter()
-    table = ExampleTable.open(tmp_path / "index", tmp_path / "shards")
-    assert table.extents([49_999_999]).lengths.tolist() == [0] and time.perf_counter() - start < 2
 
 
 def test_shard_patterns(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from data.synthetic.compose import compose_shapes
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
-from data.synthetic.texture_kinds import KINDS, describe, random_colours, random_texture
-from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, rgb
+from data.synthetic.texture_kinds import KINDS, describe, random_texture
+from data.synthetic.vocabulary import COLOURS, COUNTS, rgb
 from data.synthetic.write import PROVENANCE, Settings, write_synthetic
 from launch_scripts.prepare import main
 from tests.data.conftest import ROOT
@@ -143,15 +143,6 @@ def test_captions_have_hundreds_of_words() -> None:
     for caption in captions:
         for first, second in zip(caption.split(), caption.split()[1:], strict=False):
             assert first not in ("a", "an") or (first == "an") == (second[0] in "aeiou"), caption
-
-
-def test_colours_of_a_picture_differ_clearly() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(200):
-        one, two, three = random_colours(rng, 3)
-        assert min(colour_distance(one, two), colour_distance(two, three), colour_distance(one, three)) > 0.25
-    # Where all but one are taken, that one is left.
-    assert random_colours(rng, 1, avoid=[name for name in COLOURS if name != "cyan"]) == ("cyan",)
 
 
 def test_every_outline_has_the_right_distance() -> None:
