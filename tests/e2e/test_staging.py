@@ -1,15 +1,74 @@
-"""A real run that stages its shards, and reads held-out examples where they lie: the server's log is equal for two keys.
+"""Real ranks that stage shards: two nodes, a kill, another number of ranks; the server's log is equal for two keys.
 
-`tests/data/test_staging.py` has two nodes, a kill and another number of ranks.
+So it is for held-out examples, which are not staged, whether they are public or not.
 """
 
 import json
+import time
+from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from data.index.build import build_index
+from data.index.repack import repack
 from tests.data.support.servers import range_server
 from tests.distributed.ranks import ROOT
-from tests.e2e.launch import alone, train_arguments
+from tests.e2e.launch import alone, count, ledger_lines, start_ranks, train_arguments
+from tests.processes import kill_group, run_python
+
+NUM_STEPS = 20
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_two_nodes_a_kill_and_another_number_of_ranks(tmp_path: Path) -> None:
+    demo = sorted((ROOT / "data" / "demo").glob("train-*.tar"))
+    served = tmp_path / "served"
+    written = repack(demo, served, shard_bytes=sum(path.stat().st_size for path in demo) // 64)
+    assert 64 <= written.shards <= 70
+    index = build_index(sorted(served.glob("*.tar")), tmp_path / "index")
+    logs = []
+    with range_server(served) as server:
+        for number in range(2):  # each run draws a key of its own
+            server.requests.clear()
+            run_dir, stores = tmp_path / f"run{number}", tmp_path / f"stores{number}"
+            arguments = train_arguments(
+                run_dir, "--engine", "local", f"data.shards={server.url}/train-{{00000..{written.shards - 1:05d}}}.tar",
+                f"data.index={index.index_dir}", f"data.staging={stores}/$LOCAL_RANK", f"train.num_steps={NUM_STEPS}",
+                "data.num_workers=1", "privacy.expected_batch_size=240", ds_config="ds_configs/zero1.json",
+            )  # fmt: skip
+            ranks = start_ranks(arguments, 2, tmp_path / f"log{number}")
+            deadline = time.monotonic() + 240
+            while count(run_dir, "done") < 3 or len(list(stores.glob("*/*/*.tar"))) < written.shards:
+                assert time.monotonic() < deadline, (tmp_path / f"log{number}").read_text()[-3000:]
+                time.sleep(0.1)
+            for rank in ranks:
+                kill_group(rank)
+            assert count(run_dir, "done") < NUM_STEPS
+            logs.append([Counter(server.requests)])
+            server.requests.clear()
+            ranks = start_ranks(arguments, 3, tmp_path / f"log{number}-again")
+            try:
+                assert [rank.wait(240) for rank in ranks] == [0] * 3, (tmp_path / f"log{number}-again").read_text()[
+                    -3000:
+                ]
+            finally:
+                for rank in ranks:
+                    kill_group(rank)
+            logs[-1].append(Counter(server.requests))
+            steps = {line["step"] for line in ledger_lines(run_dir) if line["type"] == "done"}
+            assert steps == set(range(1, NUM_STEPS + 1))
+            # The members of every attempt are drawn again by independent code, which knows nothing of staging.
+            done = run_python(["launch_scripts/audit.py", "schedule", "--run_dir", str(run_dir), "--json"], timeout=120)
+            checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+            assert checks["trained_members"]["outcome"] == "ok", checks["trained_members"]
+    assert logs[0] == logs[1]
+    first, again = logs[0]
+    assert all(span is None for _, span in first | again)
+    assert set(first) == {(f"/{entry.name}", None) for entry in index.entries} and first.total() <= written.shards + 1
+    # The third node is new and fetches its third; the second now needs what the first had.
+    assert again.total() < written.shards
 
 
 def test_requests_for_private_heldout_data_say_nothing_about_members(tmp_path: Path) -> None:
