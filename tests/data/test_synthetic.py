@@ -24,7 +24,7 @@ from data.synthetic.compose import compose_shapes
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
-from data.synthetic.texture_kinds import KINDS, describe, random_texture
+from data.synthetic.texture_kinds import KINDS, describe, random_colours, random_texture
 from data.synthetic.vocabulary import COLOURS, COUNTS, rgb
 from data.synthetic.write import PROVENANCE, Settings, write_synthetic
 from launch_scripts.prepare import main
@@ -84,6 +84,8 @@ def test_a_texture_shows_all_colours_it_is_said_to_have(kind: str) -> None:
         assert min(shares) > 0.025, (texture, shares)
         assert all(name in caption for name in texture.colours) and "  " not in caption and "{" not in caption
     assert (draw(Scene((Texture("plain", ("teal",)),)), 224) == COLOURS["teal"]).all()
+    # Where all colours but one are taken, that one is left.
+    assert random_colours(rng, 1, avoid=[name for name in COLOURS if name != "cyan"]) == ("cyan",)
 
 
 def digest() -> str:
@@ -233,6 +235,8 @@ def test_a_folder_with_other_foreign_or_damaged_files_is_refused(tmp_path: Path)
         with pytest.raises(DataError, match=f"differs in {next(iter(change))}"):
             write_synthetic(tmp_path, Settings(**(vars(SETTINGS) | change)))  # type: ignore[arg-type]
         assert contents(tmp_path) == before
+    with pytest.raises(DataError, match="choose one of all, shapes"):
+        SyntheticData(0, 16, "animals")
     (tmp_path / PROVENANCE).unlink()
     with pytest.raises(DataError, match=r"without provenance\.json"):
         write_synthetic(tmp_path, SETTINGS)
