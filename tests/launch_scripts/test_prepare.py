@@ -28,7 +28,7 @@ from launch_scripts.prepare import (
     synthetic,
     verify,
 )  # fmt: skip
-from tests.data.servers import range_server
+from tests.data.support.servers import range_server
 from tests.processes import run_python
 from trainer.errors import ConfigError
 

@@ -1,11 +1,8 @@
-"""Web servers on loopback that serve a folder with ranges: a small one with planned faults, and the real nginx."""
+"""A small web server on loopback that serves a folder with ranges, with planned faults."""
 
 import hashlib
 import re
-import shutil
-import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections import deque
@@ -13,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 
 
 class RangeServer(ThreadingHTTPServer):
@@ -140,32 +135,3 @@ def range_server(folder: Path, *, host: str = "127.0.0.1", tls: ssl.SSLContext |
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-@contextmanager
-def nginx(folder: Path, work: Path) -> Iterator[str]:
-    """The URL of an nginx that serves `folder`; its own files go to `work`."""
-    assert NGINX is not None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    work.mkdir(parents=True, exist_ok=True)
-    (work / "nginx.conf").write_text(
-        f"user root;\nworker_processes 2;\ndaemon off;\npid {work}/pid;\nerror_log {work}/error.log;\n"
-        f"events {{}}\nhttp {{\n  access_log {work}/access.log;\n  client_body_temp_path {work}/body;\n"
-        f"  proxy_temp_path {work}/proxy;\n  fastcgi_temp_path {work}/fastcgi;\n  uwsgi_temp_path {work}/uwsgi;\n"
-        f"  scgi_temp_path {work}/scgi;\n  server {{ listen 127.0.0.1:{port}; root {folder}; }}\n}}\n"
-    )
-    process = subprocess.Popen([NGINX, "-c", f"{work}/nginx.conf", "-p", str(work)], stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 20
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, "nginx did not start"
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
