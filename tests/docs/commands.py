@@ -198,4 +198,4 @@ def check_study(path: Path) -> int:
     from trainer.studies.points import plan_points
 
     study = load_study(path)
-    return len(plan_points(study, expand(study), ROOT, Path("ledger")))
+    return len(plan_points(study, expand(study), ROOT))

@@ -14,6 +14,7 @@ import pytest
 from launch_scripts.study import main
 from privacy.accounting.accountants import epsilon
 from privacy.card.folder import write_card
+from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
@@ -136,26 +137,6 @@ def test_a_study_of_six_points_is_killed_twice_resumed_and_reported(
     check_report(folder, names)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run", "recipes/quickstart.toml"], "study recipes/quickstart.toml"),
-        (["run", "studies/tan_dpcap.toml", "--workers", "0"], "--workers must be at least 1, got 0"),
-        (["run"], "STUDY.toml"),
-        (["report", "--study_dir", "runs/studies/none"], "No such file"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        main(arguments)
-
-
-def test_a_refusal_is_one_line_and_exit_code_2() -> None:
-    ended = alone(["run", "studies/none.toml"], script=STUDY)
-    assert ended.returncode == 2
-    assert ended.stderr == "error: study studies/none.toml: No such file or directory; see studies/ for examples\n"
-
-
 class StandInForSlurm:
     """sbatch and squeue of a queue that stands still; tests/distributed/test_slurm.py has the real ones."""
 
@@ -261,16 +242,16 @@ def test_runs_on_private_data_stop_where_their_shared_budget_ends(tmp_path: Path
     config = load_config(ROOT / "recipes/tiny.toml", ["train.num_steps=2"])
     group = (plan := make_plan(config.privacy.request(2, 3000))).release_group(plan.max_intents)
     two, three = (epsilon([group.times(runs * group.count)], 1e-4) for runs in (2, 3))
-    study, folder = tmp_path / "private.toml", StudyFolder(tmp_path / "study")
+    study, folder, owner = tmp_path / "private.toml", StudyFolder(tmp_path / "study"), tmp_path / "owner.jsonl"
+    SharedLedger.create(owner, epsilon=(two + three) / 2, delta=1e-4)
     study.write_text(
         f"""
 name = "private"
 recipe = "recipes/tiny.toml"
 seeds = [0, 1, 2]
-[budget]
-target_epsilon = {(two + three) / 2}
-target_delta = 1e-4
 [base]
+privacy.shared_ledger = "{owner}"
+privacy.fixed_in_advance = true
 data.num_workers = 0
 train.num_steps = 2
 """
