@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT
-from tests.e2e.launch import RECIPE, alone, count, kill_group, launch, start_ranks, train_arguments, train_together
+from tests.e2e.launch import alone, count, kill_group, launch, start_ranks, train_arguments, train_together
 
 
 def refused(arguments: list[str], code: int, *words: str) -> None:
@@ -21,53 +21,6 @@ def refused(arguments: list[str], code: int, *words: str) -> None:
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     for word in words:
         assert word in lines[0], lines[0]
-
-
-def ds_config(folder: Path, text: str) -> str:
-    path = folder / "machine.json"
-    path.write_text(text)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("privacy.epsilonn=8", ["unknown key", "privacy.epsilonn", "tiny.toml"]),
-        ("train.num_steps=many", ["train.num_steps"]),
-        ("privacy.expected_batch_size=3001", ["3001", "3000"]),
-        ("data.shards=nowhere/*.tar", ["nowhere"]),
-        ("data.tokenizer=nowhere.json", ["nowhere.json"]),
-        ("model.size=huge", ["huge", "pico"]),
-        ("nonsense", ["section.key=value"]),
-    ],
-)
-def test_wrong_recipe_values(tmp_path: Path, override: str, words: list[str]) -> None:
-    refused(train_arguments(tmp_path / "run", override), 2, *words)
-
-
-def test_noise_zero_with_a_target_epsilon(tmp_path: Path) -> None:
-    overrides = ["privacy.noise_multiplier=0", "privacy.target_epsilon=8.0"]
-    refused(train_arguments(tmp_path / "run", *overrides), 2, "noise_multiplier", "target_epsilon")
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("{", "no JSON"),
-        ('{"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}', "gradient_clipping belongs to the recipe"),
-        ('{"zero_optimization": {"stage": 3}, "train_batch_size": 8}', "train_batch_size belongs to the recipe"),
-        ('{"zero_optimization": {"stage": 3}, "optimizer": {"type": "Adam"}}', "optimizer belongs to the recipe"),
-        ('{"zero_optimization": {"stage": "auto"}}', "auto"),
-        ('{"zero_optimization": {"stage": 3}, "fp16": {"enabled": true}}', "bf16"),
-    ],
-)
-def test_wrong_ds_config(tmp_path: Path, text: str, word: str) -> None:
-    refused(train_arguments(tmp_path / "run", ds_config=ds_config(tmp_path, text)), 2, word, "machine.json")
-
-
-def test_missing_files(tmp_path: Path) -> None:
-    refused(train_arguments(tmp_path / "run", recipe="recipes/nothing.toml"), 2, "nothing.toml")
-    refused(train_arguments(tmp_path / "run", ds_config="ds_configs/nothing.json"), 2, "nothing.json")
 
 
 def test_empty_and_false_shards(tmp_path: Path) -> None:
@@ -190,11 +143,6 @@ def test_a_stop_file_saves_and_exits_7_and_the_run_resumes(tmp_path: Path) -> No
     assert count(run_dir, "intent") == 20
 
 
-def test_an_override_given_twice_is_refused(tmp_path: Path) -> None:
-    """What an unquoted {0..1} becomes in a shell."""
-    refused(train_arguments(tmp_path / "run", "data.shards=a-0.tar", "data.shards=a-1.tar"), 2, "data.shards", "once")
-
-
 def test_training_shards_are_no_public_heldout_data(tmp_path: Path) -> None:
     refused(
         train_arguments(tmp_path / "run", "heldout.shards=data/demo/train-00000.tar", "heldout.is_public=true"),
@@ -216,12 +164,6 @@ def test_an_index_that_was_cut_short_is_made_again(finished: Path, tmp_path: Pat
     run_dir = copied(finished, tmp_path)
     (run_dir / "private" / "index" / "manifest.json").unlink()
     assert alone(train_arguments(run_dir, "train.num_steps=2")).returncode == 0
-
-
-def test_help_and_bad_arguments() -> None:
-    assert "--ds_config" in alone(["--help"]).stdout
-    refused(["--recipe", RECIPE], 2, "--ds_config")
-    refused(["--ds_config", "ds_configs/zero3.json", "--engine", "none"], 2, "--engine", "none")
 
 
 @pytest.mark.full

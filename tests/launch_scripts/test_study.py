@@ -231,8 +231,6 @@ def test_a_slurm_array_passes_on_what_each_point_gets(tmp_path: Path, queue: Sta
     assert main(array(tmp_path, *sizes)) == 0
     given = queue.submitted()
     assert given[1:5] == ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--gpus-per-node=4"]
-    with pytest.raises(ConfigError, match="--nodes is for --executor slurm-array"):
-        main([*array(tmp_path)[:-2], "--nodes", "2"])
 
 
 @pytest.mark.full

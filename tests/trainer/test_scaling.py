@@ -57,7 +57,7 @@ def study_of(tmp_path: Path, text: str) -> StudyConfig:
 
 def planned_of(tmp_path: Path, text: str) -> list[PlannedPoint]:
     study = study_of(tmp_path, text)
-    return plan_points(study, expand(study), ROOT)
+    return plan_points(study, "study", ROOT)
 
 
 def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
@@ -78,8 +78,7 @@ def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
         "train.seed": 1,
     }
 
-
-def test_a_point_trains_what_its_overrides_say(tmp_path: Path) -> None:
+    # And what a point trains is what its overrides say.
     by_name = {one.name: one.config for one in planned_of(tmp_path, STUDY)}
     wanted = load_config(
         ROOT / "recipes/tiny.toml",
@@ -139,10 +138,7 @@ def test_tan_keeps_noise_over_batch_and_marks_all_but_the_reference(tmp_path: Pa
             assert plan.epsilon_planned is None
             assert plan.epsilon_with_reserve is None
             assert plan.epsilon_table() is None
-
-
-def test_a_simulation_may_have_noise_that_no_claim_could(tmp_path: Path) -> None:
-    """At B = 1 of a reference of 1,000 sigma is far below 0.3, and below what the noise's support could cover."""
+    # At B = 1 of a reference of 1,000 sigma is far below what a claim could have.
     text = TAN.replace("reference_batch_size = 24", "reference_batch_size = 1000").replace("[8, 24]", "[1, 24]")
     one = planned_of(tmp_path, text)[0]
     assert one.config.privacy.noise_multiplier == pytest.approx(0.0012)
@@ -174,7 +170,7 @@ def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
         study = study.model_copy(
             update={"tan": study.tan.model_copy(update={"reference_epsilon": None, "reference_noise_multiplier": 1.0})}
         )
-    planned = plan_points(study, expand(study), ROOT)
+    planned = plan_points(study, "study", ROOT)
     assert len(planned) >= 4
     assert f"launch_scripts/study.py run {path.relative_to(ROOT)}" in path.read_text().splitlines()[0]
     assert study.name == path.stem
@@ -183,7 +179,7 @@ def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
 def prepared(tmp_path: Path, text: str) -> tuple[StudyFolder, list[PlannedPoint]]:
     folder = StudyFolder(tmp_path / "study")
     study = study_of(tmp_path, text)
-    planned = plan_points(study, expand(study), ROOT)
+    planned = plan_points(study, "study", ROOT)
     with folder.locked():
         folder.prepare(study, text, planned)
     return folder, planned

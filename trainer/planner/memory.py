@@ -235,4 +235,5 @@ def largest_that_fits(peak: Callable[[int], int], available: int, *, limit: int 
         limit: larger ones are not looked for: clipping would go through them in parts.
     """
     sizes = [0, *range(1, 8), *range(8, limit + 1, 8)]
-    return sizes[bisect.bisect_right(sizes, available, lo=1, key=peak) - 1]
+    too_large: int = bisect.bisect_right(sizes, available, lo=1, key=peak)
+    return sizes[too_large - 1]

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from privacy.plan import make_plan
 from trainer.config.recipe import PrivacySection, RunConfig, load_config, to_toml, validated
 from trainer.errors import ConfigError
-from trainer.studies.grid import Point, StudyConfig, TanSection, flat
+from trainer.studies.grid import Point, StudyConfig, TanSection, expand, flat
 
 _OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
 """Keys that depend on the other points; a point that began keeps those it began with."""
@@ -41,16 +40,17 @@ class PlannedPoint:
         return is_private and privacy.sampling == "poisson"
 
 
-def plan_points(study: StudyConfig, points: Sequence[Point], root: Path) -> list[PlannedPoint]:
-    """The recipes of all points.
+def plan_points(study: StudyConfig, where: str, root: Path) -> list[PlannedPoint]:
+    """All points with their recipes.
 
     Args:
+        where: the study in an error.
         root: the project's root, which the study's paths are relative to.
 
     Raises:
-        ConfigError: a point's recipe is wrong, or its runs on private data are not charged together.
+        ConfigError: the grid, or a point's recipe, is wrong, or its runs on private data are not charged together.
     """
-    planned = [PlannedPoint(point, _resolved(study, point, root)) for point in points]
+    planned = [PlannedPoint(point, _resolved(study, point, root)) for point in expand(study, where)]
     for one in planned:
         # Runs on private data compose: one ledger charges their total, and permits or refuses those without a guarantee.
         if one.config.data.provenance == "private" and one.config.privacy.shared_ledger is None:
