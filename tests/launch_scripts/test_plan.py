@@ -146,11 +146,14 @@ def test_sizes_are_shown_before_anything_is_calibrated(planned, monkeypatch, cap
 
 
 def test_what_has_no_epsilon_by_pld_prints_none(planned):
-    """No noise; a delta too small for the claim's accountant, where RDP claims; and a delta above 1/n is warned of."""
+    """No noise; and a delta too small for the claim's accountant, where RDP claims."""
     result = json.loads(planned(f"{SMALL} --noise_multiplier 0 --json").out)
     assert result["formal_guarantee"] is False and result["epsilon_pld"] is None and result["epsilon_rdp"] is None
     result = json.loads(planned(f"{SMALL} --noise_multiplier 2 --delta 1e-14 --json").out)
     assert result["epsilon_pld"] is None and result["epsilon_with_reserve"] == result["epsilon_rdp"] > 0
+
+
+def test_delta_above_one_over_n_is_warned(planned):
     said = planned(f"{SMALL} --noise_multiplier 4 --delta 0.01 --no_extras --json")
     assert "above 1/n" in said.err and json.loads(said.out)["warnings"]
 
