@@ -28,7 +28,6 @@ from launch_scripts.prepare import (
     synthetic,
     verify,
 )  # fmt: skip
-from tests.data.servers import range_server
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,20 +73,6 @@ def test_verify_of_a_sample_that_nobody_can_use_ends_with_2(tmp_path: Path, caps
                 verify(options)
             assert "\n" not in str(caught.value)
         assert "20 of 20 examples: " in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_shards_on_a_server(tmp_path: Path) -> None:
-    with range_server(ROOT / "data" / "demo") as server:
-        pattern = f"{server.url}/train-{{00000..00001}}.tar"
-        done = prepare("index", pattern, "--output", tmp_path / "index", "--workers", 2)
-        assert done.returncode == 0 and done.stdout.startswith("2000 examples in 2 shards"), done.stderr
-        done = prepare("verify", pattern, "--index", tmp_path / "index", "--sample", 5, "--workers", 1)
-        assert done.returncode == 0 and "5 of 2000 examples: 5 usable" in done.stdout, done.stderr
-        done = prepare(
-            "index", f"{server.url}/train-{{00000..00007}}.tar", "--output", tmp_path / "more", "--workers", 1
-        )
-        assert done.returncode == 2 and "missing or empty shards" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_folder_holds_its_own_index(tmp_path: Path) -> None:
