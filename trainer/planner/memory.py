@@ -234,6 +234,6 @@ def largest_that_fits(peak: Callable[[int], int], available: int, *, limit: int 
         peak: grows with the size. It is asked eight times, since heads that work by chunks bend the line.
         limit: larger ones are not looked for: clipping would go through them in parts.
     """
-    sizes = [0, *range(1, 8), *range(8, limit + 1, 8)]
-    too_large: int = bisect.bisect_right(sizes, available, lo=1, key=peak)
+    sizes: list[int] = [0, *range(1, 8), *range(8, limit + 1, 8)]
+    too_large = bisect.bisect_right(sizes, available, lo=1, key=peak)
     return sizes[too_large - 1]
