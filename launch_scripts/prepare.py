@@ -175,9 +175,7 @@ def index(options: IndexOptions) -> ExampleTable | None:
     """
     folder = Path(options.shards).expanduser()
     if options.output is None and not folder.is_dir():
-        raise DataError(
-            f"--output is missing; only where SHARDS is one folder, which {options.shards} is not, has it a default"
-        )
+        raise DataError(f"--output is required unless SHARDS is a single folder (got {options.shards})")
     output = options.output or folder / "index"
     with worker_pool(options.workers) as pool:
         if not pool.is_main:

@@ -296,6 +296,6 @@ def test_a_new_field_of_the_step_fails_types_wherever_a_mechanism_is_built(tmp_p
     assert builders == {
         "trainer/run/start.py",
         "trainer/audit/sandbox.py",
-        "benchmarks/scaling_rank.py",
+        "benchmarks/scaling.py",
         "privacy/loop/loop.py",
     }, done.stdout

@@ -107,7 +107,7 @@ class Traffic:
     """Counts the collectives that carry clipped sums or noised gradients, and the bytes that this rank sends in them.
 
     Bytes are those of an algorithm that sends nothing twice: all but a rank's own part. They follow from shapes alone, so they
-    are public. What an engine moves by itself (gathering weights) is not seen here; benchmarks/scaling.py counts that too.
+    are public. What an engine moves by itself (gathering weights) is not seen here.
     """
 
     def __init__(self) -> None:

@@ -20,13 +20,6 @@ from tests.hosts.launchers import BIN, needs, openmpi, pdsh, tiny
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 
-def test_a_shell_of_a_host_starts_nothing_of_the_machine_s_own(hosts: Network) -> None:
-    """A lock that pyenv's start left behind, when a host was killed, once held every later ssh up for a minute."""
-    files = "~/.bashrc ~/.zshenv ~/.ssh/config"
-    said = hosts.hosts["node1"].run(["ssh", "node2", f"cat {files} 2>/dev/null; echo end"])
-    assert said.stdout == "end\n"
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_under_mpirun_ends_all(tmp_path: Path, victim: int) -> None:
     run_dir = tmp_path / "run"

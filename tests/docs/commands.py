@@ -197,8 +197,8 @@ def _check_values(name: str, options: argparse.Namespace) -> None:
 
 def check_study(path: Path) -> int:
     """The number of its points; each has a recipe that trains."""
-    from trainer.studies.grid import expand, load_study
+    from trainer.studies.grid import load_study
     from trainer.studies.points import plan_points
 
     study = load_study(path)
-    return len(plan_points(study, expand(study), ROOT, Path("ledger")))
+    return len(plan_points(study, "study", ROOT))

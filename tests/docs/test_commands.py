@@ -108,17 +108,17 @@ def test_recipe_fragments_are_accepted() -> None:
 
 
 def test_the_study_of_the_guide_is_accepted(tmp_path: Path) -> None:
-    """docs/planning.md: the first block is a whole file; the others are sections that a file may have besides."""
+    """docs/planning.md: the first block is a whole file; the others are what a file may have besides."""
     from trainer.studies.grid import load_study
 
     whole, *sections = [block.text for block in of("toml") if block.page == "docs/planning.md"]
     path = tmp_path / "study.toml"
     path.write_text(whole)
     assert check_study(path) == 18
-    tan, budget = sections
+    tan, private = sections
     path.write_text(whole + tan)
     assert load_study(path).tan is not None
-    path.write_text(whole.replace('"public"', '"private"', 1) + budget)
+    path.write_text(whole.replace('data.provenance = "public"', private))
     assert check_study(path) == 18
 
 

@@ -27,7 +27,7 @@ from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from trainer.planner import bands
+from trainer.planner import privacy as planned_privacy
 from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card
@@ -176,10 +176,10 @@ def check_account(run: Path) -> None:
 def test_optimised_coefficients_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the opening of the run; a resume, whatever its schedule would give, takes those of the ledger."""
     watch, folder, asked = Watch(), tmp_path / "run", Strategy((0.8, 0.5, 0.3))
-    monkeypatch.setattr(bands, "optimised", lambda workload, number: asked)
+    monkeypatch.setattr(planned_privacy, "optimised", lambda workload, number: asked)
     assert watch.start(folder, "privacy.strategy=optimised", dies_at=4) is None
     assert read_ledger(folder / "ledger.jsonl").plan.noise_strategy == asked
-    monkeypatch.setattr(bands, "optimised", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(planned_privacy, "optimised", lambda *_: pytest.fail("computed again"))
     assert watch.start(folder, "privacy.strategy=optimised") == 0
     check_noise(folder, watch)
     assert verify.read_ledger(folder / "ledger.jsonl").plan["strategy"] == "optimised"

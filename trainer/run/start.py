@@ -43,7 +43,7 @@ from trainer.loop.fit import DONE, fit
 from trainer.loop.sanity import SanityChecks
 from trainer.loop.schedule import learning_rate
 from trainer.optimizers import moments
-from trainer.planner.bands import with_coefficients
+from trainer.planner.privacy import with_coefficients
 from trainer.planner.probe import flops_of_an_example
 from trainer.ranks import distributed
 from trainer.ranks.agreement import require_shared

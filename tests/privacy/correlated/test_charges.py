@@ -9,11 +9,10 @@ import pytest
 from privacy.accounting import accountants as accounting
 from privacy.accounting import noise_tail
 from privacy.accounting.accountants import ReleaseGroup
-from privacy.correlated.workload import Workload, optimised
+from privacy.correlated.workload import Workload, optimised, running_sums_error
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from trainer.planner.bands import best_bands, by_bands
 
 DPCAP = PlanRequest(
     num_examples=233_000_000, expected_batch_size=1_310_720, num_steps=5708, target_delta=1 / 233e6,
@@ -51,21 +50,13 @@ def test_points_of_the_table(name: str, index: int) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_the_whole_table(name: str) -> None:
     request, sigmas, ratios, optimised_ratios = TABLE[name]
-    rows = by_bands(request)[:8]
-    assert [row["bands"] for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert [row["noise_multiplier"] for row in rows] == pytest.approx(sigmas, rel=WITHIN)
-    assert [row["error_ratio"] for row in rows] == pytest.approx(ratios, rel=WITHIN)
-    workload = Workload([1.0] * request.num_steps)
-    errors = [row["noise_multiplier"] * workload.error(optimised(workload, row["bands"])) for row in rows]
+    plans = [make_plan(replace(request, bands=2**k, cap=None)) for k in range(8)]
+    assert [plan.noise_multiplier for plan in plans] == pytest.approx(sigmas, rel=WITHIN)
+    steps, workload = request.num_steps, Workload([1.0] * request.num_steps)
+    errors = [plan.noise_multiplier * running_sums_error(plan.noise_strategy, steps) for plan in plans]
+    assert [error / errors[0] for error in errors] == pytest.approx(ratios, rel=WITHIN)
+    errors = [plan.noise_multiplier * workload.error(optimised(workload, plan.bands)) for plan in plans]
     assert [error / errors[0] for error in errors] == pytest.approx(optimised_ratios, rel=WITHIN)
-
-
-@pytest.mark.full
-def test_a_small_run_has_its_best_number_of_bands() -> None:
-    rows = by_bands(SMALL)
-    assert [row["bands"] for row in rows] == [1, 2, 4, 8]
-    assert [row["error_ratio"] for row in rows] == pytest.approx([1, 0.924, 0.890, 0.891], rel=WITHIN)
-    assert best_bands(rows) == 4
 
 
 # (n, B, T, b, sigma)
