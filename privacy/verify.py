@@ -1,13 +1,12 @@
-"""Rechecks a published run folder. It needs this file, numpy, dp-accounting and cryptography, and nothing of the trainer.
+"""Rechecks a published run folder. It needs this file, numpy and dp-accounting, and nothing of the trainer.
 
-    python -I verify.py [FOLDER] [--fingerprint F] [--head H] [--json]
+    python -I verify.py [FOLDER] [--head H] [--json]
 
 FOLDER is by default the one that holds this file. A published folder is a run folder without `private/`. The start of a run puts
 this file there; whoever does not trust the publisher takes it from the project instead, since it judges the folder that it is in.
 
 files        the folder holds no other code, no link, and no ledger that nothing names; LATEST names a checkpoint that is here
 chain        every line of ledger.jsonl is canonical JSON, repeats the SHA-256 of the line before and has known fields
-signature    the key in the first line has signed what it should have; with --fingerprint, it is the key that you were told
 order        sessions, intents, attempts, `done`, checkpoints and repairs follow each other as they must; with --head, the ledger
              has that line
 plan         the plan is consistent, every intent states its noise and sensitivity, and config.toml asks for this plan
@@ -22,7 +21,7 @@ metrics      metrics.jsonl and held-out results show no step and no charge that 
 Claim and mechanism are printed: believe them and not the pages of the card, which nothing here reads.
 The documentation of the ledger's format is docs/running.md of the project. This is a second implementation of it.
 Exit codes: 0 consistent; 5 violated: something contradicts the ledger; 6 inconclusive: nothing does, but something is missing
-that a check needs, as config.toml, a ledger in behind/, a checkpoint's file or a signature; 2 bad input. A folder from a
+that a check needs, as config.toml, a ledger in behind/, or a checkpoint's file; 2 bad input. A folder from a
 stranger may hold anything: what is too large, too deep, no plain file or of a wrong type ends in one line.
 """
 
@@ -70,20 +69,18 @@ KNOWN_METRICS = (
     "privacy/clipping_bound",
     "privacy/noised_unclipped_fraction",
 )
-SIGNED = b"dp-trainer ledger head v1\n"
 USELESS = "; a delta of 1/n or more protects nobody"
 TORN = b" #torn"
 HEADER = ("seq", "type", "time_utc", "previous")
 FIELDS: dict[object, set[str]] = {
     "open": {
-        "format", "plan", "key_commitment", "signer", "data_hmac", "commit", "accountant", "unit", "tuning", "deduplication",
+        "format", "plan", "key_commitment", "data_hmac", "commit", "accountant", "unit", "tuning", "deduplication",
         "shared_ledger", "max_examples_per_owner", "head", "behind", "disjoint_from_start",
     },
     "session": {"nonce", "mirror", "environment", "restarted_from_step_0", "shared_seq", "shared_hash"},
     "intent": {"step", "attempt", "releases", "group"},
     "done": {"step", "attempt", "params_digest"},
     "checkpoint": {"step", "path", "digest"},
-    "signature": {"signature"},
     "repair": {"torn_lines", "charged"},
     "close": {"reason", "num_charged"},
 }  # fmt: skip
@@ -545,7 +542,6 @@ class Ledger:
         checkpoints: (line, step, name, digest of the manifest).
         sessions: (line, record) of every start.
         torn: (line, whether it is charged) of torn lines, an unterminated last one included.
-        signed: how many lines the last signature covers.
         loose: fields of lines that are the word of whoever wrote them.
     """
 
@@ -561,8 +557,6 @@ class Ledger:
     sessions: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     torn: list[tuple[int, bool]] = field(default_factory=list)
     closed: str | None = None
-    signatures: int = 0
-    signed: int = 0
     other_times: int = 0
     loose: set[str] = field(default_factory=set)
     unterminated: bool = False
@@ -571,11 +565,6 @@ class Ledger:
     def head(self) -> bool:
         """A private linear head: one release of noised statistics instead of steps."""
         return "head" in self.opened
-
-    @property
-    def fingerprint(self) -> str | None:
-        signer = self.opened.get("signer")
-        return None if signer is None else hashlib.sha256(bytes.fromhex(signer)).hexdigest()
 
     def charged(self, num_lines: int | None = None) -> int:
         """The charges of the first lines, or of all."""
@@ -614,23 +603,18 @@ def check_description(opened: dict[str, Any]) -> None:
 
 def read_ledger(path: Path, most: int | None = None) -> Ledger:
     """Reads a ledger, or its first `most` lines, once from top to bottom; Violated names the first line that is wrong."""
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    ledger, key = Ledger(path.name), None
+    ledger = Ledger(path.name)
     active = False  # a session may write steps
     pending: tuple[int, int] | None = None  # the intent whose `done` has not come
     position: int | None = None  # the last step that this session finished
     attempts: Counter[int] = Counter()
     furthest = 0
-    ended = False  # nothing can follow `close` and its signature
-    unsigned = False  # the last record is a checkpoint, whose signature only a crash can prevent
     torn_run: list[bool] = []  # of the torn lines that wait for their `repair`: whether each was charged
     known: dict[Releases, Releases] = {}  # equal releases once: a ledger may have a million intents
 
     def take_torn() -> None:
         """An attempt may have been under way wherever one could stand; then the torn line is charged as one."""
-        require(bool(ledger.hashes) and not ended, "a torn line where no line can be written")
+        require(bool(ledger.hashes) and not ledger.closed, "a torn line where no line can be written")
         plan = ledger.plan
         room = not plan["formal_guarantee"] or ledger.charged() < plan.most_charges
         may_be = active and pending is None and not torn_run and (position or 0) < plan["num_steps"] and room
@@ -676,24 +660,15 @@ def read_ledger(path: Path, most: int | None = None) -> Ledger:
             odd = sorted(body.keys() - FIELDS[kind])
             require(not odd, f"`{kind}` states {shown(odd)}, which this verifier does not know")
             require((kind == "open") == (seq == 0), "the first record, and no other, is `open`")
-            require(not ledger.closed or kind in ("signature", "repair"), "a record after `close`")
-            require(not ended, "a record after the end")
+            require(not ledger.closed, "a record after `close`")
             require((kind == "repair") == bool(torn_run), "a `repair` follows torn lines, and nothing else does")
-            require(
-                not (unsigned and key) or kind in ("signature", "session", "repair"),
-                "the checkpoint in the line before is not signed",
-            )
-            unsigned = kind == "checkpoint"
             ledger.loose |= body.keys() & LOOSE
             ledger.other_times += seq > 0 and time != ledger.opened["time_utc"]
             if kind == "open":
                 whole(record, "format", 1, 1)
                 require(is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
-                signer = record.get("signer")
-                require(signer is None or is_hex(signer, 64), "signer must be an Ed25519 public key in hex")
                 check_description(record)
                 ledger.opened, ledger.plan = record, read_plan(record.get("plan"), "head" in record)
-                key = None if signer is None else Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer))
             elif kind == "session":
                 nonce = record.get("nonce")
                 require(is_hex(nonce, 32), "a session has a nonce of 16 bytes in hex")
@@ -744,19 +719,6 @@ def read_ledger(path: Path, most: int | None = None) -> Ledger:
                 require(name == f"step-{step:08d}", f"a checkpoint of step {step} has the name {shown(name)}")
                 require(is_hex(digest, 64), "a checkpoint has a SHA-256 digest in hex")
                 ledger.checkpoints.append((seq, step, str(name), str(digest)))
-            elif kind == "signature":
-                require(key is not None, "a signature, and no key in the first line")
-                require(is_hex(record.get("signature"), 128), "a signature has 64 bytes in hex")
-                try:
-                    assert key is not None
-                    key.verify(bytes.fromhex(record["signature"]), SIGNED + previous.encode())
-                except InvalidSignature as error:
-                    raise Violated(
-                        "the signature is not that of the line before by the key in the first line"
-                    ) from error
-                ledger.signatures += 1
-                ledger.signed = seq + 1
-                ended = ledger.closed is not None
             elif kind == "repair":
                 stated = (whole(record, "torn_lines", 1), whole(record, "charged", 0))
                 require(stated == (len(torn_run), sum(torn_run)), "the repair does not match the torn lines before it")
@@ -769,7 +731,7 @@ def read_ledger(path: Path, most: int | None = None) -> Ledger:
                     whole(record, "num_charged", 0) == ledger.charged(),
                     f"`close` states other charges than {ledger.charged()}",
                 )
-                ledger.closed, active, ended = record["reason"], False, key is None
+                ledger.closed, active = record["reason"], False
             ledger.hashes.append(hashlib.sha256(line).hexdigest())
         require(bool(ledger.hashes), "no whole record")
     except Violated as error:
@@ -895,7 +857,6 @@ class Folder:
 
     path: Path
     ledger: Ledger
-    fingerprint: str | None
     head: str | None = None
     config: dict[str, Any] | None = None
     chain: list[Ledger] = field(default_factory=list)
@@ -975,29 +936,6 @@ def check_files(folder: Folder) -> str:
                 f"checkpoints/LATEST names {latest}, and {newest} is here: a crash came between, or it was changed"
             )
     return "no other code, no link, and no ledger that ledger.jsonl does not name"
-
-
-def check_signature(folder: Folder) -> str:
-    ledger, told = folder.ledger, folder.fingerprint
-    if told is not None:
-        require(
-            ledger.fingerprint == told,
-            f"the ledger's key is {ledger.fingerprint or 'missing'}, and not the {told} you were told",
-        )
-    if ledger.fingerprint is None:
-        raise Undecided(
-            "the ledger names no key and nothing in it is signed: whoever has the file can have written it anew"
-        )
-    after = len(ledger.hashes) - ledger.signed
-    if ledger.signatures == 0 or (ledger.closed and after):
-        raise Undecided(f"{after} lines at the end are not signed: the run ended there, or the last line was cut off")
-    who = (
-        "which is the one you were told"
-        if told
-        else "which anybody can make: it attests nothing about who signed (--fingerprint)"
-    )
-    rest = f"; the last {after} lines are not signed yet" if after else ""
-    return f"{ledger.signatures} signatures over {ledger.signed} lines by key {ledger.fingerprint}, {who}{rest}"
 
 
 def check_order(folder: Folder) -> str:
@@ -1190,8 +1128,7 @@ def card_fields(folder: Folder, at: Ledger) -> dict[str, Any]:
         "accounting.attempts.torn_lines_charged": sum(charged for _, charged in at.torn),
         "tuning.shared_ledger": opened.get("shared_ledger"),
         "provenance.commit": opened.get("commit"), "provenance.opened_utc": opened["time_utc"],
-        "provenance.closed": at.closed, "provenance.ledger.format": 1, "provenance.ledger.signer_fingerprint": at.fingerprint,
-        "provenance.ledger.signed_lines": max(0, at.signed - 1),
+        "provenance.closed": at.closed, "provenance.ledger.format": 1,
     }  # fmt: skip
     if last:
         ((_, step, name, digest),) = last
@@ -1320,7 +1257,7 @@ def check_checkpoints(folder: Folder) -> str:
         raise BadInput("checkpoints: is no folder")
     names = sorted(entry.name for entry in os.scandir(folder.path / "checkpoints") if entry.name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
-    recorded = {(step, digest): line for line, step, _, digest in ledger.checkpoints}
+    recorded = {(step, digest) for _, step, _, digest in ledger.checkpoints}
     undecided, hashed = [], 0
     for name in names:
         place = folder.path / "checkpoints" / name
@@ -1359,8 +1296,6 @@ def check_checkpoints(folder: Folder) -> str:
             later = any(at > since and of_step >= step for at, of_step, *_ in ledger.checkpoints) or ledger.closed
             require(not later, f"{name}: manifest.json is not the one that the ledger recorded")
             undecided.append(f"{name}: the ledger has no record of it, as after a crash between the two")
-        elif plan["enabled"] and ledger.fingerprint and recorded[step, digest] >= ledger.signed:
-            undecided.append(f"{name}: the ledger's record of it is not signed: anybody can have added it")
         files = manifest.get("files", {})
         require(isinstance(files, dict) and len(files) <= 100_000, f"{name} lists its files")
         unlisted = sorted({entry.name for entry in os.scandir(place)} - {"manifest.json", *files})
@@ -1489,7 +1424,7 @@ def check_metrics(folder: Folder) -> str:
 
 
 CHECKS = (
-    check_files, check_signature, check_order, check_plan, check_budget, check_behind, check_epsilon, check_card,
+    check_files, check_order, check_plan, check_budget, check_behind, check_epsilon, check_card,
     check_checkpoints, check_metrics,
 )  # fmt: skip
 
@@ -1516,7 +1451,7 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
     audits = [name for name in folder.unread if re.fullmatch(r"report/audit[^/]*", name)]
     fields = dict.fromkeys(re.sub(r"\[\d+\]", "[]", place) for place in folder.not_attested)
     again = "make them again with audit.py of the project, which needs private/ for most of it"
-    signer = [
+    writer = [
         ("that the program did what the ledger says", "see audit.py of the project"),
         ("time of the first start; all records repeat it, since clocks depend on the data", shown(opened["time_utc"])),
         ("commit of the code", shown(opened["commit"]) if opened.get("commit") else None),
@@ -1554,7 +1489,7 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
     return [
         (what, words, who)
         for who, stated in (
-            ("the holder of the signing key" if ledger.fingerprint else "whoever wrote the ledger", signer),
+            ("whoever wrote the ledger", writer),
             ("whoever ran the training, in config.toml", operator),
             ("whoever publishes the folder", publisher),
         )
@@ -1562,9 +1497,7 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
     ]
 
 
-def verify(
-    path: Path, fingerprint: str | None, head: str | None = None, *, quiet: bool = True
-) -> tuple[int, dict[str, Any]]:
+def verify(path: Path, head: str | None = None, *, quiet: bool = True) -> tuple[int, dict[str, Any]]:
     """All checks of a folder: the exit code, and what --json prints; unless quiet, stderr says what is done.
 
     Raises:
@@ -1581,7 +1514,7 @@ def verify(
     except Violated as error:
         checks = [("ledger", "violated", str(error))]
         return VIOLATED, {"verdict": "violated", "exit_code": VIOLATED, "checks": [_named(check) for check in checks]}
-    folder = Folder(path, ledger, fingerprint, head)
+    folder = Folder(path, ledger, head)
     if folder.has("config.toml"):
         import tomllib
 
@@ -1632,8 +1565,7 @@ def verify(
         "epsilon": folder.epsilon if finite else None,
         "delta": folder.delta or plan["target_delta"],
         "epsilon_of_this_run_alone": folder.own_epsilon if finite else None,
-        "fingerprint": ledger.fingerprint,
-        "signer_known": fingerprint is not None and ledger.fingerprint == fingerprint,
+        "head_known": head is not None,
         "checks": [_named(check) for check in checks],
         "attested": attested,
         "card_not_attested": [shown(place) for place in folder.not_attested],
@@ -1651,24 +1583,20 @@ def to_text(found: dict[str, Any]) -> str:
     marks = {"ok": "ok          ", "violated": "VIOLATED    ", "inconclusive": "undecided   "}
     lines = [f"{marks[check['outcome']]}{check['name']}: {check['sentence']}" for check in found["checks"]]
     if "attested" in found:
-        by = "chain and signature" if found["fingerprint"] else "chain alone"
         lines += [
-            f"attested by the ledger's {by}; believe this, and no page that says something else:",
+            "attested by the ledger's chain; believe this, and no page that says something else:",
             *(f"  {name}: {value}" for name, value in found["attested"].items()),
         ]
         lines += ["declared, and checked by nothing:"]
         lines += [f"  {one['what']}: {one['words']} (says {one['by']})" for one in found["declared"]]
         lines += [f"  {what}: NOT STATED" for what in found["not_stated"]]
-        if not found["signer_known"]:
+        if not found["head_known"]:
             lines.append(
-                "without the signer's fingerprint from elsewhere (--fingerprint), a folder that was forged as a whole, with "
-                "another key, cannot be told from a true one"
+                "without the hash of the ledger's last line from elsewhere (--head), a folder that was forged as a whole, or cut "
+                "back, cannot be told from a true one"
             )
-    if found.get("attested", {}).get("state of the run") == OPEN:
-        lines.append(
-            "the ledger is open: the run may go on, or lines after a signature were cut off; only the hash of its last line, "
-            "kept elsewhere, can tell (--head)"
-        )
+        if found["attested"]["state of the run"] == OPEN:
+            lines.append("the ledger is open: the run may go on, or its last lines were cut off")
     claim = ""
     if found.get("epsilon") is not None:
         claim = f": epsilon {rounded_up(found['epsilon'], 4)} at delta {found['delta']:g}"
@@ -1687,7 +1615,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; a bad argument is bad input."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--fingerprint", help="SHA-256 of the signer's key in hex, as the start of the run printed it")
     parser.add_argument("--head", help="hash of a line that the ledger had, as the end of the run printed it")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser.parse_args(arguments)
@@ -1703,14 +1630,13 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parse_args(arguments)
-        told = [None if value is None else value.strip().lower() for value in (options.fingerprint, options.head)]
-        for name, value in zip(("fingerprint", "head"), told, strict=True):
-            if value is not None and not is_hex(value, 64):
-                raise BadInput(f"--{name} is 64 hexadecimal digits")
+        head = None if options.head is None else options.head.strip().lower()
+        if head is not None and not is_hex(head, 64):
+            raise BadInput("--head is 64 hexadecimal digits")
         if hasattr(signal, "SIGALRM"):
             signal.signal(signal.SIGALRM, too_long)
             signal.alarm(60 * MINUTES)
-        code, found = verify(options.folder, *told, quiet=options.json)
+        code, found = verify(options.folder, head, quiet=options.json)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of what the folder holds
         print(
             f"error: a record lacks a field or has one of another type ({type(error).__name__}: {shown(error)})",
@@ -1718,7 +1644,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return VIOLATED
     except ImportError as error:
-        print(f"error: {error}: install numpy, dp-accounting and cryptography", file=sys.stderr)
+        print(f"error: {error}: install numpy and dp-accounting", file=sys.stderr)
         return BAD_INPUT
     except (BadInput, OSError, RecursionError, MemoryError) as error:
         print(f"error: {shown(error) or type(error).__name__}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """The privacy ledger's records, and the one order of them that is legal; the form of the lines is privacy/ledger/chain.py's.
 
 Legal order: `open` first and once; `session` starts a program; then `intent` [`done`] per step and `checkpoint`; `close` ends the
-run. A `signature` is that of the line before it; it follows each checkpoint and the end. A torn line is followed by a `repair`
+run. A torn line is followed by a `repair`
 record, which is written by the next start. When the repair is torn as well, the torn lines follow each other and one `repair`
 counts them all. This module only reads; privacy/ledger/ledger.py writes.
 """
@@ -35,7 +35,6 @@ from .chain import (
     text,
     whole_number,
 )
-from .signature import is_signed
 
 FORMAT_VERSION = 1
 CLOSE_REASONS = ("finished", "budget_spent", "stopped")
@@ -71,8 +70,7 @@ class LedgerState(ChainState):
             and (line, None) of one that has a checkpoint to go on from.
         checkpoints: (step, SHA-256 of its manifest) of every `checkpoint`, and the last line that records it.
         torn_run: whether each of the torn lines that wait for their `repair` was charged.
-        num_signed: how many lines, from the first, the newest signature covers.
-        is_final: whether nothing can follow: the run is closed, and the end signed if the ledger has a signer.
+        closed: the reason of the `close` record, which nothing can follow.
     """
 
     nonces: list[str] = field(default_factory=list)
@@ -88,14 +86,7 @@ class LedgerState(ChainState):
     checkpoints: dict[tuple[int, str], int] = field(default_factory=dict)
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
-    num_signed: int = 0
     closed: str | None = None
-    is_final: bool = False
-
-    @property
-    def signer(self) -> str | None:
-        """The public key (hex) whose signatures stand in this ledger; None for one that nobody signs."""
-        return self.opened.get("signer")
 
     @property
     def may_take_intent(self) -> bool:
@@ -158,11 +149,10 @@ class LedgerState(ChainState):
         return epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
 
     def check_record(self, record: dict[str, Any] | None) -> None:
-        require(not self.is_final, "a record after the end" if record else "bytes after the end")
+        require(self.closed is None, "a record after the end" if record else "bytes after the end")
         if record is None:
             return
         kind = record["type"]
-        require(self.closed is None or kind in ("signature", "repair"), f"`{kind}` after `close`")
         require((kind == "repair") == bool(self.torn_run), "a `repair` follows torn lines, and nothing else does")
         match kind:
             case "open":
@@ -172,10 +162,6 @@ class LedgerState(ChainState):
                     f"ledger format {version!r} is not {FORMAT_VERSION}",
                 )
                 require(is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
-                require(
-                    "signer" not in record or is_hex(record["signer"], 64),
-                    "a signer is a public key of 32 bytes in hex",
-                )
                 for name, kinds in _DESCRIPTIONS.items():
                     is_known = name not in record or type(record[name]) in kinds
                     require(is_known, f"{name} of `open` is a {kinds[0].__name__}")
@@ -228,15 +214,6 @@ class LedgerState(ChainState):
                     whole_number(record, "step", 0) <= self.last_done_step, "a checkpoint of a step that is not done"
                 )
                 require(is_hex(record.get("digest"), 64), "a checkpoint has a SHA-256 digest in hex")
-            case "signature":
-                require_fields(record, "signature")
-                require(is_hex(record["signature"], 128), "a signature has 64 bytes in hex")
-                if self.signer is None:
-                    raise LineRefused("a signature in a ledger that names no signer")
-                if not is_signed(self.signer, self.hashes[-1], record["signature"]):
-                    raise LineRefused(
-                        "the signature is not the signer's for the lines before it: they were edited after it"
-                    )
             case "repair":
                 require_fields(record, "torn_lines", "charged")
                 repaired = (whole_number(record, "torn_lines", 1), whole_number(record, "charged", 0))
@@ -311,12 +288,8 @@ class LedgerState(ChainState):
                 # The program that tore the line is dead: only a new session, with a new nonce, can go on.
                 self.session_active = False
                 self.pending = self.position_in_session = None
-            case "signature":
-                self.num_signed = self.num_lines
-                self.is_final = self.closed is not None
             case "close":
                 self.closed = record["reason"]
-                self.is_final = self.signer is None
 
 
 def read_state(data: bytes, name: str) -> tuple[LedgerState, bytes]:

@@ -12,7 +12,6 @@ from privacy.card.folder import write_card
 from privacy.checkpoints.read import sealed
 from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.signature import SigningKey, fingerprint
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
@@ -55,9 +54,7 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     )
 
 
-def publish(
-    folder: Path, key: SigningKey, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any
-) -> Path:
+def publish(folder: Path, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any) -> Path:
     """Writes a folder with a retry of step 2 in a second session, a checkpoint and, after the last step, the end.
 
     Args:
@@ -71,7 +68,7 @@ def publish(
     place = folder / "checkpoints" / f"step-{steps:08d}"
     place.mkdir(parents=True)
     (place / "weights.safetensors").write_bytes(b"weights")
-    with Ledger.create(folder / "ledger.jsonl", fields, signer=key) as ledger:
+    with Ledger.create(folder / "ledger.jsonl", fields) as ledger:
         ledger.start_session({"commit": "c0ffee"})
         for step in range(1, steps + 1):
             releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
@@ -98,12 +95,10 @@ def publish(
     return folder
 
 
-def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) -> None:
-    """A forger's work: an edited ledger whose numbers, hashes and signatures fit again, as do the manifests and the card."""
+def rewrite(folder: Path, edit: Callable[[Records], object]) -> None:
+    """A forger's work: an edited ledger whose numbers and hashes fit again, as do the manifests and the card."""
     path = folder / "ledger.jsonl"
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
-    records = [record for record in records if record["type"] != "signature"]
-    records[0]["signer"] = key.public
     edit(records)
     lines: list[bytes] = []
 
@@ -121,16 +116,11 @@ def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) ->
             manifest.write_text(json.dumps(sealed(content)))
             fields["digest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
         add(record["type"], fields)
-        if record["type"] in ("checkpoint", "close"):
-            add("signature", {"signature": key.sign(hash_line(lines[-1]))})
     path.write_bytes(b"\n".join(lines) + b"\n")
     card = folder / "report" / "privacy_card.json"
     if card.exists():
         content = json.loads(card.read_text())
-        content["provenance"]["ledger"] |= {
-            "lines": len(lines), "last_line_sha256": hash_line(lines[-1]), "signer_fingerprint": fingerprint(key.public),
-            "signed_lines": max(number for number, line in enumerate(lines) if b'"type":"signature"' in line),
-        }  # fmt: skip
+        content["provenance"]["ledger"] |= {"lines": len(lines), "last_line_sha256": hash_line(lines[-1])}
         kinds = [record["type"] for record in records]
         content["provenance"]["sessions"] = content["provenance"]["sessions"][: kinds.count("session")]
         content["released"]["checkpoints_recorded"] = kinds.count("checkpoint")

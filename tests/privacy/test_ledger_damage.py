@@ -20,11 +20,9 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.shared_records import SharedState
-from privacy.ledger.signature import SigningKey
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import ENVIRONMENT, PLAN, RELEASE, create, open_fields, refused, take_step, written
 
-SIGNER = SigningKey(bytes(range(32)))
 VALUES = (
     None, True, False, 0, 1, -1, 7, 10**400, 0.5, -0.5, 1.5, 1e308, -1e308, "", "x", "00" * 32, "00" * 16, "FF" * 32,
     [], [[]], [1], ["x"], {}, {"a": 1}, {"name": "x"},
@@ -33,7 +31,7 @@ FREE = {"environment", "head"}
 """Objects whose content is nobody's business here."""
 MAY_LACK = {
     "data_hmac", "commit", "accountant", "unit", "shared_ledger", "max_examples_per_owner", "restarted_from_step_0",
-    "informal_runs", "mirror", "signer",
+    "informal_runs", "mirror",
 }  # fmt: skip
 OPTIONAL = {
     "target_epsilon",
@@ -385,7 +383,7 @@ def test_mirror_can_be_added_later(tmp_path):
     refused(path, match="has had a mirror")
 
 
-# Forgers, who have the signing key and make all numbers, hashes and signatures fit again
+# Forgers, who make all numbers and hashes fit again
 
 
 @pytest.fixture
@@ -396,12 +394,12 @@ def run(tmp_path, no_fsync):
         "max_examples_per_owner": 3,
     }  # fmt: skip
     path = tmp_path / "ledger.jsonl"
-    with Ledger.create(path, fields, signer=SIGNER) as ledger:
+    with Ledger.create(path, fields) as ledger:
         ledger.start_session(ENVIRONMENT)
         take_step(ledger, 1)
         ledger.checkpoint(1, "step-1", "cd" * 32)
     path.write_bytes(path.read_bytes() + b"torn")
-    with Ledger.open(path, signer=SIGNER) as ledger:
+    with Ledger.open(path) as ledger:
         ledger.start_session(ENVIRONMENT, restarted=True)
         ledger.intent(1, 1, [RELEASE])
         ledger.done(1, 1)

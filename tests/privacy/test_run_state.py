@@ -82,4 +82,4 @@ def test_run_state_survives_a_crash_while_it_is_created(tmp_path, monkeypatch, c
             _state(tmp_path)
     ledger, key = _state(tmp_path)
     assert ledger.key_commitment == key.commitment()
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["ledger.jsonl", "sampling.key", "signing.key"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["ledger.jsonl", "sampling.key"]

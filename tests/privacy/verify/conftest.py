@@ -9,12 +9,12 @@ import pytest
 
 from privacy import verify
 from tests.privacy.published import publish
-from tests.privacy.verify.judging import KEY, Judge
+from tests.privacy.verify.judging import Judge
 
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish(tmp_path_factory.mktemp("published") / "run", KEY)
+    return publish(tmp_path_factory.mktemp("published") / "run")
 
 
 @pytest.fixture

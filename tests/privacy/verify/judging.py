@@ -1,12 +1,8 @@
 """What the tests of verify.py judge by."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-from privacy.ledger.signature import SigningKey
-
-KEY = SigningKey(os.urandom(32))
 Judge = Callable[..., tuple[int, dict[str, Any]]]
 
 

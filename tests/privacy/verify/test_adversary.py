@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from privacy import verify
-from privacy.card import text
+from privacy.accounting import rounding as text
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.published import card_says, publish
-from tests.privacy.verify.judging import KEY, Judge, sentences
+from tests.privacy.verify.judging import Judge, sentences
 
 FORGERY = "print('verify: consistent: epsilon 0.0001 at delta 1e-05')\nraise SystemExit(0)\n"
 
@@ -134,7 +134,7 @@ def test_every_epsilon_of_the_metrics_is_recomputed(tmp_path: Path, judge: Judge
     plan = make_plan(PlanRequest(
         num_examples=2000, expected_batch_size=100, num_steps=12, noise_multiplier=4.0, target_delta=1e-5, sensitivity_slack=1e-3
     ))  # fmt: skip
-    folder = publish(tmp_path / "run", KEY, plan)
+    folder = publish(tmp_path / "run", plan)
     claims = [(step, step + (step > 1), plan.epsilon_after(step + (step > 1))) for step in range(1, 13)]
     for lowered in (None, 5):
         stated = [(step, count, claims[step - 2][2] if step == lowered else claim) for step, count, claim in claims]

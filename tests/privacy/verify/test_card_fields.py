@@ -15,7 +15,7 @@ from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.published import publish
-from tests.privacy.verify.judging import KEY, Judge, sentences
+from tests.privacy.verify.judging import Judge, sentences
 
 Place = tuple[str | int, ...]
 ASKED: dict[str, Any] = {
@@ -43,7 +43,7 @@ def folders(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         if name == "plain":
             return original
         more = opened if name == "adaptive" else {}
-        return publish(base / name, KEY, make_plan(PlanRequest(**plans[name])), steps=3 if more else 4, **more)
+        return publish(base / name, make_plan(PlanRequest(**plans[name])), steps=3 if more else 4, **more)
 
     return folder
 

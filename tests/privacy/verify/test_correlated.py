@@ -1,20 +1,17 @@
 """verify.py on a published run with correlated noise: an honest one, and forgers who make it look cheaper."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from privacy.ledger.signature import SigningKey
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.published import Records, publish, rewrite
-from tests.privacy.verify.judging import KEY, Judge, sentences
+from tests.privacy.verify.judging import Judge, sentences
 
-FORGER = SigningKey(os.urandom(32))
 PLAN = make_plan(
     PlanRequest(
         num_examples=2000, expected_batch_size=100, num_steps=4, noise_multiplier=5.0, target_delta=1e-5,
@@ -25,7 +22,7 @@ PLAN = make_plan(
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish(tmp_path_factory.mktemp("correlated") / "run", KEY, PLAN)
+    return publish(tmp_path_factory.mktemp("correlated") / "run", PLAN)
 
 
 @pytest.mark.full
@@ -77,6 +74,6 @@ def test_a_forged_one_is_violated(
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(published, folder)
-    rewrite(folder, FORGER, edit)
+    rewrite(folder, edit)
     code, found = judge(folder)
     assert code == 5 and words in sentences(found), sentences(found)

@@ -1,6 +1,6 @@
 """No field of a ledger, a plan, a manifest, a configuration or the metrics is passed over: a change is violated or named.
 
-The forger holds the signing key: numbers, hashes and signatures fit again, and no card is left that says something else.
+The forger makes numbers and hashes fit again, and no card is left that says something else.
 """
 
 import json
@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 
 from privacy import verify
-from privacy.ledger.signature import fingerprint
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.published import PLAN, publish, rewrite
-from tests.privacy.verify.judging import KEY, Judge, sentences
+from tests.privacy.verify.judging import Judge, sentences
 from tests.privacy.verify.test_card_fields import ADAPTIVE, ASKED, Place, changed, leaves, others
 from trainer.config.recipe import PrivacySection, RunConfig
 
 IDENTIFIERS = {"nonce", "key_commitment"}
 """Random names: one is as good as another, as long as none comes twice."""
-FITTED = {"seq", "previous", "type", "signer", "digest"}
+FITTED = {"seq", "previous", "type", "digest"}
 """What `rewrite` makes fit again."""
 DECLARED = {
     "commit", "accountant", "unit", "tuning", "deduplication", "data_hmac", "environment", "mirror", "params_digest",
@@ -52,7 +51,7 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def folder(name: str) -> Path:
         if name not in made:
             plan = make_plan(PlanRequest(**ASKED | plans[name]))
-            made[name] = publish(base / name, KEY, plan, **more if name == "plain" else {})
+            made[name] = publish(base / name, plan, **more if name == "plain" else {})
             shutil.rmtree(made[name] / "report")
         return made[name]
 
@@ -83,21 +82,20 @@ def edited(tree: Any, place: Place, value: Any) -> Any:
 
 
 def search(original: Path, tmp_path: Path, judge: Judge, share: float) -> int:
-    """Every line's every field but the signatures, which are made anew; returns how many edits were found."""
+    """Every line's every field; returns how many edits were found."""
     rng, violated, passed = random.Random(7), 0, []
     records = [json.loads(line) for line in (original / "ledger.jsonl").read_bytes().splitlines()]
-    kept = [record for record in records if record["type"] != "signature"]
-    for number, record in enumerate(kept):
+    for number, record in enumerate(records):
         body = {name: value for name, value in record.items() if name not in FITTED}
         for place, value in mutations(body, rng, share):
             folder = Path(shutil.copytree(original, tmp_path / "forged"))
             forged = {"type": record["type"], "time_utc": record["time_utc"], **edited(body, place, value)}
 
             def put(all_records: list[dict[str, Any]], at: int = number, one: dict[str, Any] = forged) -> None:
-                all_records[at] = {**one, "signer": KEY.public} if at == 0 else one
+                all_records[at] = one
 
-            rewrite(folder, KEY, put)
-            code, found = judge(folder, "--fingerprint", fingerprint(KEY.public))
+            rewrite(folder, put)
+            code, found = judge(folder)
             shutil.rmtree(folder)
             violated += code != 0
             where = f"{record['type']} {number + 1}: {place} -> {value!r}"
@@ -129,26 +127,26 @@ def test_a_field_that_no_line_has_is_violated(
     name: str, ledgers: Callable[[str], Path], tmp_path: Path, judge: Judge
 ) -> None:
     folder = Path(shutil.copytree(ledgers("plain"), tmp_path / "forged"))
-    rewrite(folder, KEY, lambda records: next(one for one in records if one["type"] == name).update(epsilon=0.01))
+    rewrite(folder, lambda records: next(one for one in records if one["type"] == name).update(epsilon=0.01))
     code, found = judge(folder)
     assert code == 5 and "states ['epsilon'], which this verifier does not know" in sentences(found)
 
 
 def test_a_field_that_no_plan_has_is_violated(ledgers: Callable[[str], Path], tmp_path: Path, judge: Judge) -> None:
     folder = Path(shutil.copytree(ledgers("plain"), tmp_path / "forged"))
-    rewrite(folder, KEY, lambda records: records[0]["plan"].update(epsilon=0.01))
+    rewrite(folder, lambda records: records[0]["plan"].update(epsilon=0.01))
     code, found = judge(folder)
     assert code == 5 and "the frozen plan lacks ['epsilon'], or this verifier" in sentences(found)
     for name, value in (("clipping_function", "automatic"), ("adaptive_clipping", {"epsilon": 0.01})):
         forged = Path(shutil.copytree(ledgers("adaptive"), tmp_path / name))
-        rewrite(forged, KEY, lambda records: records[0]["plan"].update({name: value}))  # noqa: B023
+        rewrite(forged, lambda records: records[0]["plan"].update({name: value}))  # noqa: B023
         assert judge(forged)[0] == 5, name
 
 
 def test_every_change_of_a_manifest_is_violated_or_named(
     ledgers: Callable[[str], Path], tmp_path: Path, judge: Judge
 ) -> None:
-    """By a forger with the key, who records the changed manifest; without it, its hash differs from the recorded one."""
+    """By a forger who records the changed manifest; otherwise its hash differs from the recorded one."""
     original, rng, count = ledgers("plain"), random.Random(1), 0
     manifest = json.loads((original / "checkpoints/step-00000004/manifest.json").read_text())
     free = {"initialisation", "training_data", "seal", "ledger"}  # words, and what `rewrite` makes fit again
@@ -157,7 +155,7 @@ def test_every_change_of_a_manifest_is_violated_or_named(
             continue
         folder = Path(shutil.copytree(original, tmp_path / "forged"))
         (folder / "checkpoints/step-00000004/manifest.json").write_text(json.dumps(edited(manifest, place, value)))
-        rewrite(folder, KEY, lambda records: None)
+        rewrite(folder, lambda records: None)
         code, found = judge(folder)
         shutil.rmtree(folder)
         assert code != 0, f"{place} -> {value!r}: {found}"
