@@ -20,7 +20,7 @@ PLAN = make_plan(
         noise_multiplier=4.0,
         target_delta=1e-5,
         reserved_attempts=4,
-        sensitivity_slack=1e-4,
+        sensitivity_slack=1e-3,
     )
 )
 RELEASE = {"name": "gradient", "std": 4.0, "sensitivity": 1.0}
@@ -49,7 +49,7 @@ def written(tmp_path, steps=3, mirror=None):
     ledger.start_session(ENVIRONMENT)
     for step in range(1, steps + 1):
         take_step(ledger, step)
-    ledger.checkpoint(steps, "checkpoints/step", "cd" * 32)
+    ledger.checkpoint(steps, f"step-{steps:08d}", "cd" * 32)
     ledger.release()
     return tmp_path / "ledger.jsonl"
 

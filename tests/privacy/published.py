@@ -19,12 +19,19 @@ from privacy.verify import __file__ as VERIFIER
 from trainer.report import build_card
 
 Records = list[dict[str, Any]]
-PLAN = make_plan(
-    PlanRequest(
-        num_examples=2000, expected_batch_size=100, num_steps=4, noise_multiplier=4.0, target_delta=1e-5,
-        reserved_attempts=4, sensitivity_slack=1e-3,
-    )
-)  # fmt: skip
+Judge = Callable[..., tuple[int, dict[str, Any]]]
+"""verify.py of a folder and options: exit code, and what --json prints."""
+ASKED: dict[str, Any] = {
+    "num_examples": 2000, "expected_batch_size": 100, "num_steps": 4, "noise_multiplier": 4.0, "target_delta": 1e-5,
+    "reserved_attempts": 4, "sensitivity_slack": 1e-3,
+}  # fmt: skip
+PLAN = make_plan(PlanRequest(**ASKED))
+CORRELATED = make_plan(PlanRequest(**ASKED | {"noise_multiplier": 5.0, "bands": 3}))
+
+
+def sentences(found: dict[str, Any], outcome: str = "violated") -> str:
+    """What the checks with this outcome say, a line each."""
+    return "\n".join(f"{one['name']}: {one['sentence']}" for one in found["checks"] if one["outcome"] == outcome)
 
 
 def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
@@ -130,49 +137,3 @@ def rewrite(folder: Path, edit: Callable[[Records], object]) -> None:
         card.write_text(json.dumps(content))
         for page in card.parent.glob("privacy_card.[mh]*"):  # which the forger would make anew
             page.unlink()
-
-
-# Edits by hand, after which nothing is made to fit again.
-
-
-def edited_line(number: int, before: bytes, after: bytes) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "ledger.jsonl"
-        lines = path.read_bytes().split(b"\n")
-        assert before in lines[number - 1]
-        lines[number - 1] = lines[number - 1].replace(before, after)
-        path.write_bytes(b"\n".join(lines))
-
-    return edit
-
-
-def cut_lines(count: int) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        lines = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-        (folder / "ledger.jsonl").write_bytes(b"".join(lines[:-count]))
-
-    return edit
-
-
-def card_says(place: str, value: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "report/privacy_card.json"
-        card = json.loads(path.read_text())
-        *parts, last = place.split(".")
-        inner = card
-        for part in parts:
-            inner = inner[part]
-        assert inner[last] != value
-        inner[last] = value
-        path.write_text(json.dumps(card))
-
-    return edit
-
-
-def text_of(place: str, before: str, after: str) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        text = (folder / place).read_text()
-        assert before in text
-        (folder / place).write_text(text.replace(before, after))
-
-    return edit

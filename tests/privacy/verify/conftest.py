@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from privacy import verify
-from tests.privacy.published import publish
-from tests.privacy.verify.judging import Judge
+from tests.privacy.published import Judge, publish
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +18,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    shutil.copytree(original, tmp_path / "copy")
-    return tmp_path / "copy"
+    return Path(shutil.copytree(original, tmp_path / "copy"))
 
 
 @pytest.fixture
