@@ -220,7 +220,6 @@ def number(record: dict[str, Any], name: str, least: float, most: float) -> floa
 
 # ---------------------------------------------------------------- The plan, frozen in the first line
 
-
 SLACK = {"floating": 1e-3, "certified": 0.0, "head": 1e-6}
 """r of each arithmetic: how far rounding may carry a contribution above C, and the statistics of a private head (float64)."""
 CHOICES: dict[str, dict[str, str | None]] = {
@@ -455,7 +454,6 @@ def check_releases(plan: Plan, head: bool, releases: list[Any]) -> float:
 
 
 # ---------------------------------------------------------------- The ledger, line by line
-
 
 HEADER = ("seq", "type", "time_utc", "previous")
 Kind = type | Callable[[Any], bool]
@@ -1186,18 +1184,16 @@ def declarations(folder: Folder) -> dict[str, str]:
         found["that the data are disjoint from those behind the initial weights"] = disjoint
         fixed = "the composed epsilon takes it for granted; a shared ledger's RDP filter does without it"
         found["that no later schedule was chosen after looking at outputs of the earlier runs"] = fixed
-    for name, words in (
-        ("metrics.jsonl", "all values but step, charged attempts and epsilon"),
-        ("evaluation/heldout.jsonl", "all values but step"),
-        ("config.toml", "all but [privacy] as the plan holds it, numbers of steps and examples, init.disjoint_data"),
-        ("verify.py", "judges nothing about itself: take it from the project, not from the folder"),
-        ("private", "nothing here looks at it, and it is not for publication"),
-        ("checkpoints", "in manifests all but step, charges, guarantee, line and hashes"),
-    ):
-        found |= {name: words} if folder.has(name) else {}
+    found |= {
+        "metrics.jsonl, heldout.jsonl": "all values but step, charged attempts and epsilon",
+        "config.toml": "all but [privacy] as the plan holds it, numbers of steps and examples, init.disjoint_data",
+        "manifests of checkpoints": "all but step, charges, guarantee, line and hashes",
+        "verify.py": "judges nothing about itself: take it from the project, not from the folder",
+        "private/ and all other files": "nothing here looks at them; make audits again with audit.py of the project",
+    }
     fields = dict.fromkeys(re.sub(r"\[\d+\]", "[]", place) for place in folder.not_attested)
     found |= {"in privacy_card.json": shown_list([*fields])} if fields else {}
-    return found | {"all other files": "nothing here looks at them; audits are made again with audit.py of the project"}
+    return found
 
 
 def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:

@@ -23,8 +23,7 @@ from privacy import verify
 from privacy.card.composition import claim_of, states_behind
 from privacy.card.numbers import claimed_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.durable import make_directory
-from privacy.ledger.file_roles import require_apart
+from privacy.ledger.durable import make_directory, require_apart
 from privacy.ledger.members import (
     FILE,
     LedgerMark,

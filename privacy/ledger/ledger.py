@@ -23,7 +23,7 @@ from .chain import ChainFile, LineRefused, create_chain
 from .records import FORMAT_VERSION, RESTARTED, LedgerState
 
 if TYPE_CHECKING:
-    from .membership import Membership
+    from .shared import Membership
 
 PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 """When this program loaded the module, which is before it looks at any data."""
@@ -80,12 +80,7 @@ class Ledger:
         return self.mirror
 
     @classmethod
-    def create(
-        cls,
-        path: Path | str,
-        open_fields: Mapping[str, Any],
-        mirror: Path | str | None = None,
-    ) -> Self:
+    def create(cls, path: Path | str, open_fields: Mapping[str, Any], mirror: Path | str | None = None) -> Self:
         """Writes the `open` record of a new run; PrivacyStateRefused when the ledger, or a mirror of one, exists.
 
         Args:
@@ -95,9 +90,8 @@ class Ledger:
         path, mirror_path = Path(path), None if mirror is None else Path(mirror)
         if mirror_path is not None and mirror_path.exists():
             raise PrivacyStateRefused(f"{mirror_path}: a mirror without its ledger {path}: the ledger was removed")
-        fields = {"format": FORMAT_VERSION, **open_fields}
         try:
-            create_chain(path, LedgerState(), PROGRAM_START, fields)
+            create_chain(path, LedgerState(), PROGRAM_START, {"format": FORMAT_VERSION, **open_fields})
         except FileExistsError as error:
             raise PrivacyStateRefused(f"{path}: exists; a ledger is never overwritten") from error
         except (OSError, LineRefused, ValueError, TypeError) as error:
@@ -105,13 +99,7 @@ class Ledger:
         return cls(path, mirror_path)
 
     @classmethod
-    def open(
-        cls,
-        path: Path | str,
-        mirror: Path | str | None = None,
-        *,
-        mended: bool = True,
-    ) -> Self:
+    def open(cls, path: Path | str, mirror: Path | str | None = None, *, mended: bool = True) -> Self:
         """Verifies the chain and the mirror; then `mend`.
 
         Args:

@@ -13,9 +13,8 @@ from ..sampling.keys import SamplingKey
 from . import durable
 from .ledger import PROGRAM_START, Ledger
 from .members import not_in_ledger, not_recorded, read_lines
-from .membership import Membership
 from .records import read_ledger
-from .shared import SharedLedger
+from .shared import Membership, SharedLedger
 
 
 @dataclass(frozen=True)

@@ -428,6 +428,7 @@ ILLEGAL = {
     "a record of no type": (change(4, type="repair"), "line 4: "),
     "an unknown record": (change(4, type="signature"), "line 4: unknown record type"),
     "more noise in one line": (noise(5.0), "line 5: gradient states"),
+    "a little more noise": (noise(4.01), "line 5: gradient states"),
     "another sensitivity": (noise(4.0, 0.5), "line 5: gradient states"),
     "more noise by its ratio": (noise(8.0, 2.0), "line 5: gradient states"),
     "another release": (noise(4.0, 1.0, "weights"), "line 5: "),

@@ -118,10 +118,9 @@ def test_a_torn_line_is_charged_where_an_intent_could_stand(folder: Path, tmp_pa
 
 
 def test_what_is_not_checked_is_declared(folder: Path, judge: Judge) -> None:
-    (folder / "private").mkdir()
     declared = judge(folder)[1]["declared"]
-    named = {"in ledger.jsonl", "metrics.jsonl", "config.toml", "verify.py", "checkpoints", "in privacy_card.json"}
-    assert named | {"private", "all other files"} <= declared.keys()
+    named = {"in ledger.jsonl", "config.toml", "verify.py", "manifests of checkpoints", "in privacy_card.json"}
+    assert named | {"private/ and all other files"} <= declared.keys()
     assert declared["in ledger.jsonl"] == "commit, environment, mirror, reason"
 
 
