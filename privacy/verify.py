@@ -5,7 +5,7 @@
 FOLDER is by default the one that holds this file. A published folder is a run folder without `private/`. The start of a run puts
 this file there; if you do not trust the publisher, take it from the project, since it judges the folder that it is in.
 
-files        the folder holds no other code, no link, and no ledger that nothing names
+files        the folder holds no other code, no link, and no ledger that nothing names; otherwise nothing else is looked at
 chain        every line of ledger.jsonl is canonical JSON, repeats the SHA-256 of the line before and has known fields
 order        sessions, intents, `done`, checkpoints and repairs follow each other as they must, every intent states the planned
              noise and sensitivity, and no more are charged than planned and reserved; with --head, the ledger has that line
@@ -86,10 +86,6 @@ class Undecided(Exception):
     """What a check could not find out."""
 
 
-class Computed(float):
-    """A number that is computed here and was computed elsewhere: equal but for rounding. Any other number is equal exactly."""
-
-
 class Bound(float):
     """An upper bound, of epsilon or of what an attack can reach: a card may state more, and never less."""
 
@@ -124,10 +120,6 @@ def lines_of(path: Path) -> Iterator[bytes]:
                 raise BadInput(f"{shown(path)}: line {number} has {LARGEST_LINE:,} bytes or more")
             yield line
             number += 1
-
-
-def is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def parsed(text: bytes, *, with_nan: bool = False) -> Any:
@@ -531,7 +523,6 @@ class Ledger:
         waiting: of the torn lines that wait for their `repair`: whether each was charged.
     """
 
-    name: str
     hashes: list[str] = field(default_factory=list)
     opened: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=lambda: Plan({}, 0.0, 0.0, ()))
@@ -675,7 +666,7 @@ class Ledger:
 
 def read_ledger(path: Path) -> Ledger:
     """Reads a ledger once from top to bottom; Violated names the first line that is wrong."""
-    ledger = Ledger(path.name)
+    ledger = Ledger()
     try:
         for raw in lines_of(path):
             line = raw.removesuffix(b"\n")
@@ -782,12 +773,7 @@ class Folder:
     not_attested: list[str] = field(default_factory=list)
 
     def has(self, place: str) -> bool:
-        """Whether there is anything at this place; a link in place of a folder above it is bad input."""
-        for above in [*Path(place).parents][-2::-1]:
-            if not os.path.lexists(self.path / above):
-                return False
-            if not is_folder(self.path / above):
-                raise BadInput(f"{shown(self.path / above)}: is no folder")
+        """Whether there is anything at this place; `check_files` has looked for links before."""
         return os.path.lexists(self.path / place)
 
 
@@ -798,7 +784,6 @@ def check_files(folder: Folder) -> str:
         if count > 10_000:
             raise Undecided("there are more than 10,000 folders")
         top = Path(root) == folder.path
-        folders[:] = sorted(name for name in folders if not (top and name == "private" and is_folder(Path(root, name))))
         for entry in sorted([*folders, *files]):
             path = Path(root) / entry
             place, mode = str(path.relative_to(folder.path)), path.lstat().st_mode
@@ -809,6 +794,7 @@ def check_files(folder: Folder) -> str:
             require(not code, f"{shown(place)} is code, which no run writes here: python may run it")
             foreign = place.startswith("behind/") and place not in named
             require(not foreign, f"{shown(place)} is no ledger that ledger.jsonl names")
+        folders[:] = sorted(name for name in folders if not (top and name == "private"))  # which is not published
     return "no other code, no link, and no ledger that ledger.jsonl does not name"
 
 
@@ -951,7 +937,7 @@ def card_fields(folder: Folder) -> dict[str, Any]:
             "clipping_function": None if head else plan["clipping_function"],
             "max_grad_norm": None if head else plan["max_grad_norm"], "arithmetic": plan["arithmetic"],
             "lattice_exponent": plan["lattice_exponent"], "sensitivity_slack": plan["sensitivity_slack"],
-            "noise_multiplier": plan["noise_multiplier"], "noise_multiplier_accounted": Computed(plan.accounted),
+            "noise_multiplier": plan["noise_multiplier"], "noise_multiplier_accounted": plan.accounted,
         },
         "sampling": {
             "scheme": "full batch" if head else plan["sampling"], "sample_rate": plan.rate, "cap": plan["cap"],
@@ -975,7 +961,7 @@ def card_fields(folder: Folder) -> dict[str, Any]:
     for _, step, name, digest in at.checkpoints[-1:]:
         card["released"]["last_checkpoint"] = {"step": step, "name": name, "manifest_sha256": digest}
     if adaptive is not None:
-        multiplier = {"gradient_noise_multiplier": Computed(plan.gradient_multiplier())}
+        multiplier = {"gradient_noise_multiplier": plan.gradient_multiplier()}
         card["mechanism"]["adaptive_clipping"] = adaptive | multiplier
     if plan.bands > 1:
         noise = {name: plan["correlated"][name] for name in ("bands", "strategy", "coefficients")}
@@ -988,7 +974,7 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         card["accounting"] |= {
             "epsilon": card["epsilon"], "epsilon_planned": Bound(epsilon([planned], left)),
             "epsilon_with_reserve": Bound(epsilon([most], left)), "epsilon_rdp": Bound(renyi(tuple(at.groups()), left)),
-            "noise_tail_delta": Computed(plan.noise_tail()), "epsilon_target": plan["target_epsilon"],
+            "noise_tail_delta": plan.noise_tail(), "epsilon_target": plan["target_epsilon"],
         }  # fmt: skip
     if folder.behind and not plan.reasons:
         card |= {"epsilon": Bound(folder.epsilon or 0.0), "delta": folder.delta}
@@ -1013,14 +999,13 @@ def leaves(tree: Any, place: str = "") -> dict[str, Any]:
 
 
 def compare(what: str, stated: Any, expected: Any, place: str) -> str:
-    """What is wrong with a stated field; "" where it is the expected one, or a bound that is larger."""
-    if isinstance(expected, Computed | Bound) and type(stated) in (int, float):
+    """What is wrong with a stated field; "" where it is the expected one but for rounding, or a bound that is larger."""
+    if isinstance(expected, float) and type(stated) in (int, float):
         larger = isinstance(expected, Bound) and stated > expected
         right = larger or math.isclose(stated, expected, rel_tol=HAIR)
-        return "" if right else f"{what}'s {place} is {stated:.12g}, and the ledger gives {expected:.12g}"
-    infinite = isinstance(expected, Bound) and math.isinf(expected) and stated is None  # JSON has no infinity
-    same = infinite or (equal(stated, expected) and not isinstance(expected, Computed | Bound))
-    return "" if same else f"{what}'s {place} is {shown(stated)}, and the ledger gives {shown(expected)}"
+    else:  # JSON has no infinity
+        right = equal(stated, expected) or (isinstance(expected, Bound) and math.isinf(expected) and stated is None)
+    return "" if right else f"{what}'s {place} is {shown(stated)}, and the ledger gives {shown(expected)}"
 
 
 def check_card(folder: Folder) -> str:
@@ -1054,7 +1039,7 @@ def check_card(folder: Folder) -> str:
     wrong = {place: said for place, said in found.items() if said}
     ours, theirs = f"dp-accounting {metadata.version('dp-accounting')}", card.get("accounting.accountant")
     for place, said in wrong.items():  # two versions of the accountant round in their own ways, and not by much
-        computed = isinstance(expected[place], Computed | Bound) and type(card.get(place)) is float
+        computed = isinstance(expected[place], Bound) and type(card.get(place)) is float
         require(ours != theirs and computed and math.isclose(card[place], expected[place], rel_tol=1e-3), said)
     if wrong:
         raise Undecided(
@@ -1069,8 +1054,6 @@ def check_checkpoints(folder: Folder) -> str:
     ledger, plan = folder.ledger, folder.ledger.plan
     if not folder.has("checkpoints"):
         return "there is no checkpoint here"
-    if not is_folder(folder.path / "checkpoints"):
-        raise BadInput("checkpoints: is no folder")
     names = sorted(name for name in os.listdir(folder.path / "checkpoints") if name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
     recorded = {(step, digest) for _, step, _, digest in ledger.checkpoints}
@@ -1226,6 +1209,8 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
         except OF_ODD_FIELDS as error:
             said = f"a field is missing or has another type ({type(error).__name__}: {shown(error)})"
             checks.append((name, "violated", said))
+        if judge is check_files and checks[-1][1] != "ok":
+            break  # behind a link are files of somebody else
     outcomes = {outcome for _, outcome, _ in checks}
     verdict = next((word for word in ("violated", "inconclusive") if word in outcomes), "consistent")
     code = {"consistent": CONSISTENT, "inconclusive": INCONCLUSIVE, "violated": VIOLATED}[verdict]

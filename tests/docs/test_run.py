@@ -19,13 +19,8 @@ from tests.docs.pages import GUIDES, Block, Command, blocks, commands, copy_proj
 
 WITHIN = 400
 SHORT_RUN = "train.num_steps=2 heldout.num_examples=8 heldout.num_captions=1"
-PICO = "model.size=pico " + " ".join(
-    f"model.overrides.encoder_{key}" for key in ("width=16", "depth=12", "num_heads=2", "qkv_bias=true")
-)
 SHORTER = {
     r"train\.py --ds_config ds_configs/zero3\.json$": SHORT_RUN,
-    r"finetune_vit_base": f"{PICO} model.overrides.num_classes=3 data.image_size=32 data.num_examples=512 data.num_workers=1"
-    " privacy.expected_batch_size=16 train.num_steps=2 train.micro_batch_size=8",
     r"synthetic_tiny_dpcap\.toml": "train.num_steps=2 train.micro_batch_size=16 privacy.expected_batch_size=16"
     " schedule.warmup_steps=1",
 }

@@ -129,4 +129,4 @@ def test_a_disturbed_folder_ends_in_a_verdict_or_in_one_line(
         except BaseException as error:
             raise AssertionError(f"seed {seed}: {folder}") from error
         shutil.rmtree(folder)
-    assert {2, 5} <= codes
+    assert 5 in codes

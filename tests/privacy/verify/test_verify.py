@@ -188,10 +188,13 @@ def test_links_and_devices_are_violated(make: Callable[[Path], None], folder: Pa
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "report", "checkpoints/step-00000004"])
-def test_a_link_in_place_of_a_folder_is_refused(place: str, folder: Path, tmp_path: Path, judge: Judge) -> None:
+def test_a_link_in_place_of_a_folder_is_violated_and_not_followed(
+    place: str, folder: Path, tmp_path: Path, judge: Judge
+) -> None:
     (folder / place).rename(tmp_path / "elsewhere")
     (folder / place).symlink_to(tmp_path / "elsewhere")
-    assert judge(folder)[0] == 2
+    code, found = judge(folder)
+    assert code == 5 and found["checks"][-1]["name"] == "files", "and nothing else is looked at"
 
 
 def test_nothing_in_a_folder_adds_a_line_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
