@@ -29,8 +29,7 @@ from privacy.card.composition import claim_of, states_behind
 from privacy.card.numbers import claimed_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.files.toml_text import toml_value
-from privacy.ledger.durable import make_directory
-from privacy.ledger.file_roles import require_apart
+from privacy.ledger.durable import make_directory, require_apart
 from privacy.ledger.members import (
     FILE,
     LedgerMark,

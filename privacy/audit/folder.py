@@ -57,7 +57,7 @@ def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditRepo
         attempts_check(run_dir, state, before),
         _mirror_check(run_dir, ledger, state),
     ]
-    claim = {name: found.get(name) for name in ("formal_guarantee", "epsilon", "delta", "fingerprint")}
+    claim = {name: found.get(name) for name in ("formal_guarantee", "epsilon", "delta")}
     return AuditReport.of("ledger", checks, attempts_charged=state.num_charged, **claim)
 
 

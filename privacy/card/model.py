@@ -275,11 +275,6 @@ class LedgerFile(Part):
     lines: int = Field(description="Number of its lines.")
     last_line_sha256: str = Field(description="SHA-256 of the last whole line, to be kept elsewhere.")
     mirrored_sessions: int = Field(description="Number of sessions that wrote a mirror of it.")
-    signer_fingerprint: str | None = Field(
-        None, description="SHA-256 of the public key that signs it; null where nobody signs. Whoever kept it when the run began "
-        "knows the signer by it, and nobody else does."
-    )  # fmt: skip
-    signed_lines: int = Field(0, description="Number of its lines, from the first, that the newest signature covers.")
 
 
 class Session(Part):

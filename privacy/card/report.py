@@ -16,7 +16,6 @@ from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused
 from ..ledger.chain import TORN_MARK, hash_line, is_torn
 from ..ledger.records import LedgerState, noise_multiplier_of, read_state
-from ..ledger.signature import fingerprint
 from ..plan_request import GROUP_OF_ATTEMPT, GROUP_OF_EXAMPLE
 from . import model
 from .composition import composition
@@ -219,8 +218,6 @@ def _provenance(snapshot: LedgerSnapshot) -> model.Provenance:
     ledger = model.LedgerFile(
         format=opened["format"], lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash,
         mirrored_sessions=sum(session.mirror for session in sessions),
-        signer_fingerprint=None if snapshot.state.signer is None else fingerprint(snapshot.state.signer),
-        signed_lines=snapshot.state.num_signed,
     )  # fmt: skip
     return model.Provenance(
         commit=opened.get("commit"), opened_utc=opened["time_utc"], closed=snapshot.state.closed, ledger=ledger,

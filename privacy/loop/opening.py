@@ -12,7 +12,7 @@ from ..checkpoints.read import has_checkpoints
 from ..clipping.sharded import full
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
-from ..ledger.file_roles import require_apart
+from ..ledger.durable import require_apart
 from ..ledger.ledger import Ledger
 from ..ledger.records import read_ledger
 from ..ledger.run_state import open_run_state

@@ -11,7 +11,6 @@ from ..checkpoints.recorded import require_recorded
 from ..ledger.ledger import Ledger
 from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
 from ..ledger.records import LedgerState
-from ..ledger.signature import fingerprint
 from ..plan import PrivacyPlan
 from ..releases import Release
 from ..sampling.keys import SamplingKey
@@ -131,12 +130,6 @@ class RunLedger:
     def num_charged(self) -> int:
         """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
         return self._ledger.num_charged if self._ledger is not None else 0
-
-    @property
-    def fingerprint(self) -> str | None:
-        """What recognises the signer of the ledger; on rank 0, and None where nobody signs."""
-        signer = None if self._ledger is None else self._ledger.state.signer
-        return None if signer is None else fingerprint(signer)
 
     def budget_is_spent(self) -> bool:
         """Whether one more intent would pass the budget; False on ranks other than 0."""

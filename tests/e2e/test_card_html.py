@@ -11,9 +11,7 @@ import pytest
 from PIL import Image
 
 from privacy.card.folder import write_card
-from privacy.ledger.ledger import Ledger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from tests.privacy.published import publish
 from trainer.report import build_card
 
 BROWSER = shutil.which("chromium")
@@ -22,9 +20,8 @@ pytestmark = pytest.mark.skipif(
 )
 WIDTH, HEIGHT = 1100, 8000
 FIGURES = ("epsilon-by-attempts", "trade-off", "heldout-loss")
-# The style sheet's colours in light and in dark; see privacy/card/templates/card.html.j2.
-LIGHT = {"page": "#ffffff", "first": "#1f5fbf", "second": "#b5420b"}
-DARK = {"page": "#14171b", "first": "#7ab0ff", "second": "#ff9c66"}
+COLORS = {"page": "#ffffff", "first": "#1f5fbf", "second": "#b5420b"}
+"""Of the style sheet, in light; see privacy/card/templates/card.html.j2."""
 PROBE = """<script>
 const box = (e) => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
 const found = { figures: {}, broken: 0, wide: document.documentElement.scrollWidth };
@@ -38,24 +35,11 @@ document.body.insertAdjacentHTML("beforeend", "<pre>" + JSON.stringify(found).re
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The card of a small run with public held-out losses."""
-    run = tmp_path_factory.mktemp("runs") / "small-run"
-    (run / "evaluation").mkdir(parents=True)
-    _write_ledger(run)
-    losses = [{"step": step, "loss": 8 - step / 12} for step in (0, 10, 20, 30)]
+    run = publish(tmp_path_factory.mktemp("runs") / "small-run")
+    (run / "evaluation").mkdir()
+    losses = [{"step": step, "loss": 8 - step / 2} for step in range(5)]
     (run / "evaluation/heldout.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
     return write_card(run, build_card(run))[2]
-
-
-def _write_ledger(run: Path) -> None:
-    plan = make_plan(PlanRequest(
-        num_examples=2000, expected_batch_size=100, num_steps=40, noise_multiplier=1.5, target_delta=1e-5
-    ))  # fmt: skip
-    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
-    with Ledger.create(run / "ledger.jsonl", fields) as ledger:
-        ledger.start_session({"commit": "c0ffee", "modified": False})
-        for step in range(1, 31):
-            ledger.intent(step, 0, [{"name": "gradient", "std": 1.5, "sensitivity": 1.0}])
-            ledger.done(step, 0)
 
 
 def _browse(profile: Path, *arguments: str) -> str:
@@ -80,42 +64,32 @@ def _layout(page: Path, folder: Path) -> dict:
     return json.loads(found[1].replace("&gt;", ">").replace("&amp;", "&"))
 
 
-def _picture(page: Path, folder: Path, *more: str) -> np.ndarray:
-    """(HEIGHT, WIDTH, 3) screenshot."""
-    target = folder / "page.png"
-    _browse(folder / "profile", *more, f"--screenshot={target}", page.as_uri())
-    return np.asarray(Image.open(target).convert("RGB")).astype(int)
-
-
 def _close_to(picture: np.ndarray, color: str) -> np.ndarray:
     wanted = np.array([int(color[start : start + 2], 16) for start in (1, 3, 5)])
     return np.abs(picture - wanted).max(axis=-1) <= 24
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("flags", "colors"),
-    [((), LIGHT), pytest.param(("--blink-settings=preferredColorScheme=0",), DARK, marks=pytest.mark.full)],
-)
-def test_plots_are_drawn(page, tmp_path, flags, colors):
+def test_plots_are_drawn(page, tmp_path):
     layout = _layout(page, tmp_path)
-    picture = _picture(page, tmp_path, *flags)
+    _browse(tmp_path / "profile", f"--screenshot={tmp_path / 'page.png'}", page.as_uri())
+    picture = np.asarray(Image.open(tmp_path / "page.png").convert("RGB")).astype(int)
     assert layout["broken"] == 0 and layout["wide"] <= WIDTH
     assert tuple(layout["figures"]) == FIGURES
-    assert _close_to(picture[:40, :40], colors["page"]).all()
+    assert _close_to(picture[:40, :40], COLORS["page"]).all()
     for name, figure in layout["figures"].items():
         left, top, right, bottom = (round(edge) for edge in figure["plot"])
         assert right - left > 600 and bottom - top > 250 and bottom <= HEIGHT, name
         region = picture[top:bottom, left:right]
-        curve = _close_to(region, colors["first"])
+        curve = _close_to(region, COLORS["first"])
         assert curve.sum() > 500, name
         # A curve, not a frame or a legend: it spans most of the plot's width.
         columns = np.flatnonzero(curve.any(axis=0))
         assert columns[-1] - columns[0] > 0.6 * (right - left), name
         # A missing picture, or one with nothing but its curve, has less ink; a black box has more.
-        ink = ~_close_to(region, colors["page"])
+        ink = ~_close_to(region, COLORS["page"])
         assert 0.01 < ink.mean() < 0.5, name
-        assert _close_to(region, colors["second"]).sum() > 30, name
+        assert _close_to(region, COLORS["second"]).sum() > 30, name
 
 
 @pytest.mark.timeout(120)

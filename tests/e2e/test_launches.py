@@ -43,7 +43,7 @@ def launch_and_check(run_dir: Path, engine: str, stage: int, launcher: Any = "de
         and "accumulated over 4 steps: as runs that learned nothing" in result.stdout
     )
     kinds = [line["type"] for line in ledger_lines(run_dir)]
-    assert kinds == ["open", "session", *["intent", "done", "checkpoint", "signature"] * 4, "close", "signature"]
+    assert kinds == ["open", "session", *["intent", "done", "checkpoint"] * 4, "close"]
 
 
 @pytest.mark.full

@@ -70,7 +70,7 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     assert lines[0]["blind_loss"] == lines[-1]["blind_loss"] == said["blind_loss"]
     assert said["shuffled_loss"] == lines[-1]["shuffled_loss"] > 0
     kinds = [line["type"] for line in ledger_lines(run_dir)]
-    assert kinds == ["open", "session", *["intent", "done"] * 2, "checkpoint", "signature", "close", "signature"]
+    assert kinds == ["open", "session", *["intent", "done"] * 2, "checkpoint", "close"]
     assert "without looking: " in stdout and "has not learned anything" in stdout
     commands = [line for line in stdout.splitlines() if re.match(r"\S*python ", line)]
     assert len(commands) == 4 and all(str(run_dir) in line for line in commands)

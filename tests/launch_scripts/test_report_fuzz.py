@@ -18,7 +18,6 @@ from privacy.card.folder import write_card
 from privacy.command import main as library
 from tests.privacy.ledger_files import rechained
 from tests.privacy.published import publish
-from tests.privacy.verify.judging import KEY
 from tests.privacy.verify.test_fuzz import disturb
 from trainer.config.cli import run_command
 from trainer.errors import in_one_line
@@ -29,7 +28,7 @@ HUGE = "0x" + "f" * 8000
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = publish(tmp_path_factory.mktemp("reported") / "run", KEY)
+    folder = publish(tmp_path_factory.mktemp("reported") / "run")
     (folder / "head.json").write_text("{}")
     (folder / "behind").mkdir()
     shutil.copy(folder / "ledger.jsonl", folder / "behind/ledger-1.jsonl")

@@ -21,7 +21,6 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.members import LedgerMark, MembersRecord, not_in_ledger, not_recorded, read_lines
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import open_run_state
-from privacy.ledger.signature import SIGNING_KEY, SigningKey
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
@@ -30,7 +29,7 @@ from privacy.step.run_ledger import RunLedger
 from tests.privacy.ledger_files import rechained
 
 LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"
-FILES = (LEDGER, MIRROR, MEMBERS, KEY, "sampling.key.staged", SIGNING_KEY)
+FILES = (LEDGER, MIRROR, MEMBERS, KEY, "sampling.key.staged")
 State = dict[str, bytes]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -199,7 +198,7 @@ def test_the_audit_finds_every_cut_that_takes_a_session_a_charge_or_a_checkpoint
     record = list(read_lines(put(tmp_path / "run", states[-1]) / MEMBERS))
     lines = states[-1][LEDGER].splitlines(keepends=True)
     kinds = [json.loads(line)["type"] for line in lines]
-    last = max(number for number, kind in enumerate(kinds) if kind in ("session", "intent", "checkpoint", "signature"))
+    last = max(number for number, kind in enumerate(kinds) if kind in ("session", "intent", "checkpoint"))
     for kept in range(2, last + 1):
         (tmp_path / "run" / LEDGER).write_bytes(b"".join(lines[:kept]))
         check = wrong_attempts(read_ledger(tmp_path / "run" / LEDGER), record, record)
@@ -271,9 +270,7 @@ def test_contract_10_a_ledger_written_anew_with_more_noise_in_plan_and_intents_i
     honest = read_ledger(tmp_path / "run" / LEDGER).epsilon()
     for stated in (records[0]["plan"], *(release for record in records for release in record.get("releases", ()))):
         stated["std" if "std" in stated else "noise_multiplier"] *= 1.5
-    (tmp_path / "run" / LEDGER).write_bytes(
-        rechained(records, SigningKey.load(tmp_path / "run" / SIGNING_KEY, records[0]["signer"]))
-    )
+    (tmp_path / "run" / LEDGER).write_bytes(rechained(records))
     forged = read_ledger(tmp_path / "run" / LEDGER)
     lower = forged.epsilon()
     assert lower is not None and honest is not None and lower < honest

@@ -68,11 +68,6 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if run.model_facts["initialisation"].get("kind") != "random":
         say(initialisation_statement(run.model_facts))
-    if run.ledger.fingerprint is not None:
-        print(
-            f"the ledger is signed by the key with the fingerprint {run.ledger.fingerprint}: keep it elsewhere, "
-            "since a signature names its signer only to those who have it"
-        )
     if run.first_step > 1:
         print(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
     elif run.ledger.num_charged:
@@ -133,5 +128,7 @@ def conclude(run: Run, outcome: int) -> None:
         STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
     }
     line = run.ledger.position()["hash"]
-    print(f"the ledger's last line is {line}: keep it with the fingerprint (verify.py --head), and no cut goes unseen")
+    print(
+        f"the ledger's last line is {line}: keep it elsewhere, and `verify.py --head` notices a ledger that was cut or replaced"
+    )
     print(f"{ending[outcome]}; run folder {run.folder.root}", flush=True)

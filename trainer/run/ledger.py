@@ -12,7 +12,7 @@ from data.index.tar_index import ExampleTable
 from privacy.card.composition import states_behind
 from privacy.checkpoints.read import has_checkpoints
 from privacy.errors import PrivacyConfigError
-from privacy.ledger.file_roles import require_apart
+from privacy.ledger.durable import require_apart
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state

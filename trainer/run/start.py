@@ -143,7 +143,7 @@ def train(
                 f"{run_dir} is finished and its budget is closed, but its last checkpoint is damaged or gone: the newest whole "
                 f"one is that of step {last}; restore checkpoints/ from a copy"
             )
-        ledger.mend()  # the crash may have come between the end and its signature
+        ledger.mend()  # the crash may have come between the end and its copy in a mirror or an owner's ledger
         if ranks.is_main:
             print(f"{run_dir} is finished: all {num_steps} steps are done; nothing to do", flush=True)
         return DONE
