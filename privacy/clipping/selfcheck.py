@@ -12,23 +12,21 @@ may be a thousand times as large. Three things find that at any size:
 
 * Everything is computed in float64, on copies of parameters and buffers, where the model can: then rounding is 1e-16 and a part
   of 1e-10 is seen. Where a forward narrows values to float32 itself, or cannot run in float64, a part of 1e-3 is.
-* In further batches, some rows hold what no data set should: NaN, infinity and numbers ten thousand times too large. Any
-  arithmetic that reads another row carries them over, at any strength, and the examples around them must stay what they were,
-  to the last bit. The same is tried in the precision of the run, with its dtypes and under its autocast. Other rows hold one
-  example again and again, or cut to half of its tokens, for limits that count examples and for work that is fitted to the
-  longest. Where a model refuses such rows itself, the neighbours are other examples.
-* Every example alone, and the first batch, meets the model as it was before its first call, so that statistics of a first
-  call are those of one example and differ; the last batches meet it as a hostile one has left it.
+* In further batches, and in the precision of the run too, some rows hold what no data set should: NaN, infinity and numbers ten
+  thousand times too large. The examples around them must stay what they were, to the last bit. Other rows hold one example
+  again and again, or cut to half of its tokens. Where a model refuses such rows itself, the neighbours are other examples.
+* Every example alone, and the first batch, meets the model as it was before its first call; the last batches meet it as a hostile
+  one has left it. So what a forward keeps of one call shows in another.
 
-What a run has besides, its number of rows above all, is tried by checked.py, before the first micro-batch of that kind.
+checked.py tries what a run has besides, its number of rows above all, before the first micro-batch of that kind.
 
 The check must not pass for lack of a gradient. Examples must differ, weights near zero (new heads, adapters, layer scales)
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -173,11 +171,10 @@ def _among_neighbours(
 
     taken: list[Together] = []
 
-    def run(batch: Inputs, is_hostile: bool) -> Together:
+    def run(batch: Inputs) -> Together:
         if not taken:  # the second meets the model as the first, a hostile one as a rule, has left it
             restore()
-        with _tables_give_nan(model, ~stays_B) if is_hostile else nullcontext():
-            taken.append(_together(model, task, batch, weight_B))
+        taken.append(_together(model, task, batch, weight_B))
         return taken[-1]
 
     first, second = among_neighbours(inputs, row_B, stays_B, run)
@@ -232,25 +229,6 @@ def _together(model: nn.Module, task: Task, batch: Inputs, weight_B: Tensor) -> 
         return Together(seen[0][counts_B], dict(clipped.sums()), clipped.num_calls)
     finally:
         clipped.detach()
-
-
-@contextmanager
-def _tables_give_nan(model: nn.Module, is_hostile_B: Tensor) -> Iterator[None]:
-    """Trained tables return NaN for hostile rows of a batch: inputs that are ids cannot be made hostile themselves."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(is_hostile_B):
-            return None
-        is_hostile = is_hostile_B.to(output.device).view(-1, *[1] * (output.dim() - 1))
-        return torch.where(is_hostile, torch.nan, output)
-
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    handles = [table.register_forward_hook(hook) for table in tables]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
