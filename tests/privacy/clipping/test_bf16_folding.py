@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from privacy.clipping import ClippedSum, accumulators, contributions, norms
+from privacy.clipping import ClippedSum, accumulators, contributions
 from privacy.clipping.contributions import OuterProducts
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
@@ -38,13 +38,6 @@ def test_contract_4_equal_roundings() -> None:
     others = {key: value.bfloat16() for key, value in cancelling(5, 64, 96, 0.0, 99).items()}
     for mantissa in range(128):
         assert change(model, others, rounding_up(5, 64, 96, mantissa)) <= 1 + SENSITIVITY_SLACK
-
-
-def test_without_the_allowance_equal_roundings_break_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = linear(64, 96)
-    others = {key: value.bfloat16() for key, value in cancelling(5, 64, 96, 0.0, 99).items()}
-    monkeypatch.setattr(norms, "fold_error", lambda contribution: 0.0)
-    assert max(change(model, others, rounding_up(5, 64, 96, m)) for m in range(128)) > 1 + SENSITIVITY_SLACK
 
 
 @pytest.mark.parametrize("mean", [0.0, 30.0, 1000.0])
