@@ -33,14 +33,12 @@ from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
 from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums, Slot
-from .blanking import needs_blanking
 from .checked import require_passed, trained, writes_to
 from .compiled import compiled_weights
 from .contributions import Contribution, in_full, is_short, may_cancel
 from .coverage import claims
-from .factors import Factors, MicroBatchStats, no_examples
 from .functions import ClippingFunction, flat
-from .norms import NormTally
+from .norms import Factors, MicroBatchStats, NormTally, no_examples
 from .precision import exact, wide, wide_dtype
 from .recorder import Call, Forward, Recorder, Task
 
@@ -426,3 +424,8 @@ def by_parameter(passed: Forward, use: Callable[[str, Parts], None], marks: list
         # Parameters of which not every call has a gradient, because the loss does not depend on it.
         for name, parts in waiting.items():
             use(name, parts)
+
+
+def needs_blanking(is_finite_B: Tensor) -> bool:
+    """Whether the rows have to be gone through. Waits for the device on CPU only; on CUDA the answer is always yes."""
+    return is_finite_B.is_cuda or (not is_finite_B.is_meta and not bool(is_finite_B.all()))

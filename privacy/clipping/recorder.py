@@ -256,7 +256,7 @@ class Recorder:
             rows, inputs = (t.detach().expand(self._batch_size, *t.shape[1:]) for t in (output, x))
             return per_example(self._tap(rows, claim, local_name, inputs).unsqueeze(1), claim.path or "the root module")
         self._require_examples(x, output, claim, local_name)
-        # On CUDA, bad rows of what is kept are overwritten (blanking.py), which must not happen to the caller's tensors.
+        # On CUDA, bad rows of what is kept are overwritten (`blanked`), which must not happen to the caller's tensors.
         x = x.clone() if x.is_cuda and not x.requires_grad else x.detach()
         return self._tap(output, claim, local_name, x, *others)
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum, contributions, triton_norm
-from privacy.clipping.blanking import blank_rows_, blanked, needs_blanking
-from privacy.clipping.contributions import OuterProducts
+from privacy.clipping.clipped_sum import needs_blanking
+from privacy.clipping.contributions import OuterProducts, blanked
 from privacy.clipping.norms import rounding
 from privacy.clipping.precision import Norm
+from privacy.clipping.triton_norm import blank_rows_
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping.test_sensitivity import WeightedOutput, cancelling, change
 
