@@ -18,7 +18,7 @@ from privacy.clipping.selfcheck import check_against_autograd
 from tests.gpu.checks import Check, Setting
 from tests.privacy.clipping import oracle, test_models, test_waits
 from tests.privacy.clipping.neighbours import Product
-from trainer.engines.compilation import compile_blocks, require_compiler
+from trainer.engines.blocks import compile_blocks, require_compiler
 from trainer.errors import ConfigError
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

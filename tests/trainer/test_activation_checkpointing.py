@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
-from trainer.engines.activation_checkpointing import checkpoint_blocks
+from trainer.engines.blocks import checkpoint_blocks
 from trainer.errors import ConfigError
 
 MODES = ["bookkeeping", "two_pass"]

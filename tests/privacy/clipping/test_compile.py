@@ -20,7 +20,7 @@ from privacy.releases import SENSITIVITY_SLACK
 from tests.models.tiny import tiny_captioner
 from tests.privacy.clipping import oracle
 from trainer.config.machine import load_machine_settings
-from trainer.engines.compilation import compile_blocks, require_compilable, require_compiler
+from trainer.engines.blocks import compile_blocks, require_compilable, require_compiler
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
