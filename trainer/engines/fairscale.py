@@ -9,10 +9,10 @@ is refused for that reason:
 * OSS on CPU over gloo, 1 and 2 ranks, fp32 and bf16: equal to `local` (tests/distributed/test_parity.py). OSS on
   CUDA was not run.
 * Stage 3 would be fairscale's FullyShardedDataParallel. On CPU its first forward fails, because its streams exist on CUDA
-  only (tests/distributed/test_fairscale.py). On any device its state machine insists on its own post-backward hooks, which fire
+  only. On any device its state machine insists on its own post-backward hooks, which fire
   only where a gradient is accumulated; per-example clipping never accumulates one. Refused: use `--engine fsdp`.
 * fairscale's `checkpoint_wrapper` is reentrant: it runs a nested `backward()` and so refuses the norm pass, which asks for
-  the gradient of one tensor (same test). `activation_checkpointing` of ds_config is torch's non-reentrant one, on every engine.
+  the gradient of one tensor. `activation_checkpointing` of ds_config is torch's non-reentrant one, on every engine.
 * Offload: OSS has none.
 """
 
