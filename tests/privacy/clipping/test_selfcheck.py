@@ -239,49 +239,42 @@ def test_parameters_that_are_named_need_no_gradient() -> None:
         check_against_autograd(model, made_up(), task, unreached=["a.weight"])
 
 
-@pytest.mark.parametrize("factor", [0.0, 1e-7, 1e-4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_near_zero_hide_nothing(factor: float, dtype: torch.dtype) -> None:
-    """The layer scale of ConvNeXt starts at 1e-6: a wrong gradient behind it would be lost in the rounding."""
-    torch.manual_seed(0)
-    inputs = {name: x.to(dtype) for name, x in made_up().items()}
-    check_against_autograd(Net(factor).to(dtype), inputs)
-    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.(weight|bias)"):
-        check_against_autograd(Net(factor, wrong=1.0).to(dtype), inputs)
-
-
-@pytest.mark.parametrize("wrong", [0.0, 1e-6])
-def test_half_precision_is_checked_in_double_precision(wrong: float) -> None:
-    model, inputs = Net(wrong=wrong).bfloat16(), {"x": made_up()["x"].bfloat16()}
-
+def under_autocast(model: Net) -> Callable[..., Tensor]:
     def task(x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x)
 
-    for used in (model, task):
-        if wrong:
-            with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
-                check_against_autograd(model, inputs, used)
-        else:
-            check_against_autograd(model, inputs, used)
-    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    with pytest.raises(PrivacyConfigError, match="before it is cast"):  # it cannot be widened
-        check_against_autograd(model, inputs, lambda x: model(x.bfloat16()))
+    return task
 
 
-def test_a_model_that_only_runs_in_float32_is_checked_in_float32() -> None:
-    for wrong in (0.0, 1.0):
-        model = Net(wrong=wrong)
+@pytest.mark.parametrize(
+    ("factor", "size", "dtype", "task", "wrong"),
+    [
+        # The layer scale of ConvNeXt starts at 1e-6: a wrong gradient behind it would be lost in the rounding.
+        *((factor, 1.0, dtype, None, 1.0) for factor in (0.0, 1e-7, 1e-4) for dtype in (torch.float32, torch.float64)),
+        (1.0, 1e-3, torch.float32, None, 0.05),  # a layer whose gradient is a thousandth of the largest one
+        (1.0, 1.0, torch.bfloat16, None, 1e-6),  # half precision is checked in double precision
+        (1.0, 1.0, torch.bfloat16, under_autocast, 1e-6),
+        (1.0, 1.0, torch.float32, lambda model: lambda x: model(x.float()), 1.0),  # one that runs in float32 alone
+    ],
+)
+def test_a_wrong_part_is_found_however_small_and_in_every_precision(
+    factor: float, size: float, dtype: torch.dtype, task: Callable[[Net], Any] | None, wrong: float
+) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": (made_up()["x"] * size).to(dtype)}
+    right = Net(factor).to(dtype)
+    check_against_autograd(right, inputs, task and task(right))
+    assert all(p.dtype == dtype for p in right.parameters()) and torch.get_default_dtype() == torch.float32
+    broken_one = Net(factor, wrong).to(dtype)
+    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.(weight|bias)"):
+        check_against_autograd(broken_one, inputs, task and task(broken_one))
 
-        def task(x: Tensor, model: Net = model) -> Tensor:
-            return model(x.float())
 
-        if wrong:
-            with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
-                check_against_autograd(model, made_up(), task)
-        else:
-            check_against_autograd(model, made_up(), task)
-            assert torch.get_default_dtype() == torch.float32
+def test_half_precision_that_cannot_be_widened_is_refused() -> None:
+    model = Net().bfloat16()
+    with pytest.raises(PrivacyConfigError, match="before it is cast"):
+        check_against_autograd(model, {"x": made_up()["x"].bfloat16()}, lambda x: model(x.bfloat16()))
 
 
 @pytest.mark.parametrize("factor", [1e25, 1e160, 1e-60])
@@ -290,15 +283,6 @@ def test_gradients_that_overflow_or_underflow_cannot_be_compared(factor: float) 
     for model in (Net(), Net(wrong=1.0)):
         with pytest.raises(PrivacyConfigError, match=r"nothing can be compared: scale the loss|gradient of a\.weight"):
             check_against_autograd(model, made_up(), lambda x, net=model: net(x) * factor)
-
-
-def test_a_small_gradient_is_compared_with_itself() -> None:
-    """A layer whose gradient is a thousandth of the largest one is wrong by five per cent."""
-    torch.manual_seed(0)
-    inputs = {"x": made_up()["x"] * 1e-3}
-    check_against_autograd(Net(), inputs)
-    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
-        check_against_autograd(Net(wrong=0.05), inputs)
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, 1e-45, 1e-13, 1e21, float("nan"), -float("inf")])
