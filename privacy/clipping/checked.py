@@ -203,11 +203,6 @@ def trained(model: nn.Module) -> list[object]:
     return [(id(p), p.dtype) for p in model.parameters() if p.requires_grad]
 
 
-def writes_to(tensor: Tensor) -> int:
-    """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
-    return 0 if tensor.is_inference() else int(tensor._version)
-
-
 def require_apart(task: Task, inputs: Inputs, size: int) -> None:
     """Tries made-up neighbours in one micro-batch; collective where `task` is.
 

@@ -33,7 +33,7 @@ from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
 from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums, Slot
-from .checked import require_passed, trained, writes_to
+from .checked import require_passed, trained
 from .compiled import compiled_weights
 from .contributions import Contribution, in_full, is_short, may_cancel
 from .coverage import claims
@@ -199,11 +199,6 @@ class ClippedSum:
         """
         if len(self._differs) and bool(self._differs):
             raise PrivacyConfigError(NOT_REPEATED)
-
-    @property
-    def num_calls(self) -> Mapping[str, int]:
-        """Parameter name -> how often its layers were called in the last forward."""
-        return self._recorder.num_calls
 
     def detach(self) -> None:
         """Removes the hooks from the model."""
@@ -375,6 +370,11 @@ class ClippedSum:
         for part in parts:
             (part.without(factors.blank_B) if factors.blank_B is not None else part).add_weighted(weight_B, slot)
         self.accumulator.filled(name)
+
+
+def writes_to(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def require_unwritten(writes: Writes, who: str) -> None:

@@ -25,10 +25,10 @@ are replaced by random ones meanwhile, and a parameter without any gradient is r
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,14 +70,8 @@ FIRST, BEFORE_THE_LAST = 5, 3
 """Neighbours: on both sides, so that work that is sorted by length, up or down, puts one of them between the examples."""
 
 
-class Together(NamedTuple):
-    """What the clipping rules make of examples that are together."""
-
-    loss_N: Tensor
-    sums: dict[str, Tensor]
-    """By parameter, sum_i share_i grad_i."""
-    num_calls: Mapping[str, int]
-    """By parameter, of its layers."""
+Found = tuple[Tensor, dict[str, Tensor]]
+"""(N,) losses of the examples that count, and by parameter sum_i share_i grad_i."""
 
 
 def check_against_autograd(
@@ -114,7 +108,7 @@ def check_against_autograd(
         for dtype in (torch.float64, None):
             with untouched(model, task, dtype) as restore:
                 inside = structure(model, task)
-                wide = {name: _in(dtype, x) for name, x in made_up.items()}
+                wide = {n: x.to(dtype) if x.is_floating_point() and dtype else x.clone() for n, x in made_up.items()}
                 precision = _precision(model, task, wide, dtype)
                 if precision is not None:
                     _check(model, task, wide, precision, unreached, restore)
@@ -135,32 +129,35 @@ def _check(
     unreached: Collection[str],
     restore: Callable[[], None],
 ) -> None:
+    """Compares batches of two sizes with the truth."""
     count, tolerance = len(next(iter(inputs.values()))), TOLERANCE[precision]
     loss_N, expected = _truth(model, task, inputs, restore)
 
-    def require_truth(loss_B: Tensor, found: Together) -> None:
-        compare_losses(loss_B, found.loss_N, tolerance)
-        idle = [n for n in found.sums if n not in unreached and (n not in expected or not expected[n].any())]
+    def require_truth(loss_B: Tensor, found_B: Tensor, sums: dict[str, Tensor]) -> None:
+        compare_losses(loss_B, found_B, tolerance)
+        idle = [n for n in sums if n not in unreached and (n not in expected or not expected[n].any())]
         if idle:
             listed = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
             raise PrivacyConfigError(
                 f"no made-up example gives {listed} a gradient, so the self-check would say nothing about it: make up "
                 "examples that reach it, or freeze it (requires_grad_(False)) if the loss never does"
             )
-        _compare(expected, found.sums, tolerance)
+        _compare(expected, sums, tolerance)
 
     # In another order, and one more row: the first example's share is split between two copies.
     order, shares = [*reversed(range(count)), 0], _SHARES[:count]
     weight_B = torch.tensor([*shares[:0:-1], 0.7 * shares[0], 0.3 * shares[0]], dtype=torch.float64)
     restore()
-    require_truth(loss_N[order], _together(model, task, {name: x[order] for name, x in inputs.items()}, weight_B))
+    with _clipped(model, weight_B) as together:
+        first = together(task, {name: x[order] for name, x in inputs.items()})
+    require_truth(loss_N[order], *first)
     for found in _among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64):
-        require_truth(loss_N, found)
+        require_truth(loss_N, *found)
 
 
 def _among_neighbours(
     model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None], *, is_wide: bool
-) -> list[Together]:
+) -> list[Found]:
     """What the clipping rules make of all made-up examples among neighbours of two kinds, which is equal for both."""
     count = len(next(iter(inputs.values())))
     stays_B = torch.tensor([*[False] * FIRST, *[True] * (count - 1), *[False] * BEFORE_THE_LAST, True])
@@ -168,28 +165,14 @@ def _among_neighbours(
     row_B[stays_B] = torch.arange(count)
     weight_B = torch.zeros(len(stays_B), dtype=torch.float64)
     weight_B[stays_B] = torch.tensor(_SHARES[:count], dtype=torch.float64)
-
-    taken: list[Together] = []
-
-    def run(batch: Inputs) -> Together:
-        if not taken:  # the second meets the model as the first, a hostile one as a rule, has left it
-            restore()
-        taken.append(_together(model, task, batch, weight_B))
-        return taken[-1]
-
-    first, second = among_neighbours(inputs, row_B, stays_B, run)
-    on_cpu = first.loss_N.device.type == "cpu"
+    restore()  # the second kind meets the model as the first, a hostile one as a rule, has left it
+    # One sum for both, which refuses layers that are called more or less often among other examples.
+    with _clipped(model, weight_B) as together:
+        first, second = among_neighbours(inputs, row_B, stays_B, lambda batch: together(task, batch))
+    on_cpu = first[0].device.type == "cpu"
     tolerance = NEIGHBOURS_TOLERANCE if is_wide or on_cpu else ATOMICS_TOLERANCE
-    compare_losses(first.loss_N, second.loss_N, tolerance)
-    _compare(first.sums, second.sums, tolerance)
-    # How often layers are called moves how the gradient of every example is rounded.
-    names = first.num_calls.keys() | second.num_calls.keys()
-    differing = [name for name in names if first.num_calls.get(name) != second.num_calls.get(name)]
-    if differing:
-        raise PrivacyConfigError(
-            f"the layer of {min(differing)} is called more or less often among other examples, which moves how the gradient "
-            "of every example is rounded: call it as often in every micro-batch, and mask what is not needed"
-        )
+    compare_losses(first[0], second[0], tolerance)
+    _compare(first[1], second[1], tolerance)
     with suppress(NotTaken), torch.no_grad(), must_take("cut to half"):
         short = {name: shortened(x) for name, x in inputs.items()}
         alone_B, among_B = (
@@ -209,30 +192,33 @@ class _ByPlace(ClippingFunction):
         return norm_B.new_tensor(self.weights)
 
 
-def _together(model: nn.Module, task: Task, batch: Inputs, weight_B: Tensor) -> Together:
-    """What the clipping rules make of one batch, in which rows count for their weight; those of weight 0 are padding."""
-    seen: list[Tensor] = []
-
-    def watched(**inputs: Tensor) -> Tensor:
-        loss_B = task(**inputs)
-        seen.append(loss_B.detach())
-        return loss_B
+@contextmanager
+def _clipped(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, Inputs], Found]]:
+    """What the clipping rules make of batches in which rows count for their weight; those of weight 0 are padding."""
 
     def by_place(names: list[str], bound: float) -> ClippingFunction:
         return _ByPlace(dict.fromkeys(names, 0), (bound,), weights=tuple(weight_B.tolist()))
 
     clipped = ClippedSum(model, 1.0, function=by_place, self_check=False)
-    counts_B = (weight_B > 0).to(next(iter(batch.values())).device)
-    try:
+
+    def together(task: Task, batch: Inputs) -> Found:
+        seen: list[Tensor] = []
+
+        def watched(**inputs: Tensor) -> Tensor:
+            loss_B = task(**inputs)
+            seen.append(loss_B.detach())
+            return loss_B
+
+        counts_B = (weight_B > 0).to(next(iter(batch.values())).device)
+        clipped.zero_()
         with must_take(f"{len(counts_B)} examples together"):
             clipped.add_micro_batch(watched, batch, ~counts_B)
-        return Together(seen[0][counts_B], dict(clipped.sums()), clipped.num_calls)
+        return seen[0][counts_B], {name: total.clone() for name, total in clipped.sums()}
+
+    try:
+        yield together
     finally:
         clipped.detach()
-
-
-def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    return x.to(dtype) if dtype is not None and x.is_floating_point() else x.clone()
 
 
 class _Narrowing(TorchFunctionMode):
@@ -284,9 +270,7 @@ def _different(inputs: Mapping[str, Tensor]) -> Inputs:
     return made_up
 
 
-def _truth(
-    model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _truth(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> Found:
     """(N,) losses of examples that are alone, and sum_i share_i grad_i by torch's backward, where there is a gradient."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses: list[Tensor] = []
