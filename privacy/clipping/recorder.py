@@ -197,8 +197,8 @@ class Recorder:
         if before != now:
             name = min(n for n in {**before, **now} if before.get(n) != now.get(n))
             raise PrivacyConfigError(
-                f"the layer of {name} was called {now.get(name, 0)} times here, and {before.get(name, 0)} times in another micro-batch "
-                "of the same shapes: how often must not depend on the examples; call it as often for all, and mask"
+                f"the layer of {name} was called {now.get(name, 0)} times here, and {before.get(name, 0)} times in another "
+                "micro-batch of the same shapes: how often must not depend on the examples; call it as often for all, and mask"
             )
 
     def backward(self, loss: Tensor, sink: Callable[[Call], None], *, keep_graph: bool) -> None:
