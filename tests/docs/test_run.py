@@ -45,7 +45,7 @@ NOT_RUN = {
     r"^make test": "this very command",
     r"--hostfile": "a cluster; tests/distributed/test_launchers.py has each of these launchers between two hosts",
     r"^launch_scripts/cluster/|^HEAD=|mpirun -n 16|^sbatch": "the same",
-    r"^tensorboard": "serves until it is stopped; its pages are read in tests/e2e/test_launches.py",
+    r"^tensorboard": "serves until it is stopped; what it shows is read in tests/e2e/test_launches.py",
     r"https://host/": "a made-up host; tests/data/test_remote.py and test_index_build.py have servers and ranks",
     r"audit\.py run": "a run that trained on the canaries; tests/trainer/test_audit_run.py has one",
     r"--metrics": "an extra that needs Java; tests/evaluation/test_caption_commands.py",
