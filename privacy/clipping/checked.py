@@ -52,7 +52,7 @@ class Passed(NamedTuple):
         moved: places that a forward changes itself, such as hooks that it adds when it is first called.
         task: a weak reference, because a task usually refers to its model.
         made_up: two or more made-up examples.
-        tried: shapes and autocasts (`_way`) in which made-up examples were tried.
+        tried: shapes and autocasts in which made-up examples were tried.
     """
 
     structure: Structure
@@ -110,32 +110,26 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
             "since this sum was made, parameters of its model were frozen, unfrozen, exchanged or given another dtype: make a "
             "new one"
         )
-    way = _way(inputs)
-    if not any(way in p.tried for p in unchanged):
-        mine = max(unchanged, key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()))
-        made_up = {name: _stretched(mine.made_up[name], x) for name, x in inputs.items()}
-        with whole(model), nothing_is_small(model), untouched(model, task):
-            require_apart(task, made_up, len(next(iter(inputs.values()))))
-        mine.tried.add(way)
+    # Shapes, devices and autocasts may send a micro-batch another way through the model: a new way is tried once.
+    devices = sorted({"cpu", *(x.device.type for x in inputs.values())} - {"meta"})
+    autocasts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    way = (tuple((name, x.shape, x.device) for name, x in sorted(inputs.items())), *autocasts)
+    if any(way in p.tried for p in unchanged):
+        return
+    mine = max(unchanged, key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()))
+    made_up = {}
+    for name, x in inputs.items():  # cut, or their last entry repeated, in each dimension but the first
+        y = mine.made_up[name]
+        for dim in range(1, x.dim()):
+            y = y.index_select(dim, torch.arange(x.shape[dim], device=y.device).clamp(max=y.shape[dim] - 1))
+        made_up[name] = y.to(x.device)
+    with whole(model), nothing_is_small(model), untouched(model, task):
+        require_apart(task, made_up, len(next(iter(inputs.values()))))
+    mine.tried.add(way)
 
 
 def _kinds(inputs: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
     return {name: (x.dtype, x.dim()) for name, x in inputs.items()}
-
-
-def _way(inputs: Mapping[str, Tensor]) -> object:
-    """What may send a micro-batch of these kinds another way through a model: shapes, devices and autocasts."""
-    shapes = tuple((name, x.shape, x.device) for name, x in sorted(inputs.items()))
-    kinds = sorted({"cpu", *(x.device.type for x in inputs.values())} - {"meta"})
-    return shapes, tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-
-
-def _stretched(made_up: Tensor, like: Tensor) -> Tensor:
-    """Made-up examples of the shape of others: cut, or their last entry repeated, in each dimension but the first."""
-    for dim in range(1, like.dim()):
-        places = torch.arange(like.shape[dim], device=made_up.device).clamp(max=made_up.shape[dim] - 1)
-        made_up = made_up.index_select(dim, places)
-    return made_up.to(like.device)
 
 
 def _modules(model: nn.Module, task: object) -> list[tuple[str, nn.Module]]:

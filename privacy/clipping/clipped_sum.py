@@ -112,7 +112,8 @@ class ClippedSum:
         self._shapes = shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self.mode = mode
         self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
-        self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
+        at_rest = compiled_weights(model)
+        self._recorder = Recorder(claims(model, shapes), at_rest)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(parameters.values()))
         wide = {wide_dtype(p.dtype): name for name, p in parameters.items()}
@@ -123,7 +124,7 @@ class ClippedSum:
             )
         self._differs = torch.empty(0, dtype=torch.bool)
         """() or (1,): whether a second pass of this logical batch differed from its first."""
-        self._keeps_graph = not compiled_weights(model) and all(
+        self._keeps_graph = not at_rest and all(
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
         )
