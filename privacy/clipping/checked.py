@@ -214,7 +214,7 @@ def require_apart(task: Task, inputs: Inputs, size: int) -> None:
     stays_B = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 1 / 3
     stays_B[0], stays_B[size // 2] = False, True
 
-    def losses(micro_batch: Inputs) -> Tensor:
+    def losses(micro_batch: Inputs, is_hostile: bool) -> Tensor:
         with torch.no_grad(), must_take(f"{size} examples together"):
             loss_B = task(**micro_batch)
         if loss_B.shape != (size,):
@@ -244,8 +244,8 @@ def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, where: s
         )
 
 
-def among_neighbours(inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs], T]) -> list[T]:
-    """What `run(micro_batch)` gives for examples that stay while the rows around them change, for two kinds of neighbours.
+def among_neighbours(inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], T]) -> list[T]:
+    """What `run(micro_batch, is_hostile)` gives for examples that stay while the rows around them change, for two kinds of these.
 
     Args:
         row_B: which made-up example stands in a row.
@@ -279,7 +279,8 @@ def among_neighbours(inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callab
     for change in kinds:
         rows = {name: x[row_B.to(x.device)] for name, x in inputs.items()}
         try:
-            found.append(run({name: torch.where(in_rows(stays_B, x), x, change(x)) for name, x in rows.items()}))
+            micro_batch = {name: torch.where(in_rows(stays_B, x), x, change(x)) for name, x in rows.items()}
+            found.append(run(micro_batch, change is hostile))
         except NotTaken:  # the model refuses such values itself; it is tried on those that it takes
             if change is kinds[-1]:
                 raise

@@ -26,7 +26,7 @@ are replaced by random ones meanwhile, and a parameter without any gradient is r
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +168,12 @@ def _among_neighbours(
     restore()  # the second kind meets the model as the first, a hostile one as a rule, has left it
     # One sum for both, which refuses layers that are called more or less often among other examples.
     with _clipped(model, weight_B) as together:
-        first, second = among_neighbours(inputs, row_B, stays_B, lambda batch: together(task, batch))
+
+        def run(batch: Inputs, is_hostile: bool) -> Found:
+            with _tables_give_nan(model, ~stays_B) if is_hostile else nullcontext():
+                return together(task, batch)
+
+        first, second = among_neighbours(inputs, row_B, stays_B, run)
     on_cpu = first[0].device.type == "cpu"
     tolerance = NEIGHBOURS_TOLERANCE if is_wide or on_cpu else ATOMICS_TOLERANCE
     compare_losses(first[0], second[0], tolerance)
@@ -219,6 +224,29 @@ def _clipped(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, Inp
         yield together
     finally:
         clipped.detach()
+
+
+@contextmanager
+def _tables_give_nan(model: nn.Module, is_hostile_B: Tensor) -> Iterator[None]:
+    """Trained tables return NaN for hostile rows of a batch: inputs that are ids cannot be made hostile themselves.
+
+    Without it, a scale that all examples share would be seen in float64 alone: the largest number of a batch is that of an
+    example that stays, whatever made-up examples stand around it.
+    """
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(is_hostile_B):
+            return None
+        is_hostile = is_hostile_B.to(output.device).view(-1, *[1] * (output.dim() - 1))
+        return torch.where(is_hostile, torch.nan, output)
+
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
+    handles = [table.register_forward_hook(hook) for table in tables]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Narrowing(TorchFunctionMode):
