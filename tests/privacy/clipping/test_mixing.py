@@ -209,10 +209,12 @@ RIGHT: dict[str, Callable[[Around, Tensor], Tensor]] = {
 
 
 def cases(names: Iterable[str], seed: int, *, every: bool) -> list[tuple[str, float, bool, bool]]:
-    """(mechanism, strength, words or not, fp32 inside or not): all of them, or one of each mechanism."""
+    """(mechanism, strength, words or not, fp32 inside or not): all of them, or each with one strength."""
     draw = random.Random(seed)
-    ways = [(s, w, f) for s in STRENGTHS for w in (False, True) for f in (False, True)]
-    return [(name, *way) for name in names for way in (ways if every else [draw.choice(ways)])]
+    ways = [(words, narrow) for words in (False, True) for narrow in (False, True)]
+    return [
+        (name, s, *way) for name in names for way in ways for s in (STRENGTHS if every else [draw.choice(STRENGTHS)])
+    ]
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
