@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
-from tests.e2e import test_lost_launcher as lost
+from tests.e2e import test_launches as lost
 from tests.e2e.launch import TRAIN, count, kill_group
 from tests.faults.runs import FAILING, exit_codes
 from tests.hosts.hosts import Network, wait_until

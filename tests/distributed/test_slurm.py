@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from privacy.ledger.records import read_ledger
-from tests.e2e import test_lost_launcher as lost
+from tests.e2e import test_launches as lost
 from tests.e2e.launch import TRAIN, count, kill_group, ledger_lines, train_arguments
 from tests.hosts.hosts import network, wait_until, why_not
 from tests.hosts.slurm import PROGRAMS, Slurm

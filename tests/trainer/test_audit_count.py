@@ -9,7 +9,7 @@ import torch
 
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.audit.report import AuditReport
-from privacy.clipping import factors
+from privacy.clipping import norms
 from privacy.clipping.functions import unclipped
 from privacy.correlated import segment
 from privacy.noise import add_noise
@@ -41,7 +41,7 @@ MISTAKES: dict[str, tuple[Any, str, Values, set[str]]] = {
         adaptive_bound, "add_noise", lambda values, std, source: None, {"count_draws"},
     ),
     "the count is not centred": (
-        factors, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5, {"count_sensitivity"},
+        norms, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5, {"count_sensitivity"},
     ),
     "less noise on the count": (
         adaptive_bound, "add_noise", lambda values, std, source: add_noise(values, std / 2, source),

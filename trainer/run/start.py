@@ -35,7 +35,7 @@ from privacy.step.step import Mechanism
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
 from trainer.engines import build_engine, sharder
-from trainer.engines.compilation import compile_blocks, require_compilable
+from trainer.engines.blocks import compile_blocks, require_compilable
 from trainer.errors import ConfigError
 from trainer.loop.announce import announce, conclude, warn_of_few_cpus
 from trainer.loop.averaging import WeightAverage
