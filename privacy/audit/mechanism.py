@@ -224,7 +224,7 @@ def _dealt(
     second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
     lines = [json.loads(line) for line in ledger.splitlines()]
     nonces = [bytes.fromhex(line["nonce"]) for line in lines if line["type"] == "session"]
-    other_members, other_keys, out_of_turn, before = [], 0, 0, Counter[int]()
+    other_members, other_keys, before = [], 0, Counter[int]()
     # Attempts are counted by what the sandbox did, and not by what its ledger says.
     for index, (step, session, seen, keys) in enumerate(zip(steps, sessions, seen_AR, keys_AR, strict=True)):
         attempt = Attempt(nonces[session], step, before[step], index)
@@ -233,7 +233,6 @@ def _dealt(
         if not all(np.array_equal(ids[rows.argsort()], mine) for (ids, rows), mine in zip(dealt, seen, strict=True)):
             other_members.append(step)
         for ids, of_ids in zip(seen, keys, strict=True):
-            out_of_turn += int((ids % plan.bands != index % plan.bands).sum())
             other_keys += int((second.keys(attempt, ids) != of_ids).sum())
     where = f" (first at step {other_members[0]})" if other_members else ""
     members = (
@@ -241,9 +240,7 @@ def _dealt(
         f"independent derivation, or in another order{where}"
     )
     others = f"{other_keys} examples came with another key than that of their identity, step and attempt"
-    turns = f"{out_of_turn} examples reached the model whose group was not the one whose turn it was"
     return [
-        fact("group_turns", out_of_turn == 0, turns, statistic=out_of_turn, threshold=0),
         fact("dealt_members", not other_members, members, statistic=len(other_members), threshold=0),
         fact("example_keys", other_keys == 0, others, statistic=other_keys, threshold=0),
     ]

@@ -2,7 +2,7 @@
 
 Three witnesses are compared: the product's sampler, a second one that shares no code with it (second_sampler.py), and the private
 record of what the ranks were dealt. What they agree on is then tested as chance, which would also find a mistake that all three
-share: sizes of batches, how often each example is in one, and pairs of examples.
+share: sizes of batches, and how often each example is in one.
 
 Inside the trust boundary only: who was in which batch is what amplification by sampling keeps secret.
 """
@@ -19,12 +19,10 @@ from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
 from . import statistics as st
 from .report import AuditReport, Check, fact, random_check, undecided
-from .second_sampler import Attempt, SecondSampler, count_attempts, places_in_group
+from .second_sampler import Attempt, SecondSampler, count_attempts
 
 MAX_COINS = 10**9
 """Coins that one audit tosses again, twice each (about 20 s); a longer run is audited on a part of its attempts."""
-_WINDOW = 1 << 17
-_MAX_ENTRIES = 1 << 24  # memory: attempts times ids of the tables in which pairs of examples are counted
 
 
 @dataclass(frozen=True)
@@ -102,46 +100,40 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
 
 
 def _chance(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
-    """Sizes of batches, how often each example is in one, and how often two are together, against independent coins."""
-    q, cap = plan.sample_rate, plan.cap
-    # As chance: where members stand in their group, which is the member itself where there is one group.
-    n = plan.num_examples // plan.bands
-    chosen, members = (
-        [places_in_group(ids, plan.num_examples, plan.bands) for ids in batches]
-        for batches in ([item.chosen for item in drawn], [item.members for item in drawn])
-    )
-    counts = np.array([len(ids) for ids in chosen])
-    total, expected = int(counts.sum()), n * len(counts) * q
-    inclusions = f"{total} inclusions in {len(counts)} attempts of {n} examples, {expected:.0f} expected"
+    """Sizes of batches, and how often each example is in one, against independent coins.
+
+    Where groups of examples take turns, their coins are independent, so that batches are independent samples of places in a
+    group, as they are of all examples where there is one. The last place, which not every group has, is left out.
+    """
+    n, q, cap = plan.num_examples // plan.bands, plan.sample_rate, plan.cap
+
+    def places(ids: Ids) -> Ids:
+        found = ids // plan.bands
+        return found[found < n]
+
+    chosen, members = [places(item.chosen) for item in drawn], [places(item.members) for item in drawn]
+    sizes = [len(ids) for ids in members]
+    total, expected = sum(map(len, chosen)), n * len(chosen) * q
+    inclusions = f"{total} inclusions in {len(chosen)} attempts of {n} examples, {expected:.0f} expected"
+    ratio, spread_p = st.size_spread_p(sizes, n, q, cap)
+    varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
     window = min(n, 1 << 22)  # memory: one counter per example
     times = np.zeros(window, dtype=np.int64)
-    for ids in chosen:
-        times[ids[ids < window]] += 1
+    for ids, kept in zip(chosen, members, strict=True):
+        # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
+        taken = kept if cap is None or len(ids) <= cap else ids
+        times[taken[taken < window]] += 1
     spread = (
         f"how often each of {window} examples was chosen ({times.min()} to {times.max()} times) is spread as "
         "Binomial(attempts, q)"
     )
-    largest = max(map(len, members))
+    largest = max(sizes)
     capped = f"the largest batch has {largest} examples, the cap is {cap}"
-    total_p = float(st.binomial_p(total, n * len(counts), q))
-    ratio, spread_p = st.size_spread_p([len(ids) for ids in members], n, q, cap)
-    varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
-    # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
-    taken = [kept if cap is None or len(ids) <= cap else ids for ids, kept in zip(chosen, members, strict=True)]
-    width = min(n, _WINDOW)
-    rows = np.zeros((min(len(taken), _MAX_ENTRIES // width), width), dtype=bool)
-    for row, ids in zip(rows, taken, strict=False):
-        row[ids[ids < width]] = True
-    distance, apart = st.members_at_a_distance_p(rows, q)
-    pairs = (
-        f"two examples at any distance below {width} are together as often as independent coins put them there "
-        f"(furthest from it: distance {distance})"
-    )
+    total_p = float(st.binomial_p(total, n * len(chosen), q))
     return [
-        random_check("batch_size_total", total_p, inclusions, statistic=float(counts.mean())),
+        random_check("batch_size_total", total_p, inclusions, statistic=total / len(chosen)),
         random_check("batch_size_spread", spread_p, varied, statistic=ratio),
-        random_check("inclusion_per_example", st.binomial_counts_p(times, len(counts), q), spread),
-        random_check("pairs_at_a_distance", apart, pairs, statistic=distance),
+        random_check("inclusion_per_example", st.binomial_counts_p(times, len(chosen), q), spread),
         fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
     ]
 

@@ -344,7 +344,7 @@ MISTAKES = {
         Mistake(every_rank_adds_the_whole_noise, {"noise_variance", "one_draw_per_coordinate"}, "two ranks"),
         Mistake(past_noise_is_kept_over_a_start, {"draws_reach_the_weights"}, "three bands", is_quick=True),
         Mistake(past_noise_is_rounded, {"added_in_double"}, "three bands"),
-        Mistake(two_groups_are_in_a_step, {"group_turns", "dealt_members"}, "three bands", is_quick=True),
+        Mistake(two_groups_are_in_a_step, {"dealt_members"}, "three bands", is_quick=True),
         Mistake(the_count_is_not_centred, {"count_sensitivity"}, "adaptive", is_quick=True),
         Mistake(the_count_has_half_its_noise, {"count_draws"}, "adaptive", is_quick=True),
     )
