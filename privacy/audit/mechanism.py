@@ -72,10 +72,8 @@ def audit_mechanism(
 
     Args:
         plan: the sandbox's: the audited run's sigma, C and slack, and a sampling rate with more power.
-        ledger, key: files of the sandbox.
         noise_std: of the noised sum, per coordinate, as the audited run states it; `count_std` of the count.
         smallest_norm: the least that any honest canary contributes after clipping.
-        num_silent: S.
         present_N: secret coins: whether an example is in the data at all.
         hostile_N: examples with NaN, Inf or enormous gradients, which may contribute anything up to C.
     """
@@ -103,7 +101,7 @@ def audit_mechanism(
     for chosen_N, seen_R in zip(chosen_AN, seen_AR, strict=True):
         chosen_N[np.concatenate(seen_R)] = True
     inclusion_AN = chosen_AN & present_N
-    canary_D, names_D = (np.concatenate([tape[i] for tape in tapes]) for i in (3, 2))
+    canary_D = np.concatenate([tape.canary_D for tape in tapes])
     quiet_D, records = canary_D < 0, ledger.read_bytes()
     checks = [
         *_sensitivity(
@@ -111,7 +109,7 @@ def audit_mechanism(
             released_AD[:num_silent],
             inclusion_AN[:num_silent],
             canary_D,
-            names_D,
+            np.concatenate([tape.names_D for tape in tapes]),
             hostile_N,
             smallest_norm=smallest_norm,
             neighbours=max(tape.neighbours for tape in tapes),
@@ -196,13 +194,13 @@ def _sensitivity(
         "not choose them, or were chosen and do not contribute"
     )
     stray = float(np.abs(released_SD[:, quiet_D]).max(initial=0.0))
-    untouched = f"without noise, coordinates without any gradient move by {stray:.2g}"
+    still = f"without noise, coordinates without any gradient move by {stray:.2g}"
     return [
         fact("sensitivity", largest <= limit, moves, statistic=largest, threshold=limit),
         fact("rounding", neighbours <= limit, apart, statistic=neighbours, threshold=limit),
         divisor,
         fact("membership", mismatches == 0, chosen, statistic=mismatches, threshold=0),
-        fact("stray_gradient", stray <= tolerance, untouched, statistic=stray, threshold=tolerance),
+        fact("stray_gradient", stray <= tolerance, still, statistic=stray, threshold=tolerance),
     ]
 
 
@@ -281,13 +279,12 @@ def _noise(
     z = fresh(released_TQ) / noise_std
     ratio = float(np.sqrt((z**2).mean()))
     whole = f"the released noise has {ratio:.5f} times the planned standard deviation sigma C = {noise_std:.6g} ({z.size} values)"
-    tails = "as many values beyond 2.5 to 5 standard deviations as a Gaussian has"
     asked = f"the noise source was asked for {fewest} to {most} numbers a step over all ranks, for {size} coordinates"
     asked_well = fewest == most == size and not np.isnan(draws_AD).any()
     checks = [
         random_check("noise_variance", float(st.variance_p((z**2).sum(), z.size)), whole, statistic=ratio),
         random_check("noise_shape", st.kolmogorov_p(z), "the noise is Gaussian (Kolmogorov-Smirnov)"),
-        random_check("noise_tails", st.tail_p(z), tails),
+        random_check("noise_tails", st.tail_p(z), "as many values lie beyond 2.5 to 5 deviations as a Gaussian has"),
         fact("one_draw_per_coordinate", asked_well, asked, statistic=float(most), threshold=size),
     ]
     if not asked_well:
@@ -357,7 +354,6 @@ def charge_checks(
     Args:
         released_at: when noise was first drawn, or a sum first left a process, on any rank. All times are of one clock.
         ledger_durable: when an fsync of the ledger had returned, and the size that it made durable.
-        folder_durable: when an fsync of the ledger's folder had returned.
         least_entropy: the fewest bytes that any draw of noise took from the system's entropy.
     """
     ends: defaultdict[int, list[int]] = defaultdict(list)  # of the intents of a step, in order
@@ -373,7 +369,7 @@ def charge_checks(
     )
     late = 0
     for step, released in zip(steps, released_at, strict=True):
-        end = ends[step].pop(0) if ends[step] else math.inf  # never charged
+        end: float = ends[step].pop(0) if ends[step] else math.inf  # never charged
         late += not any(at < released for at, size in ledger_durable if size >= end)
     order = (
         f"in {late} of {made.total()} attempts noise was drawn, or a sum left a process, before an fsync of the intent had "
