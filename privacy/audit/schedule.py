@@ -56,7 +56,7 @@ def audit_schedule(
         dependent = (
             f"the run samples by {plan.sampling!r}: its coins are meant to depend on each other and are not tested"
         )
-        return AuditReport.of("schedule", [undecided("sampling", dependent), _recorded(attempts, recorded)])
+        return AuditReport.of("schedule", [undecided("sampling", dependent)])
     sampler = plan.sampler
     second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
     drawn, differing = [], 0
@@ -67,8 +67,6 @@ def audit_schedule(
         for mine, other in ((chosen, decided.ids), (members, sampler.merge([decided]))):
             differing += 0 if np.array_equal(mine, other) else max(1, len(np.setxor1d(mine, other)))
         drawn.append(_Drawn(attempt, decided.ids, sampler.merge([decided]), members))
-    repeated = len(attempts) - len(set(attempts))
-    earlier = f"{repeated} of {len(attempts)} attempts have session nonce, step and attempt number of an earlier one"
     misnumbered = sum(a != b for a, b in zip(attempts, count_attempts(attempts), strict=True))
     numbers = (
         f"{misnumbered} of {len(attempts)} attempts have another number than that of earlier charges of their step"
@@ -77,11 +75,9 @@ def audit_schedule(
         f"{differing} examples are members by one of two independent derivations of coins and cap, and not by the other"
     )
     checks = [
-        fact("coins_never_repeat", repeated == 0, earlier, statistic=repeated, threshold=0),
         fact("attempt_numbers", misnumbered == 0, numbers, statistic=misnumbered, threshold=0),
         fact("second_derivation", differing == 0, coins, statistic=differing, threshold=0),
         *_chance(plan, drawn),
-        _recorded(attempts, recorded),
         _trained(second, drawn, recorded),
     ]
     return AuditReport.of("schedule", checks, attempts_charged=len(attempts), attempts_recomputed=len(drawn))
@@ -136,21 +132,6 @@ def _chance(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
         random_check("inclusion_per_example", st.binomial_counts_p(times, len(chosen), q), spread),
         fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
     ]
-
-
-def _recorded(attempts: Sequence[Attempt], recorded: Mapping[tuple[str, int, int], MembersRecord] | None) -> Check:
-    """Charges without a record, and records without a charge: a program that dies may leave its last one uncharged."""
-    if recorded is None:
-        return undecided("recorded_attempts", "the run kept no record of its attempts (private/members.jsonl)")
-    charged = {(item.nonce.hex(), item.step, item.attempt) for item in attempts}
-    last = {name[0]: name for name in recorded}  # of each session, in the order of the file
-    unrecorded = charged - recorded.keys()
-    uncharged = [name for name in recorded if name not in charged and last[name[0]] != name]
-    sentence = (
-        f"{len(unrecorded)} of {len(charged)} charges have no record of their attempt, and {len(uncharged)} recorded attempts "
-        "that others followed were never charged"
-    )
-    return fact("recorded_attempts", not unrecorded and not uncharged, sentence, statistic=len(uncharged), threshold=0)
 
 
 def _trained(
