@@ -101,7 +101,7 @@ def audit_mechanism(
     for chosen_N, seen_R in zip(chosen_AN, seen_AR, strict=True):
         chosen_N[np.concatenate(seen_R)] = True
     inclusion_AN = chosen_AN & present_N
-    canary_D = np.concatenate([tape.canary_D for tape in tapes])
+    canary_D = np.concatenate([tape.canary_D for tape in tapes]).astype(np.int64)  # a rank may own nothing, of no type
     quiet_D, records = canary_D < 0, ledger.read_bytes()
     checks = [
         *_sensitivity(

@@ -296,6 +296,7 @@ def run_sandbox(
     silent, last, tape, at_start = settings.silent_steps, plan.num_steps, _Tape(source or run.noise()), weights()
     middle = silent + settings.noisy_steps // 2
     sessions = [(1, silent), *([(silent, last)] if run.bands == 1 else [(silent, middle), (middle + 1, last)])]
+    # The watch begins after the sums of neighbours, which no ledger charges: they never leave this process.
     with ExitStack() as watched:
         for owner, name in ((os, "fsync"), (os, "urandom"), (engine, "step")):
             watch = partial(getattr(tape, name), getattr(owner, name))
