@@ -369,8 +369,8 @@ def charge_checks(
     )
     late = 0
     for step, released in zip(steps, released_at, strict=True):
-        end: float = ends[step].pop(0) if ends[step] else math.inf  # never charged
-        late += not any(at < released for at, size in ledger_durable if size >= end)
+        needed: float = ends[step].pop(0) if ends[step] else math.inf  # never charged
+        late += not any(at < released for at, size in ledger_durable if size >= needed)
     order = (
         f"in {late} of {made.total()} attempts noise was drawn, or a sum left a process, before an fsync of the intent had "
         "returned"

@@ -338,7 +338,7 @@ MISTAKES = {
         Mistake(SixteenBits, {"fresh_entropy"}),
         Mistake(the_intent_follows_the_reduction, {"charge_before_release"}, is_quick=True),
         Mistake(every_second_intent_is_not_synced, {"charge_before_release"}),
-        Mistake(a_retry_is_not_charged, {"charged_attempts", "stated_noise"}),
+        Mistake(a_retry_is_not_charged, {"charged_attempts"}),
         Mistake(noise_is_divided_by_the_number_of_ranks, {"noise_variance"}, "several ranks", is_quick=True),
         Mistake(OneSeed, {"draws_are_new"}, "several ranks", is_quick=True),
         Mistake(every_rank_adds_the_whole_noise, {"noise_variance", "one_draw_per_coordinate"}, "several ranks"),
