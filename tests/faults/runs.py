@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.distributed.ranks import ROOT, free_port, quiet_environment, rank_environment
+from tests.distributed.ranks import ROOT, free_port, quiet_environment
 from tests.e2e.launch import train_arguments
 
 BIN = Path(sys.executable).parent
@@ -23,7 +23,6 @@ class Fault:
         says: words that one line must hold.
         rank_codes: exit codes of the ranks; None where some are killed, or may be.
         prepare, undo, clean: called before the first start, after the end of it, and after the last.
-        resume_code: how the same command, with `resumed_with`, ends when it has one step boundary to stop at.
     """
 
     name: str
@@ -33,8 +32,6 @@ class Fault:
     says: str
     failure: tuple[str, ...] = ("none", "-1", "0", "0")
     settings: tuple[str, ...] = ()
-    resumed_with: tuple[str, ...] = ()
-    resume_code: int = 7
     rank_codes: tuple[int, int] | None = None
     prepare: "Callable[[Run], None]" = lambda run: None
     undo: "Callable[[Run], None]" = lambda run: None
@@ -63,11 +60,7 @@ class Run:
                 *(sys.executable, "launch_scripts/cluster/torchrun.py", "--nproc_per_node", "2", "--master_port", port)
             ],
             "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u"],
-            "rank 0 of 2 alone": [sys.executable, "-u"],
         }
-        if self.fault.launcher == "rank 0 of 2 alone":
-            environment = rank_environment(0, 2, port, RUN_OF_A_FAULT=str(self.run_dir))
-            script += ["--rendezvous_seconds", "10"]
         with self.log.open("ab") as log:
             self.launcher = subprocess.Popen(
                 [*options[self.fault.launcher], *script, *self.arguments()], cwd=ROOT, env=environment, stdout=log, stderr=log,
