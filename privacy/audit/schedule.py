@@ -57,6 +57,7 @@ def audit_schedule(
             f"the run samples by {plan.sampling!r}: its coins are meant to depend on each other and are not tested"
         )
         return AuditReport.of("schedule", [undecided("sampling", dependent)])
+    # Two derivations from the same key, by code that has nothing in common; the run itself is the third witness, below.
     sampler = plan.sampler
     second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
     drawn, differing = [], 0
@@ -87,6 +88,7 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
     """All, or the retried steps and an even choice of the others, in order."""
     if len(attempts) <= count:
         return list(attempts)
+    # Coins of a retry are what a program that forgets its attempts gets wrong, so retried steps have half of the room.
     steps: dict[int, list[int]] = defaultdict(list)
     for index, attempt in enumerate(attempts):
         steps[attempt.step].append(index)
@@ -125,6 +127,7 @@ def _chance(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
     )
     largest = max(sizes)
     capped = f"the largest batch has {largest} examples, the cap is {cap}"
+    # Each of the three sees what the others do not: a wrong rate, sizes that are too even, favourites among the examples.
     total_p = float(st.binomial_p(total, n * len(chosen), q))
     return [
         random_check("batch_size_total", total_p, inclusions, statistic=total / len(chosen)),
@@ -147,6 +150,7 @@ def _trained(
         if record is None:
             continue
         compared += 1
+        # The record holds digests under the key, so the deal is made again and its digests are compared.
         world_size, members = len(record.digests), item.second
         numbers = list(dict.fromkeys(record.nodes))
         fits = not numbers or (len(record.nodes) == world_size and numbers == list(range(len(numbers))))

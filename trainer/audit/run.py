@@ -42,11 +42,13 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
             f"the run reads captions from data.caption_field {config.data.caption_field!r}, the canaries have theirs in "
             f"{coins.caption_field!r}: to the run they were examples without a caption. Write canaries with --caption_field"
         )
+    # The record of attempts is read before the ledger, as a run in progress writes it first.
     before = recorded_attempts(run_dir)
     state = read_snapshot(folder.ledger).state
     require_recorded(opened.path, state)
     claim = claim_of(run_dir, state)  # a canary may have been in the private runs behind the start as well
     attempts = attempts_check(run_dir, state, before)
+    # Canaries that the run never saw betray nothing, whatever its noise: that is no good news, and is said to be undecided.
     index = folder.index if config.data.index is None else root / config.data.index
     try:
         shards = json.loads((index / "manifest.json").read_text())["shards"]
@@ -60,6 +62,7 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     if claim is None:
         sentence = "the run claims no epsilon, so there is nothing to refute"
         return AuditReport.of("run", [*checks, undecided("epsilon_lower_bound", sentence)])
+    # From here on the coins are looked at; the rule of the guesses was fixed before (privacy/audit/canaries.py).
     scores = canary_scores(opened, coins)
     checks += audit_canaries(scores, coins.present_N, *claim)
     return AuditReport.of("run", checks, checkpoint=opened.path.name, canaries=len(coins.present), note=POWER)
@@ -69,6 +72,7 @@ def canary_scores(opened: OpenedModel, coins: CanaryCoins) -> np.ndarray:
     """(N,) how much the loss of each canary fell; the loss of the untrained model takes out how hard a caption is."""
     make_example = opened.task.make_example(train=False)
     scores = -_losses(opened.model, make_example, coins)
+    # Weights that came from elsewhere are not at hand any more; then the scores are the losses alone.
     start = opened.manifest.get("initialisation", {})
     if start.get("kind") == "random":
         untrained = opened.task.build(torch.Generator().manual_seed(start["seed"]))
@@ -78,6 +82,7 @@ def canary_scores(opened: OpenedModel, coins: CanaryCoins) -> np.ndarray:
 
 @torch.no_grad()
 def _losses(model: nn.Module, make_example: MakeExample, coins: CanaryCoins) -> np.ndarray:
+    """(N,) each canary's loss; canaries that were kept out are made again from the seed."""
     parts = []
     for start in range(0, len(coins.present), _BATCH):
         rows = [make_example(coins.example(i), 0) for i in range(start, min(start + _BATCH, len(coins.present)))]

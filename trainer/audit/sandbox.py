@@ -17,24 +17,19 @@ import os
 import pickle
 import secrets
 import socket
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from data.batch import Batch
 from data.reading.loader import Loader, StepPlan
 from privacy.audit.mechanism import RankTape, audit_mechanism
 from privacy.audit.report import AuditReport
@@ -55,6 +50,7 @@ from privacy.step.batches import LogicalBatches
 from privacy.step.noise_variance import NoiseVariance
 from privacy.step.run_ledger import RunLedger
 from privacy.step.step import Mechanism, train_step
+from trainer.audit.tape import Tape, beside, flat
 from trainer.audit.task import AMPLITUDE, PARTIAL, UNREACHED, CanaryModel, make_canaries, sum_of_neighbours
 from trainer.config.machine import load_machine_settings
 from trainer.config.optimizer import OptimizerSection
@@ -98,6 +94,8 @@ class SandboxSettings:
         if adaptive is not None:
             # The run's releases, while C stays in its place: its update is post-processing, which the ledger's audit checks.
             adaptive = replace(adaptive, clipbound_learning_rate=1e-13 / adaptive.unclipped_num_std)
+        # The slack is what contract 4 states for floating point. A sandbox claims no epsilon, which its plan says, and little
+        # noise is no reason to refuse it.
         return make_plan(
             PlanRequest(
                 num_examples=num_examples,
@@ -133,6 +131,7 @@ def mechanism_audit(
     plan = read_ledger(run_dir / "ledger.jsonl").plan
     if not plan.enabled or plan.noise_multiplier == 0:
         raise ConfigError(f"run folder {run_dir}: trained without noise, so there is no mechanism to audit")
+    # Engine and number of ranks are the caller's, since a run may go from one to another; the rest follows the folder.
     recipe, recorded, chosen = (run_dir / name for name in ("config.toml", "ds_config.json", "private/chosen.json"))
     machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
     # The mode of the run's recipe, or what `auto` chose at the latest start; bookkeeping where the folder does not say.
@@ -143,10 +142,12 @@ def mechanism_audit(
     if plan.arithmetic == "certified":
         clipping = "certified"
     settings = SandboxSettings(plan, engine, machine.resolve(), clipping)
+    # Another program may take the port before rank 0 does. Then the ranks say so, and the audit is started again.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        # Fresh interpreters: threads of torch and locks of this process would not survive a fork.
         started = spawn(_rank, (ranks, port, settings, Path(folder)), ranks, join=False)
         try:
             deadline = time.monotonic() + timeout
@@ -157,6 +158,7 @@ def mechanism_audit(
             last = str(error).strip().splitlines()[-1]
             raise SandboxFailed(f"sandbox rank {error.error_index} did not end well: {last}") from error
         finally:
+            # Ranks wait for one another, so that one that failed would leave the others waiting for hours.
             for process in started.processes:
                 process.kill()
                 process.join()
@@ -178,96 +180,6 @@ def _rank(rank: int, world_size: int, port: int, settings: "SandboxSettings", fo
     distributed.finish(0)
 
 
-class _Tape:
-    """What one rank does, attempt by attempt: it stands in for the noise source, and what it watches is called through it.
-
-    Times are of the machine's monotonic clock, so that those of all ranks, which run on one machine, can be compared.
-    """
-
-    def __init__(self, source: NoiseSource) -> None:
-        self.silent = True
-        self.attempts: list[dict[str, Any]] = []
-        self.fsyncs: list[tuple[int, int, int, int]] = []
-        self._source, self._entropy_bytes = source, 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._drawn: list[Tensor] = []
-        self._seen: list[tuple[Tensor, Tensor]] = []
-        self._handed = np.zeros(0)
-        self._released_at, self._least_entropy = 0, sys.maxsize
-
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return self._kept(lambda: self._source.standard_normal(count, device), 1.0)
-
-    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return self._kept(lambda: self._source.rounded_normal(deviation, count, device), deviation)
-
-    def _kept(self, draw: Callable[[], Tensor], deviation: float) -> Tensor:
-        """Keeps what was drawn in units of its standard deviation; in silent steps it does not reach the weights."""
-        self._release()
-        before = self._entropy_bytes
-        drawn = draw()
-        self._least_entropy = min(self._least_entropy, self._entropy_bytes - before)
-        self._drawn.append(drawn.detach().cpu().double() / deviation)
-        return torch.zeros_like(drawn) if self.silent else drawn
-
-    def _release(self) -> None:
-        """Noise is about to be drawn, or a value that depends on a gradient is about to leave the process."""
-        self._released_at = self._released_at or time.monotonic_ns()
-
-    def reduce(self, original: Callable[..., None], *arguments: Any) -> None:
-        self._release()
-        original(*arguments)
-
-    def fsync(self, original: Callable[[Any], None], file: Any) -> None:
-        status = os.fstat(file)
-        original(file)
-        self.fsyncs.append((status.st_dev, status.st_ino, time.monotonic_ns(), status.st_size))
-
-    def urandom(self, original: Callable[[int], bytes], size: int, /) -> bytes:
-        self._entropy_bytes += size
-        return original(size)
-
-    def step(self, original: Callable[..., None], shards: Sequence[Any], **rates: Any) -> None:
-        """Notes, in fp64, what the optimizer gets."""
-        self._handed = _flat([shard.values for shard in shards])
-        original(shards, **rates)
-
-    def batches(self, batches: Iterator[Batch], present_N: np.ndarray) -> Iterator[Batch]:
-        """Notes who reaches the model, under which key; zeroes out, as the adjacency does, canaries that are not in the data."""
-        for batch in batches:
-            inputs = dict(batch.inputs)
-            canaries_B, keys_B = inputs.pop("canaries_B"), inputs.pop("keys_B")
-            self._seen.append((canaries_B[~batch.is_padding_B], keys_B[~batch.is_padding_B]))
-            is_absent_B = ~torch.from_numpy(present_N)[canaries_B]
-            yield batch._replace(inputs=inputs, is_padding_B=batch.is_padding_B | is_absent_B)
-
-    def end(self, step: int, session: int, weights: np.ndarray, count: float | None) -> None:
-        """After an attempt; `count` is the noised centred count of adaptive clipping, which rank 0 noises after all else."""
-        drawn = torch.cat(self._drawn).numpy() if self._drawn else np.zeros(0)
-        count_draws = np.zeros(0)
-        if count is not None and distributed.rank() == 0:
-            drawn, count_draws = drawn[: len(weights)], drawn[len(weights) :]
-        ids, keys = (torch.cat(column).numpy() for column in zip(*self._seen, strict=True))
-        self.attempts.append(
-            {
-                "step": step,
-                "session": session,
-                "weights": weights,
-                "draws": drawn if len(drawn) == len(weights) else np.full(len(weights), np.nan),
-                "num_draws": len(drawn),
-                "handed": self._handed,
-                "ids": ids,
-                "keys": keys.view(np.uint64),
-                "count": (count, float(count_draws[0]) if len(count_draws) == 1 else np.nan),
-                "released_at": self._released_at,
-                "least_entropy": self._least_entropy,
-            }
-        )
-        self._begin()
-
-
 def run_sandbox(
     settings: SandboxSettings, device: torch.device, folder: Path, source: NoiseSource | None = None
 ) -> AuditReport | None:
@@ -276,6 +188,7 @@ def run_sandbox(
     plan = settings.plan(len(canaries))
     coins = distributed.broadcast_object([bool(secrets.randbits(1)) for _ in range(len(canaries))])
     present_N = np.array(coins)
+    # Everything up to the watch happens in a start of training too, in this order.
     model = CanaryModel()
     # Canaries that live in all layers at once. The check precedes the engine, which shards, so the clipper below asks for none.
     spread = np.flatnonzero((canaries.gains_NG != 0).all(1) & ~canaries.hostile_N)[:3]
@@ -290,12 +203,14 @@ def run_sandbox(
     clipped = plan.clipped_sum(engine.module, shapes=engine.shapes, mode=settings.clipping_mode, self_check=False)
     neighbours = sum_of_neighbours(clipped, engine, plan.max_grad_norm)
 
+    # A copy, since an engine may hand out views of what it updates in place.
     def weights() -> np.ndarray:
-        return _flat([state.tensors["param"] for state in engine.state()]).copy()
+        return flat([state.tensors["param"] for state in engine.state()]).copy()
 
-    silent, last, tape, at_start = settings.silent_steps, plan.num_steps, _Tape(source or run.noise()), weights()
+    silent, last, tape, at_start = settings.silent_steps, plan.num_steps, Tape(source or run.noise()), weights()
     middle = silent + settings.noisy_steps // 2
     sessions = [(1, silent), *([(silent, last)] if run.bands == 1 else [(silent, middle), (middle + 1, last)])]
+    # Step S is tried twice, and each session opens the ledger anew, so that retries and restarts are audited as well.
     # The watch begins after the sums of neighbours, which no ledger charges: they never leave this process.
     with ExitStack() as watched:
         for owner, name in ((os, "fsync"), (os, "urandom"), (engine, "step")):
@@ -323,25 +238,29 @@ def run_sandbox(
             )
             for step_plan, micro_batches in loader.steps(itertools.starmap(StepPlan, batches.plans(first, stop))):
                 step = step_plan.step
+                # Silent steps show the clipped sums exactly; the noise is drawn all the same, and its numbers are kept.
                 tape.silent = step <= silent
                 ledger.note(step_plan, MICRO_BATCH_SIZE)
                 is_killed = (session, step) == (0, silent)  # between the update and its `done`
                 with mock.patch.object(ledger, "done") if is_killed else nullcontext():
                     record = train_step(mechanism, step, tape.batches(micro_batches, present_N))
                 fraction = record.public.get("privacy/noised_unclipped_fraction")
+                # What was published is a fraction of the public batch size, centred at one half.
                 count = None if fraction is None else (fraction.value - 0.5) * plan.expected_batch_size
                 tape.end(step, session, weights(), count)
             ledger.release()
+    # Each rank says what its own coordinates mean, so that nobody has to put shards together.
     shapes = {name: shape.numel() for name, shape in engine.shapes.items()}
     touching = {name: canaries.touching(name, size) for name, size in shapes.items()}
     pieces = engine.layout.owned_by(distributed.rank())
-    owners = _beside([touching[piece.name][piece.offset : piece.offset + piece.length] for piece in pieces])
-    names = _beside([np.full(piece.length, piece.name) for piece in pieces])
+    owners = beside([touching[piece.name][piece.offset : piece.offset + piece.length] for piece in pieces])
+    names = beside([np.full(piece.length, piece.name) for piece in pieces])
     rank_tape = RankTape(tape.attempts, tape.fsyncs, names, owners, at_start, neighbours)
     tapes = distributed.gather_objects(rank_tape)
     if distributed.rank() != 0:
         return None
-    # The least that any canary contributes after clipping.
+    # The least that any canary contributes after clipping: the loudest and the quietest norm, through the function by which the
+    # run clips. Where each layer has a bound of its own, a canary in one layer contributes the smallest of them.
     function = FUNCTIONS[run.clipping_function](list(shapes), run.max_grad_norm)
     bound = min(function.bounds)
     norms = torch.tensor([AMPLITUDE, 2 * PARTIAL], dtype=torch.float64) * run.max_grad_norm
@@ -366,16 +285,8 @@ def run_sandbox(
     )
 
 
-def _flat(tensors: Sequence[Tensor]) -> np.ndarray:
-    """What this rank owns, side by side, in fp64."""
-    return _beside([tensor.detach().cpu().double().numpy().ravel() for tensor in tensors])
-
-
-def _beside(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0)  # a rank may own nothing
-
-
 def _paths(folder: Path) -> tuple[Path, Path, Path]:
+    """The sandbox's ledger, sampling key, and record of attempts."""
     return folder / "ledger.jsonl", folder / "sampling.key", folder / "members.jsonl"
 
 

@@ -57,6 +57,7 @@ class CanaryModel(nn.Module):
         inside_B = rows_B % WIDTH
         one_hot_BK = nn.functional.one_hot(columns_B % WIDTH, WIDTH).to(gains_BG.dtype)
         zero_B1 = torch.zeros_like(gains_BG[:, :1])
+        # Zeros and ones as inputs make a layer's output one of its weights, or its offset alone.
         outputs = (
             _pick(self.embedding(rows_B), columns_B),
             _pick(self.matrix(one_hot_BK), inside_B),
@@ -118,6 +119,7 @@ class Canaries:
 
     def touching(self, parameter: str, size: int) -> np.ndarray:
         """The canary that touches each of a parameter's coordinates, else -1."""
+        # No two canaries touch one coordinate; those with a NaN touch theirs as well, since NaN is not zero.
         owners = np.full(size, -1)
         inside = self.rows_N % WIDTH
         in_matrix = inside * WIDTH + self.columns_N % WIDTH
@@ -163,6 +165,7 @@ def make_canaries(num_single: int, max_grad_norm: float) -> Canaries:
     # Each place alone stays below C too.
     kinds += [(dict.fromkeys(PLACES, PARTIAL * max_grad_norm), WIDTH + i, 2) for i in range(8, 14)]
     first_hostile = len(kinds)
+    # Not finite; finite until it is squared in single precision; finite even then, and far beyond C.
     hostile = [float("nan"), 1e38, 1e15 * max_grad_norm]
     kinds += [(dict.fromkeys(PLACES, gain), WIDTH + 16 + i, 2) for i, gain in enumerate(hostile)]
     gains, rows, columns = zip(*kinds, strict=True)
