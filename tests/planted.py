@@ -96,7 +96,7 @@ MISTAKES = [
         "privacy/accounting/accountants.py",
         "shifts = [float(hits) for hits in range(k + 1)]",
         "shifts = [float(hits > 0) for hits in range(k + 1)]",
-        "tests/privacy/verify/test_verify.py",
+        "tests/privacy/test_accounting.py",
     ),
     Mistake(
         "a ledger line is not flushed to the disk",
