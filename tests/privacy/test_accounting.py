@@ -118,6 +118,12 @@ def test_group_of_one_is_the_single_example():
     assert epsilon_group([group], 1e-6, 2, 5e-3) > 1.5 * single
 
 
+def test_a_group_that_is_always_drawn_moves_the_sum_by_its_size() -> None:
+    """Noise sigma against a shift of three is noise sigma / 3 against a shift of one."""
+    together = epsilon_group([ReleaseGroup(1.0, 6.0, 10)], 1e-6, 3, 5e-3)
+    assert together == pytest.approx(epsilon_pld([ReleaseGroup(1.0, 2.0, 10)], 1e-6, 5e-3), rel=5e-3)
+
+
 def test_nothing_released_and_no_noise():
     nothing, silent = [ReleaseGroup(0.1, 1.0, 0)], [ReleaseGroup(0.1, 0.0, 1)]
     for function in (epsilon, epsilon_pld, epsilon_rdp, epsilon_replace_one):

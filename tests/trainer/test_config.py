@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from privacy.errors import PrivacyConfigError
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.fuzz.cases import flat, leaves
+from tests.fuzz.strategies import flat, leaves
 from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.errors import ConfigError
 
