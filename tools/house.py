@@ -167,7 +167,7 @@ def measure(root: Path) -> dict[str, object]:
     plan_fields = [
         field
         for module in ("privacy.plan", "privacy.plan_request")
-        for name in ("PlanChoices", "PrivacyPlan")
+        for name in ("Choices", "PlanChoices", "PrivacyPlan")
         for field, _ in fields_of(trees[module]).get(name, [])
     ]
     named_in = {field: sum(bool(re.search(rf"\b{field}\b", text)) for text in source.values()) for field in plan_fields}

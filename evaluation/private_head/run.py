@@ -20,9 +20,9 @@ from evaluation.private_head.budget import Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
 from privacy import verify
-from privacy.card.composition import claim_of, states_behind
-from privacy.card.numbers import claimed_epsilon
+from privacy.accounting.accountants import claimed_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.claim import claim_of, states_behind
 from privacy.ledger.durable import make_directory
 from privacy.ledger.file_roles import require_apart
 from privacy.ledger.members import (

@@ -3,10 +3,13 @@
 Headings and their order follow the reporting checklist of "How to DP-fy ML" (Ponomareva et al. 2023, arXiv 2303.00654). The JSON
 holds facts, and each one that does not come from the ledger names its file; sentences that every card repeats stand on the pages
 alone. A statement is one line of text in which backticks mark names of files; privacy/card/render.py makes pages of a card.
+
+python -m privacy.card.model > docs/schemas/privacy_card.schema.json
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -157,6 +160,9 @@ class Mechanism(Part):
     noise_multiplier: float = Field(description="sigma, the standard deviation of the noise over the sensitivity.")
     noise_multiplier_accounted: float = Field(description="sigma / (1 + r), which the accountant is charged with.")
     correlated_noise: CorrelatedNoise | None = Field(None, description="null where the noise of steps is independent.")
+    settings: tuple[tuple[str, str], ...] = Field(
+        (), description="[what, value] of each option of the plan, as the page shows it."
+    )
     releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")
     statement: str = Field(description="The mechanism in words.")
 
@@ -181,7 +187,6 @@ class Attack(Part):
 
     advantage: float = Field(description="Upper bound of true-positive less false-positive rate.")
     true_positive: dict[str, float] = Field(description="False-positive rate -> upper bound of the true-positive rate.")
-    curve: tuple[tuple[float, float], ...] = Field(description="[false-positive rate, bound on the other].")
 
 
 class Attempts(Part):
@@ -216,7 +221,6 @@ class Accounting(Part):
     epsilon_group: dict[str, Epsilon] = Field(default_factory=dict, description="Number of copies -> epsilon.")
     max_examples_per_owner: int | None = Field(description="The most examples of one owner, as the recipe states.")
     epsilon_owner: Epsilon = Field(None, description="Epsilon of such an owner.")
-    epsilon_by_attempts: tuple[tuple[int, Epsilon], ...] = Field((), description="[attempts, upper bound of epsilon].")
     attack: Attack | None = Field(None, description="Bounds on membership inference.")
     attempts: Attempts = Field(description="What was charged.")
 
@@ -388,3 +392,13 @@ class PrivacyCard(Part):
     def to_json(self, indent: int | None = None) -> str:
         """The published format, in ASCII."""
         return self.model_dump_json(indent=indent, ensure_ascii=True)
+
+
+def schema_text() -> str:
+    """The schema of the files `privacy_card.json`, in which every key is present."""
+    schema = PrivacyCard.model_json_schema(mode="serialization")
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    print(schema_text(), end="")

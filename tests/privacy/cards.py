@@ -73,7 +73,7 @@ def full_card(
         mechanism=Mechanism(
             name=text, head=head if with_head else None, clipping_function=text, max_grad_norm=1.0,
             adaptive_clipping=adaptive, arithmetic=text, lattice_exponent=31, sensitivity_slack=1e-3,
-            noise_multiplier=4.0, noise_multiplier_accounted=3.9, statement=statement,
+            noise_multiplier=4.0, noise_multiplier_accounted=3.9, statement=statement, settings=((text, text),),
             releases=(Release(name=text, count=4, smallest_noise_multiplier=4.0, largest_sensitivity=1.5),),
         ),
         sampling=Sampling(
@@ -85,8 +85,7 @@ def full_card(
             accountant_python=text, statement=statement, value_interval=1e-4, noise_tail_delta=1e-15, epsilon_target=2.0,
             epsilon_planned=1.5, epsilon_with_reserve=1.75, epsilon_rdp=1.5, epsilon_prv=(1.2, 1.3), prv_accountant=text,
             epsilon_replace_one=1.4, epsilon_group={"2": 2.5, "5": 6.5}, max_examples_per_owner=2, epsilon_owner=2.5,
-            epsilon_by_attempts=((0, 0.0), (4, 1.25)),
-            attack=Attack(advantage=0.1, true_positive={"0.01": 0.02}, curve=((0.01, 0.02), (1.0, 1.0))),
+            attack=Attack(advantage=0.1, true_positive={"0.01": 0.02}),
             attempts=Attempts(charged=4, allowed=10, done=3, repeats=1, torn_lines=1, torn_lines_charged=1),
         ),
         composition=Composition(

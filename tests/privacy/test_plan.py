@@ -53,7 +53,7 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"num_steps": 0}, "num_steps"),
         ({"num_examples": 0}, "num_examples"),
         ({"num_steps": 1.5}, "num_steps"),
-        ({"noise_multiplier": 0.0, "target_epsilon": 8.0}, "noise_multiplier 0 cannot reach"),
+        ({"noise_multiplier": 0.0, "target_epsilon": 8.0}, "noise_multiplier = 0 gives no guarantee"),
         ({"target_epsilon": 8.0}, "exactly one"),
         ({"noise_multiplier": "left out"}, "exactly one"),
         ({"noise_multiplier": "left out", "target_epsilon": 0.0}, "target_epsilon"),

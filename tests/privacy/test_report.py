@@ -1,4 +1,3 @@
-import itertools
 import os
 import time
 
@@ -8,16 +7,15 @@ from dp_accounting.dp_event import SelfComposedDpEvent, TruncatedSubsampledGauss
 from dp_accounting.pld import PLDAccountant
 
 from privacy.accounting import accountants as accounting
-from privacy.accounting.accountants import FINE_INTERVAL, ReleaseGroup
+from privacy.accounting.accountants import FINE_INTERVAL, LARGEST_DETAILED_EPSILON, ReleaseGroup, claimed_epsilon
 from privacy.accounting.rounding import rounded_up
 from privacy.card.model import STATEMENTS
-from privacy.card.numbers import LARGEST_DETAILED_EPSILON, claimed_epsilon
 from privacy.card.render import to_markdown
 from privacy.card.report import privacy_card
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
-from privacy.plan_request import CLIPPING_FUNCTIONS, PlanRequest
+from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from tests.privacy.ledger_epsilon import recompute
 
@@ -159,9 +157,6 @@ def test_accountants_and_neighbours_are_in_order(tmp_path):
     assert lower <= numbers.epsilon <= min(upper * 1.01, numbers.epsilon_rdp)
     assert numbers.epsilon < numbers.epsilon_replace_one
     assert numbers.epsilon < numbers.epsilon_group["2"] < numbers.epsilon_group["5"]
-    curve = numbers.epsilon_by_attempts
-    assert curve[0] == (0, 0.0) and curve[-1] == (6, numbers.epsilon)
-    assert all(before[1] <= after[1] for before, after in itertools.pairwise(curve))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +232,7 @@ def test_hopeless_epsilon_is_said_to_be_hopeless_and_in_time(tmp_path):
     card = privacy_card(tmp_path / "ledger.jsonl")
     assert time.monotonic() - started < 30  # 3 s on a quiet machine; it used to be minutes
     assert card.epsilon > LARGEST_DETAILED_EPSILON and card.accounting.value_interval > FINE_INTERVAL
-    assert card.accounting.epsilon_by_attempts == () and card.accounting.attack is None
+    assert card.accounting.attack is None
     assert any("protects nothing" in line for line in card.warnings)
     assert rounded_up(card.epsilon) in to_markdown(card)
 
@@ -289,18 +284,6 @@ def test_a_ledger_that_states_what_no_card_can_hold_is_refused_in_one_line(tmp_p
     assert str(tmp_path / "ledger.jsonl") in str(error.value)
 
 
-def test_the_card_states_how_the_run_clips(tmp_path):
-    assert set(STATEMENTS["clipped"]) == set(CLIPPING_FUNCTIONS)
-    statements = set()
-    for function in CLIPPING_FUNCTIONS:
-        (tmp_path / function).mkdir()
-        _create(tmp_path / function, clipping_function=function).release()
-        mechanism = privacy_card(tmp_path / function / "ledger.jsonl").mechanism
-        assert mechanism.clipping_function == function
-        statements.add(mechanism.statement)
-    assert len(statements) == len(CLIPPING_FUNCTIONS)
-
-
 def test_a_cross_check_that_fails_is_a_warning(tmp_path, monkeypatch):
     def fail(*_):
         raise accounting.CrossCheckUnavailable("no quadrature")
@@ -332,14 +315,6 @@ def test_markdown_follows_the_checklist_and_hides_command_lines(tmp_path):
     assert "/secret/place" not in page and "/secret/place" not in card.to_json()
     columns = [line.count("|") for line in page.splitlines() if line.startswith("|")]
     assert min(columns) >= 3
-
-
-def test_text_from_the_ledger_cannot_forge_the_page(tmp_path):
-    reason = "a | b\n## 99. Forged <b>heading</b>"
-    with _create(tmp_path, informal_reasons=(reason,)):
-        pass
-    page = to_markdown(privacy_card(tmp_path / "ledger.jsonl"))
-    assert "\n## 99" not in page and "<b>" not in page
 
 
 @pytest.mark.parametrize(("value", "text"), [(7.9994, "8.000"), (8.0, "8.000"), (7.0001, "7.001"), (0.0, "0.000")])

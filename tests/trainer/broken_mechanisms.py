@@ -222,7 +222,7 @@ def clip_each_layer_by_itself() -> Patches:
     def function(names: list[str], bound: float) -> ClippingFunction:
         return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
 
-    return [(functions, "FUNCTIONS", {"flat": function})]
+    return [(functions, "function_of", lambda option: function)]
 
 
 def one_bad_example_zeroes_its_micro_batch() -> Patches:

@@ -23,12 +23,12 @@ from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting import accountants
 from privacy.accounting.rounding import rounded_up
-from privacy.card import numbers
-from privacy.card.composition import claim_of, read_copies
+from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.files.public import read_metrics
+from privacy.ledger.claim import claim_of, read_copies
 from privacy.ledger.records import read_ledger
 from trainer.audit.canaries import write_canaries
 from trainer.audit.run import run_audit
@@ -76,8 +76,8 @@ def pld(*runs: tuple[Path, int], delta: float) -> float:
 
 def without_surroundings(patched: pytest.MonkeyPatch) -> None:
     """What surrounds the claims takes most of a card's time."""
-    patched.setattr(numbers, "attack_bounds", lambda *_: None)
-    patched.setattr(numbers, "epsilon_of_several", lambda *_: None)
+    patched.setattr(card_report, "risk_of", lambda *_: {"advantage": 0.0, "true_positive_rates": []})
+    patched.setattr(card_report, "epsilon_of_several", lambda *_: None)
     patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
     patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)
 

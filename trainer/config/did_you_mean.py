@@ -14,7 +14,7 @@ def did_you_mean(wrong: object, known: Iterable[str]) -> str:
 
 
 def known_words(kind: type[BaseModel], location: Sequence[Any]) -> tuple[str, ...]:
-    """What may stand at `location` of a configuration: the keys of a section, or the words that a value may be."""
+    """The keys of the section at `location` of a configuration."""
     section: type[BaseModel] = kind
     for part in location:
         field = section.model_fields.get(part)
@@ -23,6 +23,6 @@ def known_words(kind: type[BaseModel], location: Sequence[Any]) -> tuple[str, ..
         options = (field.annotation, *get_args(field.annotation))
         inner = next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
         if inner is None:
-            return tuple(word for word in get_args(field.annotation) if isinstance(word, str))
+            return ()
         section = inner
     return tuple(section.model_fields)

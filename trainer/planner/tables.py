@@ -58,8 +58,8 @@ def privacy_table(result: dict[str, Any]) -> Table:
             row("of this schedule", f"{result['workload_error_ratio']:.3f}", "in the weights, square-root coefficients")
             row("", f"{result['optimised_error_ratio']:.3f}", "optimised coefficients")
         row("past noise", f"{result['history_bytes_per_coordinate']} B", "a coordinate, on the rank that owns it")
-    if result["lattice_exponent"] is not None:
-        row("arithmetic", result["arithmetic"], f"multiples of 2^{-result['lattice_exponent']}; no slack for rounding")
+    for what, value in result["options"]:
+        row(what, "", value)
     table.add_section()
     row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
     reserve = f"with {result['reserved_attempts']} reserved"

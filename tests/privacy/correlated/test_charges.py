@@ -139,8 +139,8 @@ def test_truncation_is_charged_for_every_participation_of_the_largest_group() ->
         ({"bands": True}, "bands must be an integer"),
         ({"bands": 11}, "take 10 bands or fewer"),
         ({"bands": 8, "num_steps": 7}, "more than the 7 steps"),
-        ({"bands": 2, "sampling": "shuffle"}, "need sampling 'poisson'"),
-        ({"bands": 2, "arithmetic": "certified"}, "need arithmetic 'floating'"),
+        ({"bands": 2, "sampling": "shuffle"}, 'sampling = "shuffle" exclude each other'),
+        ({"bands": 2, "arithmetic": "certified"}, 'arithmetic = "certified" exclude each other'),
     ],
 )
 def test_bands_that_cannot_be_are_refused_in_one_line(changes: dict[str, object], words: str) -> None:

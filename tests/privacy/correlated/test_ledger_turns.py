@@ -227,8 +227,8 @@ def test_other_optimised_coefficients_are_refused_at_a_resume() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"noise_multiplier": 0.0}, "this run has none"),
-        ({"enabled": False}, "this run has none"),
+        ({"noise_multiplier": 0.0}, "no noise to correlate"),
+        ({"enabled": False}, "no noise to correlate"),
         ({"bands": 1, "strategy": "optimised"}, "optimised ones are as many as the bands"),
         ({"strategy": "optimised"}, "3 bands and 0 coefficients"),
         ({"coefficients": (0.5, 0.4, 0.3)}, "'square_root' with 3 bands and 3 coefficients"),

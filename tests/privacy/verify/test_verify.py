@@ -86,7 +86,7 @@ PLANS = {
 
 @pytest.mark.parametrize("name", [*list(PLANS)[:-1], pytest.param(list(PLANS)[-1], marks=pytest.mark.full)])
 def test_epsilon_is_the_product_s_for_every_kind_of_plan(name: str, tmp_path: Path, judge: Judge) -> None:
-    from privacy.card.numbers import claimed_epsilon
+    from privacy.accounting.accountants import claimed_epsilon
 
     asked: dict[str, Any] = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 3, "noise_multiplier": 4.0}
     plan = make_plan(PlanRequest(**asked | {"sensitivity_slack": 1e-3} | PLANS[name]))
