@@ -237,7 +237,9 @@ class Correlated(Option):
 
     def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
         words = f"{plan.bands:,} bands, {plan.strategy} coefficients; sigma is that of the fresh noise"
-        return [("correlated noise", words)]
+        groups = f"{plan.bands:,} of at most {plan.group_size:,} examples"
+        turns = f"an example's is {GROUP_OF_EXAMPLE}, an attempt's {GROUP_OF_ATTEMPT}"
+        return [("correlated noise", words), ("groups that take turns", f"{groups}; {turns}")]
 
 
 # ---------------------------------------------------------------- Arithmetic

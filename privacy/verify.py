@@ -1164,7 +1164,7 @@ def accountant() -> str:
 
 def card_fields(folder: Folder, at: Ledger) -> dict[str, Any]:
     """The fields of a card of the ledger `at` that follow from it, by their places; all others are listed as not attested."""
-    plan, opened, adaptive, last = at.plan, at.opened, at.plan["adaptive_clipping"], at.checkpoints[-1:]
+    plan, opened, last = at.plan, at.opened, at.checkpoints[-1:]
     n, head, claims = plan["num_examples"], at.head, not plan.reasons
     fields: dict[str, Any] = {
         "formal_guarantee": claims, "reasons": list(plan.reasons), "epsilon": None, "delta": plan["target_delta"],
@@ -1173,13 +1173,9 @@ def card_fields(folder: Folder, at: Ledger) -> dict[str, Any]:
         "released.checkpoints_recorded": len(at.checkpoints),
         "unit_of_privacy.unit": opened.get("unit", "one labelled example" if head else "one image-text pair"),
         "unit_of_privacy.num_examples": n, "adjacency": "zero_out",
-        "mechanism.clipping_function": None if head else plan["clipping_function"],
-        "mechanism.max_grad_norm": None if head else plan["max_grad_norm"],
-        "mechanism.arithmetic": plan["arithmetic"], "mechanism.lattice_exponent": plan["lattice_exponent"],
-        "mechanism.sensitivity_slack": plan["sensitivity_slack"], "mechanism.noise_multiplier": plan["noise_multiplier"],
+        **leaves({name: value for name, value in opened["plan"].items() if name != "target_epsilon"}, "plan"),
         "mechanism.noise_multiplier_accounted": Computed(plan.accounted),
-        "sampling.scheme": "full batch" if head else plan["sampling"], "sampling.sample_rate": plan.rate,
-        "sampling.expected_batch_size": plan["expected_batch_size"], "sampling.cap": plan["cap"],
+        "sampling.scheme": "full batch" if head else plan["sampling"], "sampling.turns_charged": plan.turns(at.charged()),
         "sampling.key_commitment_sha256": opened["key_commitment"],
         "sampling.data_hmac_sha256": opened.get("data_hmac"),
         "accounting.epsilon": None, "accounting.delta": plan["target_delta"],
@@ -1197,14 +1193,6 @@ def card_fields(folder: Folder, at: Ledger) -> dict[str, Any]:
         ((_, step, name, digest),) = last
         place = "released.last_checkpoint."
         fields |= {f"{place}step": step, f"{place}name": name, f"{place}manifest_sha256": digest}
-    if adaptive is not None:
-        multiplier = Computed(plan.gradient_multiplier())
-        adapted = adaptive | {"gradient_noise_multiplier": multiplier}
-        fields |= {f"mechanism.adaptive_clipping.{name}": value for name, value in adapted.items()}
-    if plan.bands > 1:
-        place, noise = "mechanism.correlated_noise.", plan["correlated"]
-        fields |= {f"{place}{name}": noise[name] for name in ("bands", "strategy", "coefficients")}
-        fields |= {"sampling.groups.number": plan.bands, "sampling.groups.turns_charged": plan.turns(at.charged())}
     if plan.reasons:
         return fields
     delta = plan["target_delta"] - plan.noise_tail()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..ledger.chain import TORN_MARK, hash_line, is_torn
 from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.records import LedgerState, noise_multiplier_of, read_state
 from ..ledger.signature import fingerprint
-from ..options import GROUP_OF_ATTEMPT, GROUP_OF_EXAMPLE, Clipping
+from ..options import Clipping
 from . import model
 from .model import STATEMENTS, Head, PrivacyCard, Stated
 
@@ -123,6 +123,7 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
                 unit=opened.get("unit", "one image-text pair" if head is None else "one labelled example"),
                 num_examples=plan.num_examples, deduplication=deduplication,
             ),
+            plan={name: value for name, value in opened["plan"].items() if name != "target_epsilon"},
             mechanism=_mechanism(snapshot, head), sampling=_sampling(snapshot, head), accounting=numbers,
             tuning=model.Tuning(stated=tuning, shared_ledger=opened.get("shared_ledger")), provenance=_provenance(snapshot),
         )  # fmt: skip
@@ -161,14 +162,14 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
         )
         for name, found in ratios.items()
     )
-    adaptive, constants = None, plan.adaptive_clipping
-    if constants is not None:
+    adaptive = None
+    if plan.options["clipping_function"].name == "adaptive":
         bounds = [intent["releases"][0]["sensitivity"] for intent in snapshot.of_type("intent")]
         adaptive = model.AdaptiveBound(
-            **asdict(constants), gradient_noise_multiplier=constants.gradient_noise_multiplier(plan.noise_multiplier),
-            smallest_bound=min(bounds, default=None), largest_bound=max(bounds, default=None),
+            smallest_bound=min(bounds, default=None),
+            largest_bound=max(bounds, default=None),
             last_bound=bounds[-1] if bounds else None,
-        )  # fmt: skip
+        )
     if head is not None:
         name, statement = f"{head.method}: a linear head from noised statistics of features", STATEMENTS["head"]
     elif plan.enabled:
@@ -181,38 +182,24 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
     else:
         name, statement = "No mechanism", STATEMENTS["no_mechanism"]
     return model.Mechanism(
-        name=name, head=head, clipping_function=plan.clipping_function if head is None else None,
-        max_grad_norm=plan.max_grad_norm if head is None else None, adaptive_clipping=adaptive,
-        arithmetic=plan.arithmetic, lattice_exponent=None if plan.lattice is None else plan.lattice.exponent,
-        sensitivity_slack=plan.sensitivity_slack, noise_multiplier=plan.noise_multiplier,
-        noise_multiplier_accounted=plan.effective_noise_multiplier,
+        name=name, head=head, adaptive_clipping=adaptive, noise_multiplier_accounted=plan.effective_noise_multiplier,
         settings=() if head is not None else [row for option in plan.options.values() for row in option.rows(plan)],
         releases=tuple(releases), statement=statement,
-        correlated_noise=None if plan.bands == 1 else model.CorrelatedNoise(
-            bands=plan.bands, strategy=plan.strategy, coefficients=plan.noise_strategy.coefficients,
-            segments=len(snapshot.of_type("session")),
-        ),
     )  # fmt: skip
 
 
 def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
-    plan, opened, groups = snapshot.state.plan, snapshot.state.opened, None
-    if plan.bands > 1:
-        turns = plan.participations(snapshot.state.num_charged)
-        groups = model.Groups(
-            number=plan.bands, of_example=GROUP_OF_EXAMPLE, of_attempt=GROUP_OF_ATTEMPT, largest=plan.group_size,
-            turns_charged=turns,
-        )  # fmt: skip
+    plan, opened = snapshot.state.plan, snapshot.state.opened
+    turns = plan.participations(snapshot.state.num_charged)
     if head is not None:
         statement = STATEMENTS["full_batch"]
     else:
         unsure = "" if plan.formal_guarantee else "The plan says this, unless a reason above says otherwise."
-        who = "each example" if groups is None else "each example of the group whose turn it is"
+        who = "each example" if plan.group_size == plan.num_examples else "each example of the group whose turn it is"
         sentences = [option.sampling_statement.format(who=who) for option in reversed(plan.options.values())]
         statement = " ".join(filter(None, [unsure, *sentences]))
     return model.Sampling(
-        scheme=plan.sampling if head is None else "full batch", sample_rate=plan.sample_rate,
-        expected_batch_size=plan.expected_batch_size, groups=groups, cap=plan.cap,
+        scheme=plan.options["sampling"].name if head is None else "full batch", turns_charged=turns,
         key_commitment_sha256=opened["key_commitment"], data_hmac_sha256=opened.get("data_hmac"), statement=statement,
     )  # fmt: skip
 

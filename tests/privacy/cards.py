@@ -40,10 +40,7 @@ def full_card(
     """
     stated = Stated(text=text, file=text)
     head = Head(method=text, num_classes=3, covers=text, **{key: text})
-    adaptive = AdaptiveBound(
-        target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=6.0, gradient_noise_multiplier=4.2,
-        smallest_bound=0.5, largest_bound=1.5, last_bound=0.75,
-    )  # fmt: skip
+    adaptive = AdaptiveBound(smallest_bound=0.5, largest_bound=1.5, last_bound=0.75)
     sibling = {"name": text, "time_utc": text, "is_this_run": True, "chosen_after_outputs": False, "epsilon": 0.5}
     summary = {
         "epsilon": 5.0, "delta": 1e-4, "unit": text, "accounting": text, "epsilon_reserved": 1.5, "runs": [sibling],
@@ -70,14 +67,15 @@ def full_card(
             unit=text, num_examples=2000, deduplication=stated,
             data_set=DataSet(name=stated, owner=stated),
         ),
+        plan={"max_grad_norm": 1.0, "noise_multiplier": 4.0, "sensitivity_slack": 1e-3, "sample_rate": 0.05,
+              "expected_batch_size": 100, "cap": 180, "clipping_function": text},
         mechanism=Mechanism(
-            name=text, head=head if with_head else None, clipping_function=text, max_grad_norm=1.0,
-            adaptive_clipping=adaptive, arithmetic=text, lattice_exponent=31, sensitivity_slack=1e-3,
-            noise_multiplier=4.0, noise_multiplier_accounted=3.9, statement=statement, settings=((text, text),),
+            name=text, head=head if with_head else None, adaptive_clipping=adaptive, noise_multiplier_accounted=3.9,
+            statement=statement, settings=((text, text),),
             releases=(Release(name=text, count=4, smallest_noise_multiplier=4.0, largest_sensitivity=1.5),),
         ),
         sampling=Sampling(
-            scheme=text, sample_rate=0.05, expected_batch_size=100, cap=180,
+            scheme=text, turns_charged=4,
             key_commitment_sha256=text, data_hmac_sha256=text, statement=statement,
         ),
         accounting=Accounting(

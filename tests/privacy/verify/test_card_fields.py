@@ -146,8 +146,8 @@ def test_the_claim_and_the_mechanism_are_among_what_is_compared(folders: Callabl
     _, expected = expectation(folders("adaptive"))
     claim = {"epsilon", "delta", "formal_guarantee", "reasons", "steps_done", "attempts_charged"}
     numbers = {f"accounting.{name}" for name in ("epsilon", "epsilon_planned", "epsilon_with_reserve", "epsilon_rdp")}
-    mechanism = {f"mechanism.{name}" for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack")}
-    sampling = {f"sampling.{name}" for name in ("sample_rate", "cap", "key_commitment_sha256")}
+    mechanism = {f"plan.{name}" for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack")}
+    sampling = {"plan.sample_rate", "plan.cap", "sampling.key_commitment_sha256"}
     assert claim | numbers | mechanism | sampling <= expected.keys()
 
 

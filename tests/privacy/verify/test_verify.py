@@ -247,7 +247,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "card: delta": (card_says("delta", 1e-9), 5, "the card's delta is 1e-09"),
     "card: planned": (card_says("accounting.epsilon_planned", 0.01), 5, "the card's accounting.epsilon_planned"),
     "card: attempts": (card_says("attempts_charged", 4), 5, "the card's attempts_charged is 4"),
-    "card: sigma": (card_says("mechanism.noise_multiplier", 9), 5, "the card's mechanism.noise_multiplier"),
+    "card: sigma": (card_says("plan.noise_multiplier", 9), 5, "the card's plan.noise_multiplier"),
     "card: steps": (card_says("steps_done", 9), 5, "the card's steps_done is 9"),
     "card: guarantee": (card_says("formal_guarantee", False), 5, "the card's formal_guarantee is False"),
     "manifest": (
