@@ -140,11 +140,3 @@ def test_no_epsilon_is_stated_where_several_pass_the_edge() -> None:
     assert epsilon_of_several(plan, groups, 5, 5e-3) == math.inf
     two = epsilon_of_several(plan, groups, 2, 5e-3)
     assert math.isfinite(two) and two >= accountants.epsilon_group(groups, plan.accounted_delta, 2, 5e-3)
-
-
-@pytest.mark.parametrize("bands", [1, 2])
-def test_more_copies_cost_more(bands: int) -> None:
-    plan = plan_of(2000, 100, 20, 4.0, bands=bands)
-    groups = [plan.release_group(plan.num_steps)]
-    values = [epsilon_of_several(plan, groups, copies, 2e-2) for copies in (1, 2, 5)[: 4 - bands]]
-    assert values == sorted(values) and values[0] > 0

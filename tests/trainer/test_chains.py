@@ -40,7 +40,6 @@ from trainer.ranks.discovery import Ranks
 from trainer.report import build_card
 from trainer.run import start as training
 from trainer.studies.collect import told_apart_by
-from trainer.weights.export import export
 from trainer.weights.open_model import open_model
 from trainer.weights.parent_ledgers import ledgers_of
 
@@ -156,19 +155,6 @@ def test_declared_disjoint_the_larger_side_counts_and_the_declaration_is_named(
     assert found["epsilon"] == pytest.approx(card.epsilon, abs=1e-6)
 
 
-@pytest.mark.full
-def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict[str, Path], third: Path) -> None:
-    """Whether two private data sets have a shard in common depends on single examples, so only declarations are published."""
-    opened = read_ledger(third / "ledger.jsonl").opened
-    assert set(opened["behind"][0]) == {"file", "run", "lines", "hash"} and opened["disjoint_from_start"] is True
-    assert "disjoint_from_start" not in read_ledger(chain["second"] / "ledger.jsonl").opened
-    hashes = {
-        entry["sha256"] for entry in json.loads((chain["first"] / "private/index/manifest.json").read_text())["shards"]
-    }
-    public = b"".join(path.read_bytes() for path in third.rglob("*.json*") if "private" not in path.parts)
-    assert hashes and not [digest for digest in hashes if digest.encode() in public]
-
-
 def test_a_study_tells_a_run_from_its_twin_on_data_declared_disjoint(chain: dict[str, Path]) -> None:
     state = read_ledger(chain["second"] / "ledger.jsonl")
     twin = replace(state, opened=state.opened | {"disjoint_from_start": True})
@@ -197,11 +183,6 @@ def test_the_console_says_the_composed_number_first_and_none_below_what_it_is_of
     first = re.search(r"steps? 2 of run 'first', trained on private data with epsilon ([0-9]+\.[0-9]{2}) at", said)
     alone = pld((chain["first"], 2), delta=1e-6)
     assert first is not None and alone <= float(first[1]) < alone + 0.01, said
-
-
-def test_the_verifier_composes_the_same(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
-    found = verified(chain["second"], tmp_path, capsys, with_card=False)
-    assert found["epsilon"] == pytest.approx(card_of(chain["second"]).epsilon, abs=1e-6) and found["delta"] == 1e-6
 
 
 def test_the_verifier_misses_what_is_left_out(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
@@ -254,15 +235,6 @@ def test_a_private_head_composes_with_its_private_encoder(
     stated = json.loads((tmp_path / "heads/one/head.json").read_text())
     (tmp_path / "heads/one/head.json").write_text(json.dumps(stated | {"epsilon": card.accounting.epsilon}))
     assert verify.main([str(tmp_path / "heads/one")]) == 5 and "head.json's epsilon" in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_exports_carry_the_composed_number(chain: dict[str, Path], tmp_path: Path) -> None:
-    attested = export(open_model(chain["second"]), "safetensors", tmp_path / "out").card
-    assert attested is not None and attested.epsilon == card_of(chain["second"]).epsilon
-    about = json.loads((tmp_path / "out/config.json").read_text())["about"]
-    assert (about["epsilon"], about["delta"]) == (attested.epsilon, 1e-6)
-    assert "composed with what the private runs behind" in (tmp_path / "out/README.md").read_text()
 
 
 def test_a_false_declaration_is_refused_by_the_shards(chain: dict[str, Path], tmp_path: Path) -> None:

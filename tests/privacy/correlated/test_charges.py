@@ -13,7 +13,7 @@ from privacy.correlated.workload import Workload, optimised
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from trainer.planner.bands import best_bands, by_bands
+from trainer.planner.bands import by_bands
 
 DPCAP = PlanRequest(
     num_examples=233_000_000, expected_batch_size=1_310_720, num_steps=5708, target_delta=1 / 233e6,
@@ -58,14 +58,6 @@ def test_the_whole_table(name: str) -> None:
     workload = Workload([1.0] * request.num_steps)
     errors = [row["noise_multiplier"] * workload.error(optimised(workload, row["bands"])) for row in rows]
     assert [error / errors[0] for error in errors] == pytest.approx(optimised_ratios, rel=WITHIN)
-
-
-@pytest.mark.full
-def test_a_small_run_has_its_best_number_of_bands() -> None:
-    rows = by_bands(SMALL)
-    assert [row["bands"] for row in rows] == [1, 2, 4, 8]
-    assert [row["error_ratio"] for row in rows] == pytest.approx([1, 0.924, 0.890, 0.891], rel=WITHIN)
-    assert best_bands(rows) == 4
 
 
 # (n, B, T, b, sigma)
@@ -147,14 +139,6 @@ def test_bands_that_cannot_be_are_refused_in_one_line(changes: dict[str, object]
     with pytest.raises(PrivacyConfigError, match=words) as refused:
         fixed(SMALL, 4.0, **changes)
     assert "\n" not in str(refused.value)
-
-
-def test_adaptive_clipping_is_refused_with_bands() -> None:
-    from privacy.adaptive_clipping import AdaptiveClipping
-
-    adaptive = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=50.0)
-    with pytest.raises(PrivacyConfigError, match="constant C"):
-        fixed(SMALL, 4.0, bands=2, adaptive_clipping=adaptive)
 
 
 def test_several_examples_are_charged_by_group_privacy() -> None:
