@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .errors import PrivacyConfigError
 from .lattice import Lattice
 from .releases import SENSITIVITY_SLACK
-from .sampling.cyclic import CyclicPoissonSampler
-from .sampling.poisson import PoissonSampler, Sampler, default_cap
+from .sampling.poisson import CyclicPoissonSampler, PoissonSampler, Sampler, default_cap
 from .sampling.shuffle import ShuffleSampler
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import torch
 
 from privacy.correlated.segment import Segment
 from privacy.correlated.strategy import Strategy
-from privacy.sampling.cyclic import CyclicPoissonSampler
-from privacy.sampling.poisson import Decided
+from privacy.sampling.poisson import CyclicPoissonSampler, Decided
 from privacy.step import step as loop
 from trainer.ranks import distributed
 

@@ -20,9 +20,17 @@ from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
 from privacy.options import OPTIONS, Arithmetic, options_of, require_compatible
 from privacy.plan_request import Choices, PlanRequest
 from trainer.config.declarations import Resolved, reset_declarations
-from trainer.config.did_you_mean import did_you_mean, known_words
-from trainer.config.optimizer import Count, OptimizerSection, Positive, ScheduleSection, Seconds, Section
-from trainer.config.training import TrainSection
+from trainer.config.optimizer import (
+    Count,
+    OptimizerSection,
+    Positive,
+    ScheduleSection,
+    Seconds,
+    Section,
+    TrainSection,
+    did_you_mean,
+    known_words,
+)
 from trainer.errors import ConfigError
 
 EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
