@@ -6,19 +6,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from .accounting.epsilon_table import EpsilonTable
 from .accounting.group_privacy import noise_tail_of_plan
 from .accounting.rounding import rounded_up, useless_delta
-from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
+from .adaptive_clipping import AdaptiveClipping
 from .errors import PrivacyConfigError
 from .lattice import Lattice
 from .limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
 from .options import OPTIONS, Arithmetic, Clipping, Option, Sampling, options_of, require_compatible
-from .plan_request import PlanChoices, PlanRequest
+from .plan_request import PlanChoices, PlanRequest, require_types
 from .sampling.poisson import PoissonSampler, Sampler, default_cap
 
 if TYPE_CHECKING:
@@ -48,39 +50,18 @@ class PrivacyPlan(PlanChoices):
         warnings: lines to print; no part of the plan's identity.
     """
 
-    noise_multiplier: float
-    target_delta: float
-    reserved_attempts: int
-    cap: int | None
+    noise_multiplier: Annotated[float, Field(ge=0, le=MAX_NOISE_MULTIPLIER)]
+    target_delta: Annotated[float, Field(gt=0, lt=1)]
+    reserved_attempts: Annotated[int, Field(ge=0, le=MAX_COUNT)]
+    cap: Annotated[int | None, Field(ge=1)]
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        least_counts = {"num_examples": 1, "expected_batch_size": 1, "num_steps": 1, "reserved_attempts": 0}
-        for name, least in least_counts.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
-                raise PrivacyConfigError(f"{name} must be an integer from {least} to {MAX_COUNT:,}, not {value!r}")
+        require_types(self)
         if self.expected_batch_size > self.num_examples:
             raise PrivacyConfigError(
                 f"expected_batch_size {self.expected_batch_size} is larger than the data ({self.num_examples} examples)"
             )
-        for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack", "target_delta"):
-            if not math.isfinite(getattr(self, name)):
-                raise PrivacyConfigError(f"{name} must be finite, not {getattr(self, name)}")
-        if not 0 <= self.noise_multiplier <= MAX_NOISE_MULTIPLIER:
-            raise PrivacyConfigError(
-                f"noise_multiplier must not be negative, and at most {MAX_NOISE_MULTIPLIER:g}, not {self.noise_multiplier:g}"
-            )
-        if not SMALLEST_BOUND <= self.max_grad_norm <= LARGEST_BOUND:
-            raise PrivacyConfigError(
-                f"max_grad_norm must be between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, not {self.max_grad_norm:g}"
-            )
-        if not 0 < self.target_delta < 1:
-            raise PrivacyConfigError(f"target_delta must be between 0 and 1, not {self.target_delta:g}")
-        if self.target_epsilon is not None and not 0 < self.target_epsilon < math.inf:
-            raise PrivacyConfigError(f"target_epsilon must be positive, not {self.target_epsilon:g}")
-        if self.cap is not None and self.cap < 1:
-            raise PrivacyConfigError(f"cap must be positive, not {self.cap}")
         self.require_strategy()
         require_compatible(self)
         for option in self.options.values():
@@ -138,27 +119,22 @@ class PrivacyPlan(PlanChoices):
 
         option = self.options["clipping_function"] if self.enabled else OPTIONS["clipping_function"]["flat"]
         assert isinstance(option, Clipping)
+        function, sums = function_of(option), accumulator or LocalSums
         if self.lattice is not None:
             return CertifiedSum(
                 model,
                 self.lattice,
                 shapes=shapes,
-                function=function_of(option),
-                accumulator=accumulator or LocalSums,
+                function=function,
+                accumulator=sums,
                 device=device,
                 self_check=self_check,
             )
+        bound = self.max_grad_norm if self.enabled else math.inf
         return ClippedSum(
-            model,
-            self.max_grad_norm if self.enabled else math.inf,
-            shapes=shapes,
-            mode=mode,
-            function=function_of(option),
-            accumulator=accumulator or LocalSums,
-            adaptive=self.adaptive_clipping,
-            device=device,
-            self_check=self_check,
-        )
+            model, bound, shapes=shapes, mode=mode, function=function, accumulator=sums, adaptive=self.adaptive_clipping,
+            device=device, self_check=self_check,
+        )  # fmt: skip
 
     def noise(self) -> NoiseSource:
         """A source of this process's noise."""

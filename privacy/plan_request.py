@@ -1,20 +1,40 @@
 """The choices behind a plan: those that a recipe states, and the request that `make_plan` turns into a plan."""
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from .adaptive_clipping import AdaptiveClipping
+from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from .correlated.strategy import Strategy
 from .errors import PrivacyConfigError
 from .limits import MAX_COUNT
-from .options import OPTIONS, Correlated
+from .options import OPTIONS
 
 MOST_BANDS = 4096
 """More would help nobody: past noise takes 8 bytes a band and coordinate."""
+
+
+@functools.cache
+def _checks(kind: type) -> dict[str, TypeAdapter[Any]]:
+    """Field -> what checks its type; strict, so that "4", true and NaN are no numbers."""
+    strict, hints = ConfigDict(strict=True, allow_inf_nan=False), get_type_hints(kind, include_extras=True)
+    # A dataclass has a configuration of its own and takes none.
+    own = {name: hints[name] for name in (field.name for field in fields(kind)) if name != "adaptive_clipping"}
+    return {name: TypeAdapter(hint, config=strict) for name, hint in own.items()}
+
+
+def require_types(plan: Any) -> None:
+    """PrivacyConfigError naming the first field of a dataclass that its declared type does not take."""
+    for name, check in _checks(type(plan)).items():
+        try:
+            check.validate_python(getattr(plan, name))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].replace("Input should be", "must be")
+            raise PrivacyConfigError(f"{name} {said}, not {getattr(plan, name)!r}") from error
 
 
 def _one_of(kind: str) -> AfterValidator:
@@ -34,7 +54,7 @@ def _one_of(kind: str) -> AfterValidator:
 class Choices:
     """What a recipe states and its plan keeps: one declaration for the recipe's section, the request and the plan.
 
-    The recipe's section is checked by these types; a request and a plan check themselves (`PrivacyPlan.__post_init__`).
+    These types are checked where a recipe is loaded and where a plan is made.
     """
 
     enabled: bool = True
@@ -43,7 +63,7 @@ class Choices:
     """B: the logical batch has B examples on average; each example is in it with probability q = B / n. Public."""
     target_epsilon: Annotated[float | None, Field(gt=0)] = None
     """What the noise multiplier is calibrated to; None where it is given."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=SMALLEST_BOUND, le=LARGEST_BOUND)] = 1.0
     """C, the L2 clipping bound of one example; under adaptive clipping the first one."""
     clipping_function: Annotated[str, _one_of("clipping_function")] = "flat"
     """Flat with constant C; adaptive: flat, with C that follows a quantile of the norms (Andrew et al. 2021); automatic:
@@ -72,10 +92,10 @@ class PlanChoices(Choices):
         informal_reasons: why the run makes no formal claim, as far as the plan does not see it by itself (contract, point 11).
     """
 
-    num_examples: int
-    num_steps: int
+    num_examples: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    num_steps: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     adaptive_clipping: AdaptiveClipping | None = None
-    sensitivity_slack: float = 0.0
+    sensitivity_slack: Annotated[float, Field(ge=0, le=1e-3)] = 0.0
     coefficients: tuple[float, ...] = ()
     informal_reasons: tuple[str, ...] = ()
 
@@ -96,11 +116,6 @@ class PlanChoices(Choices):
     def require_strategy(self) -> None:
         """PrivacyConfigError for bands, strategy and coefficients that contradict each other."""
         bands, count = self.bands, len(self.coefficients)
-        if not isinstance(bands, int) or isinstance(bands, bool) or not 1 <= bands <= MOST_BANDS:
-            raise PrivacyConfigError(f"bands must be an integer from 1 to {MOST_BANDS:,}, not {bands!r}")
-        if self.strategy not in Correlated.strategies:
-            known = ", ".join(Correlated.strategies)
-            raise PrivacyConfigError(f"strategy must be one of {known}, not {self.strategy!r}")
         if (self.strategy == "optimised") != bool(count) or count not in (0, bands):
             raise PrivacyConfigError(
                 f"strategy {self.strategy!r} with {bands} bands and {count} coefficients: optimised ones are as many as the "

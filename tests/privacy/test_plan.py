@@ -57,7 +57,7 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"target_epsilon": 8.0}, "exactly one"),
         ({"noise_multiplier": "left out"}, "exactly one"),
         ({"noise_multiplier": "left out", "target_epsilon": 0.0}, "target_epsilon"),
-        ({"noise_multiplier": -1.0}, "negative"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be greater than or equal to 0, not -1.0"),
         ({"noise_multiplier": float("nan")}, "finite"),
         ({"noise_multiplier": 0.29}, "below 0.3"),
         ({"target_delta": 0.0}, "target_delta"),

@@ -125,10 +125,10 @@ def test_truncation_is_charged_for_every_participation_of_the_largest_group() ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"bands": 0}, "bands must be an integer"),
-        ({"bands": -3}, "bands must be an integer"),
-        ({"bands": 2.0}, "bands must be an integer"),
-        ({"bands": True}, "bands must be an integer"),
+        ({"bands": 0}, "bands must be greater than or equal to 1"),
+        ({"bands": -3}, "bands must be greater than or equal to 1"),
+        ({"bands": 2.0}, "bands must be a valid integer"),
+        ({"bands": True}, "bands must be a valid integer"),
         ({"bands": 11}, "take 10 bands or fewer"),
         ({"bands": 8, "num_steps": 7}, "more than the 7 steps"),
         ({"bands": 2, "sampling": "shuffle"}, 'sampling = "shuffle" exclude each other'),
