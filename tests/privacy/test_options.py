@@ -92,7 +92,7 @@ PAIRS += [(one, other) for one, other, _, _ in OTHER_EXCLUSIONS]
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_two_settings_that_exclude_each_other_are_refused_alike_by_recipe_and_plan(one: str, other: str) -> None:
-    if other == "sensitivity_slack above 0":  # no recipe states it; tests/privacy/test_certified_plan.py
+    if other == "sensitivity_slack above 0":  # no recipe states it; tests/privacy/test_plan.py
         return
     keys = {**SETTINGS.get(one, {}), **SETTINGS.get(other, {})}
     overrides = [f"privacy.{name}={str(value).lower()}" for name, value in keys.items()]

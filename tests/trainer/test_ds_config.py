@@ -339,8 +339,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "plugin, zero2": {"fp16": {"enabled": True, **LOSS_SCALE}, "optimizer": ADAMW, "scheduler": WARM_UP,
         "zero_optimization": {**STAGE2, "offload_optimizer": {"device": "cpu"}}, "gradient_accumulation_steps": 1,
         "gradient_clipping": AUTO, **SIZES, **QUIET},
-    "plugin, zero3 in bf16": {**BF16, "zero_optimization": NUMBERS3, "train_batch_size": AUTO,
-        "gradient_clipping": 1.0, **QUIET},
     "vision and language, zero1": {"zero_optimization": {**STAGE2, "stage": 1, "allgather_bucket_size": 1e9,
         "reduce_bucket_size": 1e9}, "fp16": {"enabled": AUTO, "auto_cast": True, **LOSS_SCALE}, "bf16": {"enabled": AUTO},
         "optimizer": ADAMW, **ACCUMULATION, **SIZES, "steps_per_print": 1000, "wall_clock_breakdown": True},
@@ -351,8 +349,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "gradient_clipping": 1.0, "prescale_gradients": False, "bf16": {"enabled": True}, "fp16": {"enabled": False},
         "wall_clock_breakdown": False, "zero_optimization": {**STAGE2, "allgather_bucket_size": 50000000,
         "reduce_bucket_size": 50000000, "cpu_offload": False}},
-    "large language models, bf16": {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1}, "bfloat16": {"enabled": True}, **QUIET, "data_types": {"grad_accum_dtype": "fp32"}},
     "chat, zero3": {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10,
         "zero_optimization": {"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"},
         "stage3_param_persistence_threshold": 1e4, "stage3_max_live_parameters": 3e7, "stage3_prefetch_bucket_size": 3e7,
@@ -362,8 +358,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "quantized": {**BF16, "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8,
         "zero_quantized_gradients": True, "contiguous_gradients": True, "overlap_comm": True},
         "train_micro_batch_size_per_gpu": 1},
-    "old offload": {"train_batch_size": 10, "gradient_accumulation_steps": 1, "scheduler": WARM_UP, "zero_optimization":
-        {**STAGE2, "cpu_offload": True}, "fp16": {"enabled": True}, "amp": {"enabled": False}},
     "pictures": {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 128, "steps_per_print": 1e10,
         "optimizer": ADAMW, "fp16": {"enabled": True, **LOSS_SCALE}, "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
@@ -373,8 +367,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
         {**NUMBERS3, "offload_optimizer": {**CPU, "buffer_count": 4, "fast_init": False}, "offload_param": {**CPU,
         "buffer_count": 5, "buffer_size": 1e8}}, "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1,
         "single_submit": False, "overlap_events": True}},
-    "checkpointing": {"bf16": {"enabled": True}, "zero_optimization": NUMBERS3, "activation_checkpointing": CHECKPOINTING,
-        "gradient_clipping": 1.0, "comms_logger": {"enabled": False}, "sparse_gradients": False},
 }  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from tests.e2e.launch import alone, train_arguments
 from tests.processes import run_python
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
-from trainer.loop.schedule import learning_rate
 from trainer.planner.batches import padding, padding_note
 from trainer.ranks.discovery import Ranks
 from trainer.run import start as training
@@ -156,25 +155,6 @@ def test_stage_two_starts_from_the_model_of_a_stage_one(path: Path) -> None:
 
 def test_every_stage_one_has_a_stage_two() -> None:
     assert {f"runs/{path.stem}" for path in STAGE_ONE} == {initialised(path) for path in STAGE_TWO}
-
-
-@pytest.mark.parametrize("path", DPCAP, ids=lambda p: p.stem)
-def test_published_hyper_parameters(path: Path) -> None:
-    config = load_config(path)
-    assert config.model.size == path.stem
-    assert config.privacy.expected_batch_size == 1_310_720 and config.privacy.max_grad_norm == 1.0
-    assert config.privacy.enabled and config.privacy.reserved_attempts is None
-    assert config.privacy.target_epsilon is None
-    assert config.train.num_steps == 5708
-    assert config.schedule.warmup_steps == 2000 and config.schedule.decay_steps == 10_000
-    assert config.schedule.decay == "cosine" and config.schedule.final_fraction == 0
-    assert config.optimizer.name == "adamw" and config.optimizer.peak_lr == 5.12e-4
-    assert config.optimizer.peak_lr == pytest.approx(1e-7 * 1_310_720 / 256, rel=1e-12)
-    assert config.optimizer.betas == (0.9, 0.95) and config.optimizer.eps == 1e-8
-    assert config.optimizer.weight_decay == 0.005
-    assert config.data.image_size == 224 and config.data.num_tokens == 40
-    last = learning_rate(5708, config.train.num_steps, config.optimizer.peak_lr, config.schedule)
-    assert last / config.optimizer.peak_lr == pytest.approx(0.557, abs=1e-3)
 
 
 @pytest.mark.parametrize("path", DPCAP, ids=lambda p: p.stem)

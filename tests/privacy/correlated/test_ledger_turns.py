@@ -164,25 +164,17 @@ def scaled(factor: float) -> Edit:
 FORGED: dict[str, Edit] = {
     "no correlation": lambda plan: plan.pop("correlated"),
     "one band": of_noise(bands=1),
-    "fewer bands": of_noise(bands=2),
     "more bands": of_noise(bands=4),
-    "bands in words": of_noise(bands="3"),
-    "true bands": of_noise(bands=True),
     "longer coefficients": scaled(1.001),
     "shorter coefficients, which are another strategy's": of_noise(coefficients=[0.5, 0.4, 0.3]),
     "optimised by name alone, and growing": of_noise(strategy="optimised", coefficients=[0.1, 0.2, 0.3]),
-    "no coefficients": of_noise(coefficients=[]),
-    "whole numbers": of_noise(coefficients=[1, 0, 0]),
-    "an unknown strategy": of_noise(strategy="best"),
     "groups by content": of_noise(group_of_example="the hash of its caption"),
     "attempts choose": of_noise(group_of_attempt="any"),
     "one more field": of_noise(slack=0.1),
-    "a list": lambda plan: plan.update(correlated=[]),
     "a rate of all examples": lambda plan: plan.update(sample_rate=0.03),
     "a threshold of all examples": lambda plan: plan.update(sampling_threshold=str((60 << 64) // 2001)),
     "shuffled": lambda plan: plan.update(sampling="shuffle"),
     "certified": lambda plan: plan.update(arithmetic="certified", sensitivity_slack=0.0),
-    "more bands than steps": lambda plan: plan.update(num_steps=2),
 }
 
 

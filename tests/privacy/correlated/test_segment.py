@@ -66,21 +66,6 @@ def test_pieces_of_a_large_shard_are_one_shard(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_allclose(dense(strategy, 9) @ np.stack(released), fresh, atol=1e-12)
 
 
-def test_covariance_of_a_million_draws() -> None:
-    """Rows of W have the covariance sigma^2 (C'C)^-1, to sampling error, and coordinates none."""
-    strategy, rows, count, std = Strategy.square_root(3), 6, 1_000_000, 2.0
-    run, released = Segment(strategy), np.empty((rows, count))
-    for t in range(rows):
-        values = torch.zeros(count, dtype=torch.float64)
-        run.add_row([values], std, SystemNoise())
-        released[t] = values.numpy()
-    inverse = np.linalg.inv(dense(strategy, rows))
-    expected = std**2 * inverse @ inverse.T
-    limit = 6 * np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / count)
-    assert (abs(np.cov(released) - expected) < limit).all()
-    assert abs(np.corrcoef(released[:, :-1].ravel(), released[:, 1:].ravel())[0, 1]) < 6 / math.sqrt(rows * count)
-
-
 def test_one_band_is_the_noise_of_dp_sgd() -> None:
     """The very draws, added by the very function; nothing is kept, and nothing has to stay as it was."""
     run, source = Segment(Strategy.independent()), Recorded()
