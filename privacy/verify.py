@@ -100,6 +100,11 @@ PLAN_FIELDS = {
     "informal_reasons", "noise_multiplier", "target_delta", "reserved_attempts", "cap", "sample_rate",
     "sampling_threshold", "adjacency", "formal_guarantee",
 }  # fmt: skip
+CHOICES = {
+    "adjacency": ("zero_out",), "arithmetic": ("floating", "certified"), "sampling": ("poisson", "shuffle"),
+    "clipping_function": ("flat", "automatic", "per_layer", "grouped"),
+}  # fmt: skip
+"""Those of them that name an option, and the options that are known here: a plan with another one is refused."""
 RECIPE_KEYS = {
     "enabled", "expected_batch_size", "noise_multiplier", "target_epsilon", "target_delta", "max_grad_norm", "clipping_function",
     "target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std", "arithmetic", "clipping_mode",
@@ -358,11 +363,8 @@ def read_plan(fields: Any, head: bool) -> Plan:
     number(fields, "max_grad_norm", 1e-12, 1e12)
     for name in ("enabled", "formal_guarantee"):
         require(type(fields.get(name)) is bool, f"{name} must be true or false")
-    require(fields.get("sampling") in ("poisson", "shuffle"), "sampling must be poisson or shuffle")
-    require(fields.get("adjacency") == "zero_out", "adjacency must be zero_out")
-    require(fields.get("arithmetic") in ("floating", "certified"), "arithmetic must be floating or certified")
-    functions = ("flat", "automatic", "per_layer", "grouped")
-    require(fields.get("clipping_function") in functions, f"clipping_function must be one of {', '.join(functions)}")
+    for name, known in CHOICES.items():
+        require(fields.get(name) in known, f"{name} must be {' or '.join(known)}")
     certified = fields.get("arithmetic") == "certified"
     usual_slack = 0 if certified else HEAD_SLACK if head else SLACK
     require(slack == usual_slack or not sigma, f"sensitivity_slack must be {usual_slack:g}: as much as rounding moves")
