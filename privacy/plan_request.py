@@ -29,7 +29,7 @@ def _checks(kind: type) -> dict[str, TypeAdapter[Any]]:
 
 def require_types(plan: Any) -> None:
     """PrivacyConfigError naming the first field of a dataclass that its declared type does not take."""
-    for name, check in _checks(type(plan)).items():
+    for name, check in _checks(plan.__class__).items():
         try:
             check.validate_python(getattr(plan, name))
         except ValidationError as error:
