@@ -117,7 +117,8 @@ class PrivacyPlan(PlanChoices):
         from .clipping.clipped_sum import ClippedSum
         from .clipping.functions import function_of
 
-        option = self.options["clipping_function"] if self.enabled else OPTIONS["clipping_function"]["flat"]
+        # Adaptive clipping is flat at every step; without privacy the bound is infinite, and any function would do.
+        option = OPTIONS["clipping_function"][self.clipping_function if self.enabled else "flat"]
         assert isinstance(option, Clipping)
         function, sums = function_of(option), accumulator or LocalSums
         if self.lattice is not None:

@@ -3,6 +3,7 @@
 Each reports its own sensitivity, which is what the noise is scaled by; nobody retypes a constant.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class ClippingFunction:
         return (bound / norm_B).clamp(max=1)
 
 
+@functools.cache  # the function of an option is one object, so that it can be recognised
 def function_of(option: Clipping) -> Callable[[list[str], float], ClippingFunction]:
     """(names, C) -> the function of an option: one norm per group, bound C / sqrt(number of groups) each, so C for the whole."""
 

@@ -125,7 +125,7 @@ def test_correlated_noise_at_equal_epsilon(capsys, monkeypatch):
         ("--noise_multiplier 2 --bands some", "a number of bands or auto"),
         ("--noise_multiplier 2 --bands -2", "bands"),
         ("--noise_multiplier 2 --bands 99999999999999", "a number of bands or auto"),
-        ("--noise_multiplier 2 --bands 0", "from 1 to"),
+        ("--noise_multiplier 2 --bands 0", "greater than or equal to 1"),
         ("--noise_multiplier 2 --bands 11", "take 10 bands or fewer"),
         ("--noise_multiplier 2 --bands auto", "give --target_epsilon"),
         ("--noise_multiplier 0 --bands 2", "makes no formal claim"),
