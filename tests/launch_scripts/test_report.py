@@ -208,3 +208,20 @@ def test_post_processing_is_stated(run_dir):
     _, markdown, html = write_card(run_dir, card)
     for said in ("DP-AdamBC, Tang et al. 2023", "moving average of the weights (decay at most 0.999)"):
         assert said in markdown.read_text() and said in html.read_text()
+
+
+@pytest.mark.full
+def test_what_the_recipe_states_is_shown_as_not_attested(run_dir):
+    assert "does not state how hyper-parameters were chosen" in write_card(run_dir, build_card(run_dir))[2].read_text()
+    (run_dir / "config.toml").write_text('[data]\ndeduplication = "by <hash>"\n[privacy]\ntuning = "eight runs"\n')
+    card = build_card(run_dir)
+    assert card.unit_of_privacy.deduplication.attested is False
+    page = write_card(run_dir, card)[2].read_text()
+    assert "by &lt;hash&gt; (<code>config.toml</code>, <strong>not attested</strong>)" in page and "eight runs" in page
+
+
+def test_contract_12_private_heldout_is_said_to_be_private(run_dir):
+    (run_dir / "evaluation/heldout.jsonl").unlink()
+    assert _report(run_dir).returncode == 0
+    assert json.loads((run_dir / "report/privacy_card.json").read_text())["utility"]["heldout_loss"] == []
+    assert "it is private" in (run_dir / "report/privacy_card.md").read_text()

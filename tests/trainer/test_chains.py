@@ -40,6 +40,7 @@ from trainer.ranks.discovery import Ranks
 from trainer.report import build_card
 from trainer.run import start as training
 from trainer.studies.collect import told_apart_by
+from trainer.weights.export import export
 from trainer.weights.open_model import open_model
 from trainer.weights.parent_ledgers import ledgers_of
 
@@ -283,3 +284,25 @@ def test_a_start_that_spent_more_since_the_ledger_was_opened_is_refused(
     ledger.write_bytes(b"".join(lines[:2]))
     with pytest.raises(PrivacyConfigError, match="had spent what it has spent now"):
         run(tmp_path / "run", f"init.checkpoint={chain['second']}", "train.max_minutes=1e-9")
+
+
+@pytest.mark.full
+def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict[str, Path], third: Path) -> None:
+    """Whether two private data sets have a shard in common depends on single examples, so only declarations are published."""
+    opened = read_ledger(third / "ledger.jsonl").opened
+    assert set(opened["behind"][0]) == {"file", "run", "lines", "hash"} and opened["disjoint_from_start"] is True
+    assert "disjoint_from_start" not in read_ledger(chain["second"] / "ledger.jsonl").opened
+    hashes = {
+        entry["sha256"] for entry in json.loads((chain["first"] / "private/index/manifest.json").read_text())["shards"]
+    }
+    public = b"".join(path.read_bytes() for path in third.rglob("*.json*") if "private" not in path.parts)
+    assert hashes and not [digest for digest in hashes if digest.encode() in public]
+
+
+@pytest.mark.full
+def test_exports_carry_the_composed_number(chain: dict[str, Path], tmp_path: Path) -> None:
+    attested = export(open_model(chain["second"]), "safetensors", tmp_path / "out").card
+    assert attested is not None and attested.epsilon == card_of(chain["second"]).epsilon
+    about = json.loads((tmp_path / "out/config.json").read_text())["about"]
+    assert (about["epsilon"], about["delta"]) == (attested.epsilon, 1e-6)
+    assert "composed with what the private runs behind" in (tmp_path / "out/README.md").read_text()
