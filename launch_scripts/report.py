@@ -2,7 +2,7 @@
 
     python launch_scripts/report.py --run_dir runs/quickstart [--json] [--publish published] [--wandb FOLDER]
 
-Writes RUN_DIR/report/privacy_card.json, .md and .html (one file with plots, nothing external). Works while the run goes
+Writes RUN_DIR/report/privacy_card.json, .md and .html (one file, nothing external). Works while the run goes
 on: it takes no lock and changes nothing else. --publish copies what may be published into a new folder, the newest checkpoint
 included, without the times of files, and names what it leaves out. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
 """

@@ -923,7 +923,7 @@ def check_epsilon(folder: Folder) -> str:
 def card_fields(folder: Folder) -> dict[str, Any]:
     """The fields of a card that follow from the ledger, by their places: all others are listed as not attested."""
     at, plan, opened = folder.ledger, folder.ledger.plan, folder.ledger.opened
-    head, delta, adaptive = at.head, plan["target_delta"], plan["adaptive_clipping"]
+    head, delta = at.head, plan["target_delta"]
     card: dict[str, Any] = {
         "formal_guarantee": not plan.reasons, "reasons": list(plan.reasons), "epsilon": None, "delta": delta,
         "steps_done": at.furthest if plan["enabled"] else plan["num_steps"] if at.closed == "finished" else None,
@@ -933,16 +933,11 @@ def card_fields(folder: Folder) -> dict[str, Any]:
             "unit": opened.get("unit", "one labelled example" if head else "one image-text pair"),
             "num_examples": plan["num_examples"],
         },
-        "mechanism": {
-            "clipping_function": None if head else plan["clipping_function"],
-            "max_grad_norm": None if head else plan["max_grad_norm"], "arithmetic": plan["arithmetic"],
-            "lattice_exponent": plan["lattice_exponent"], "sensitivity_slack": plan["sensitivity_slack"],
-            "noise_multiplier": plan["noise_multiplier"], "noise_multiplier_accounted": plan.accounted,
-        },
+        "plan": {name: value for name, value in opened["plan"].items() if name != "target_epsilon"},
+        "mechanism": {"noise_multiplier_accounted": plan.accounted},
         "sampling": {
-            "scheme": "full batch" if head else plan["sampling"], "sample_rate": plan.rate, "cap": plan["cap"],
-            "expected_batch_size": plan["expected_batch_size"], "key_commitment_sha256": opened["key_commitment"],
-            "data_hmac_sha256": opened.get("data_hmac"),
+            "scheme": "full batch" if head else plan["sampling"], "turns_charged": plan.turns(at.charged()),
+            "key_commitment_sha256": opened["key_commitment"], "data_hmac_sha256": opened.get("data_hmac"),
         },
         "accounting": {
             "epsilon": None, "delta": delta, "max_examples_per_owner": opened.get("max_examples_per_owner"),
@@ -960,13 +955,6 @@ def card_fields(folder: Folder) -> dict[str, Any]:
     }  # fmt: skip
     for _, step, name, digest in at.checkpoints[-1:]:
         card["released"]["last_checkpoint"] = {"step": step, "name": name, "manifest_sha256": digest}
-    if adaptive is not None:
-        multiplier = {"gradient_noise_multiplier": plan.gradient_multiplier()}
-        card["mechanism"]["adaptive_clipping"] = adaptive | multiplier
-    if plan.bands > 1:
-        noise = {name: plan["correlated"][name] for name in ("bands", "strategy", "coefficients")}
-        card["mechanism"]["correlated_noise"] = noise
-        card["sampling"]["groups"] = {"number": plan.bands, "turns_charged": plan.turns(at.charged())}
     if not plan.reasons:
         left = delta - plan.noise_tail()
         own, planned, most = (plan.releases(count) for count in (at.charged(), plan["num_steps"], plan.most_charges))

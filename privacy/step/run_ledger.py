@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..accounting.accountants import ReleaseGroup
-from ..card.composition import composed_epsilon, states_behind
 from ..checkpoints.read import MANIFEST, Checkpoint, file_digest
 from ..checkpoints.recorded import require_recorded
+from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.ledger import Ledger
 from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
 from ..ledger.records import LedgerState

@@ -13,7 +13,7 @@ import pytest
 
 from launch_scripts import audit, report
 from privacy.accounting import accountants
-from privacy.card import numbers
+from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.command import main as library
 from tests.privacy.ledger_files import rechained
@@ -41,9 +41,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what surrounds the claim, which takes most of a card's time."""
-    monkeypatch.setattr(numbers, "attack_bounds", lambda *_: None)
-    monkeypatch.setattr(numbers, "epsilon_of_several", lambda *_: None)
-    monkeypatch.setattr(numbers, "_epsilon_by_attempts", lambda *_: [])
+    monkeypatch.setattr(card_report, "risk_of", lambda *_: {"advantage": 0.0, "true_positive_rates": []})
+    monkeypatch.setattr(card_report, "epsilon_of_several", lambda *_: None)
     monkeypatch.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
     monkeypatch.setattr(accountants, "epsilon_replace_one", lambda *_: None)
 

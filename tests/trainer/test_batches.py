@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from data.reading.loader import StepPlan
-from privacy.sampling.cyclic import CyclicPoissonSampler
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys
+from privacy.sampling.poisson import CyclicPoissonSampler, PoissonSampler, default_cap, example_keys
 from privacy.step import batches as module
 from privacy.step import collectives
 from privacy.step.batches import LogicalBatches

@@ -11,9 +11,9 @@ from data.examples.examples import MakeExample
 from privacy.audit.canaries import POWER, audit_canaries
 from privacy.audit.folder import attempts_check, recorded_attempts
 from privacy.audit.report import AuditReport, fact, undecided
-from privacy.card.composition import claim_of
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.recorded import require_recorded
+from privacy.ledger.claim import claim_of
 from privacy.step.folder import RunFolder
 from trainer.audit.canaries import CanaryCoins, read_canaries
 from trainer.config.recipe import load_config

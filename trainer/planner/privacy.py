@@ -59,6 +59,7 @@ def summarise(
         "noise_multiplier": plan.noise_multiplier,
         "delta": plan.target_delta,
         "arithmetic": plan.arithmetic,
+        "options": [list(row) for option in plan.options.values() for row in option.rows(plan)],
         "lattice_exponent": None if plan.lattice is None else plan.lattice.exponent,
         "noise_tail_delta": plan.noise_tail_delta,
         "target_epsilon": plan.target_epsilon,

@@ -58,8 +58,8 @@ def privacy_table(result: dict[str, Any]) -> Table:
             f"{result['running_sums_noise']:.4g}",
             "root mean square; compare it over bands at one epsilon",
         )
-    if result["lattice_exponent"] is not None:
-        row("arithmetic", result["arithmetic"], f"multiples of 2^{-result['lattice_exponent']}; no slack for rounding")
+    for what, value in result["options"]:
+        row(what, "", value)
     table.add_section()
     row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
     reserve = f"with {result['reserved_attempts']} reserved"

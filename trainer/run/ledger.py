@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from data.index.tar_index import ExampleTable
-from privacy.card.composition import states_behind
 from privacy.checkpoints.read import has_checkpoints
 from privacy.errors import PrivacyConfigError
+from privacy.ledger.claim import states_behind
 from privacy.ledger.durable import require_apart
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
+from privacy.options import OPTIONS
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.sampling.keys import SamplingKey
@@ -71,7 +72,7 @@ def open_run_ledger(
         resume = None if recorded is None else recorded["plan"]
         request = privacy.request(num_steps, len(table))
         if request.strategy == "optimised":
-            frozen = {} if resume is None else PlanRequest.recorded_correlation(resume)
+            frozen = {} if resume is None else OPTIONS["noise"]["correlated"].recorded(resume)
             is_the_same = (frozen.get("bands"), frozen.get("strategy")) == (request.bands, request.strategy)
             request = replace(request, coefficients=frozen["coefficients"]) if is_the_same else coefficients(request)
         plan = make_plan(request, resume=resume)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from privacy.card.composition import claim_of
 from privacy.card.folder import read_utility
 from privacy.card.report import read_snapshot
+from privacy.ledger.claim import claim_of
 from privacy.ledger.records import LedgerState
 from privacy.plan import PrivacyPlan
 from trainer.studies.folder import Progress, StudyFolder

@@ -96,7 +96,7 @@ def test_coins_that_forget_the_step_are_found() -> None:
 
 def test_another_sample_rate_is_found() -> None:
     own = plan()
-    sampler = PoissonSampler(own.num_examples, own._poisson.threshold * 11 // 10)
+    sampler = PoissonSampler(own.num_examples, own.coins.threshold * 11 // 10)
     with mock.patch.dict(own.__dict__, sampler=sampler):
         report = audit(own, trained(own, ATTEMPTS))
     assert {"batch_size_total", "second_derivation"} <= set(report.failed())
@@ -104,7 +104,7 @@ def test_another_sample_rate_is_found() -> None:
 
 def test_a_forgotten_cap_is_found() -> None:
     own = plan(cap=290)
-    with mock.patch.dict(own.__dict__, sampler=replace(own._poisson, cap=None)):
+    with mock.patch.dict(own.__dict__, sampler=replace(own.coins, cap=None)):
         assert "cap" in audit(own, trained(own, ATTEMPTS)).failed()
 
 

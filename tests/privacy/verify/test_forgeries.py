@@ -149,7 +149,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "card: epsilon": (card_says("epsilon", 0.01), 5, "the card's epsilon is 0.01, and the ledger gives"),
     "card: epsilon of the accounting": (card_says("accounting.epsilon", 0.01), 5, "the card's accounting.epsilon"),
     "card: delta": (card_says("delta", 1e-9), 5, "the card's delta is 1e-09"),
-    "card: sigma": (card_says("mechanism.noise_multiplier", 9), 5, "the card's mechanism.noise_multiplier"),
+    "card: sigma": (card_says("plan.noise_multiplier", 9), 5, "the card's plan.noise_multiplier"),
     "card: guarantee": (card_says("formal_guarantee", False), 5, "the card's formal_guarantee is False"),
     "card: examples": (card_says("unit_of_privacy.num_examples", 2000.001), 5, "the card's unit_of_privacy.num_examples"),
     "card: other words": (card_says("warnings", ["none"]), 0, ""),

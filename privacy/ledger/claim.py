@@ -1,4 +1,4 @@
-"""What released weights carry: a run's own charges, composed with those of the private runs whose weights it started from.
+"""The claim of released weights: a run's own charges, composed with those of the private runs whose weights it started from.
 
 A run that starts from such weights keeps a copy of each ledger behind them in `behind/`, the newest first, and names the copies
 in its own first line (`behind`: file, run, lines, hash of the last line). An example may have been in all of these runs, so by
@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..accounting.accountants import ReleaseGroup
+from ..accounting.accountants import ReleaseGroup, claimed_epsilon
 from ..errors import PrivacyStateRefused
-from ..ledger.chain import hash_line
-from ..ledger.records import LedgerState, read_state
-from .model import STATEMENTS, CarriedRun, Composition
-from .numbers import claimed_epsilon
+from .chain import hash_line
+from .records import LedgerState, read_state
 
 FOLDER = "behind"
 
@@ -102,39 +100,6 @@ def claim_of(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
     states = [state, *states_behind(run_dir, state.opened)]
     delta = min(before.plan.target_delta for before in states)
     return composed_epsilon(states, delta), delta
-
-
-def composition(run_dir: Path, state: LedgerState) -> Composition | None:
-    """What the weights of a run carry; None where no private run is behind them, or nothing is claimed.
-
-    Args:
-        run_dir: holds the copies.
-        state: of the run's own ledger.
-
-    Raises:
-        PrivacyStateRefused: a copy is missing, broken, or makes no claim.
-    """
-    behind = state.opened.get("behind", ())
-    if not behind or not state.plan.formal_guarantee:
-        return None
-    states = [state, *states_behind(run_dir, state.opened)]
-    names = [("this run", "ledger.jsonl"), *((str(place["run"]), str(place["file"])) for place in behind)]
-    delta = min(before.plan.target_delta for before in states)
-    disjoint = [before.opened.get("disjoint_from_start") is True for before in states]
-    return Composition(
-        epsilon=composed_epsilon(states, delta),
-        delta=delta,
-        disjoint_by_declaration=any(disjoint[:-1]),
-        statement=STATEMENTS["composed"] + (f" {STATEMENTS['composed_disjoint']}" if any(disjoint[:-1]) else ""),
-        runs=tuple(
-            CarriedRun(
-                name=name, file=file, delta=before.plan.target_delta, attempts_charged=before.num_charged,
-                epsilon=claimed_epsilon(before.charged_groups(), before.plan.accounted_delta)[0],
-                disjoint_from_those_before=disjoint[number],
-            )
-            for number, ((name, file), before) in enumerate(zip(names, states, strict=True))
-        ),
-    )  # fmt: skip
 
 
 def composed_epsilon(states: Sequence[LedgerState], delta: float, own: Sequence[ReleaseGroup] | None = None) -> float:
