@@ -15,7 +15,7 @@ from privacy.ledger.chain import AppendOnly, ChainFile
 from privacy.ledger.membership import Membership
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.signature import SigningKey
-from privacy.step.run_ledger import RunLedger
+from privacy.run.ledger import RunLedger
 from tests.crashes.disk import Names, States, put
 from tests.crashes.exploration import (
     DRAWS,

@@ -18,12 +18,12 @@ from privacy.correlated import segment
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.noise import NoiseSource, SystemNoise, add_noise
+from privacy.run.ledger import RunLedger
 from privacy.sampling.poisson import example_keys
 from privacy.step import batches as run_batches
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
 from privacy.step.reduction import reduce_to_owners
-from privacy.step.run_ledger import RunLedger
 from privacy.step.step import train_step
 from tests.privacy.audit.broken_samplers import SAMPLERS
 from tests.trainer.broken_correlation import CORRELATED

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.e2e.launch import TRAIN, train_arguments
-from trainer.loop.announce import _claim, few_cpus
+from trainer.run.announce import _claim, few_cpus
 
 
 @pytest.mark.parametrize("cpus", [[8, 8], [8, 16, 9], [64]])
@@ -45,5 +45,5 @@ def test_the_affinity_counts(tmp_path: Path) -> None:
 def test_the_last_line_says_that_a_delta_of_1_over_n_protects_nobody(delta: float, is_useless: bool) -> None:
     plan = SimpleNamespace(target_delta=delta, num_examples=400)
     ledger = SimpleNamespace(claim=lambda: (0.5, delta), epsilon=lambda: 0.5)
-    said = _claim(SimpleNamespace(ledger=ledger, mechanism=SimpleNamespace(plan=plan)))  # type: ignore[arg-type]
+    said = _claim(SimpleNamespace(ledger=ledger, plan=plan))  # type: ignore[arg-type]
     assert said.startswith(f"epsilon 0.5000 at delta {delta:g}") and ("protects nobody" in said) is is_useless

@@ -25,8 +25,8 @@ from privacy.ledger.signature import SIGNING_KEY, SigningKey
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
+from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
-from privacy.step.run_ledger import RunLedger
 from tests.privacy.ledger_files import rechained
 
 LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"

@@ -18,7 +18,7 @@ from models.masked_autoencoder import MaskedAutoencoder, reconstruction_loss
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
-from trainer.run.heldout import Heldout
+from trainer.loop.heldout import Heldout
 from trainer.tasks import make_task
 from trainer.tasks.blind import caption_losses
 from trainer.tasks.captioning import CaptioningTask

@@ -17,7 +17,7 @@ from models.converters.native import encoder_as
 from models.converters.weights import write_weights
 from models.image_encoder import EncoderConfig, build_image_encoder
 from privacy.errors import PrivacyStateRefused
-from privacy.step.resume import load_newest
+from privacy.run.run import load_newest
 from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError
 from trainer.weights.import_weights import import_weights

@@ -106,7 +106,7 @@ def watched(root: Path) -> Iterator[list[str]]:
         patch.setattr("secrets.token_bytes", lambda size=32: bytes(range(size)))
         patch.setattr(one_step, "reduce_to_owners", reduced)
         patch.setattr(PrivacyPlan, "noise", lambda _: Noise())
-        patch.setattr("privacy.step.run_ledger.RunLedger.claim", lambda *_: (1.0, 1e-5))
+        patch.setattr("privacy.run.ledger.RunLedger.claim", lambda *_: (1.0, 1e-5))
         patch.setattr(PrivacyPlan, "epsilon_after", lambda *_: 1.0)
         patch.setattr(fcntl, "flock", lambda *_: None)  # held until the process ends, and this one resumes
         # One nonce for all sessions, which a ledger refuses: here coins have to be known, and nothing is claimed.

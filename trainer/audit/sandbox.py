@@ -36,11 +36,11 @@ from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK, Release
+from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.step.batches import LogicalBatches
 from privacy.step.engine import Engine, GradShard
 from privacy.step.noise_variance import NoiseVariance
-from privacy.step.run_ledger import RunLedger
 from privacy.step.step import Mechanism, train_step
 from trainer.audit.rounding import sum_of_neighbours
 from trainer.audit.task import UNREACHED, Canaries, CanaryExample, CanaryModel, make_canaries, write_shard

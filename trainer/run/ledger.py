@@ -10,18 +10,14 @@ from typing import Any
 
 from data.index.tar_index import ExampleTable
 from privacy.card.composition import states_behind
-from privacy.checkpoints.read import has_checkpoints
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.file_roles import require_apart
-from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import read_ledger
-from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan
 from privacy.plan_request import PlanRequest
-from privacy.sampling.keys import SamplingKey
-from privacy.step.folder import RunFolder, environment
-from privacy.step.run_ledger import RunLedger
+from privacy.run.ledger import Recorded, RunLedger, open_ledger
+from privacy.step.folder import RunFolder
 from trainer.config.recipe import PrivacySection
 from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, require_kept
 
@@ -64,31 +60,35 @@ def open_run_ledger(
         PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
     """
 
-    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
-        recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
+    limit = privacy.max_examples_per_owner
+
+    def asked(recorded: Recorded | None) -> PlanRequest:
         if recorded is None and privacy.target_epsilon is not None:
             print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
-        resume = None if recorded is None else recorded["plan"]
         request = privacy.request(num_steps, len(table))
-        if request.strategy == "optimised":
-            frozen = {} if resume is None else PlanRequest.recorded_correlation(resume)
-            is_the_same = (frozen.get("bands"), frozen.get("strategy")) == (request.bands, request.strategy)
-            request = replace(request, coefficients=frozen["coefficients"]) if is_the_same else coefficients(request)
-        plan = make_plan(request, resume=resume)
-        limit, shared = privacy.max_examples_per_owner, privacy.shared_ledger
+        if request.strategy != "optimised":
+            return request
+        frozen = {} if recorded is None else PlanRequest.recorded_correlation(recorded["plan"])
+        is_the_same = (frozen.get("bands"), frozen.get("strategy")) == (request.bands, request.strategy)
+        return replace(request, coefficients=frozen["coefficients"]) if is_the_same else coefficients(request)
+
+    def described(recorded: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
+        fields: dict[str, Any] = {"unit": unit, **({"max_examples_per_owner": limit} if limit else {})}
+        found = [] if behind is None else behind()
+        if recorded is None:
+            if found:
+                fields["behind"] = keep_copies(folder.root, found)
+                fields |= {"disjoint_from_start": True} if disjoint_from_start else {}
+            return fields
         # The card computes an owner's epsilon from the recorded limit, so a resume cannot state another one.
-        if recorded is not None and recorded.get("max_examples_per_owner") != limit:
+        if recorded.get("max_examples_per_owner") != limit:
             raise PrivacyConfigError(
                 f"privacy.max_examples_per_owner is {limit}, but {folder.ledger} was opened with "
                 f"{recorded.get('max_examples_per_owner')}; it is part of the claim: set it back, or start another run folder"
             )
-        described: dict[str, Any] = {"commit": environment()["commit"], "unit": unit}
-        found = [] if behind is None else behind()
-        if recorded is None and found:
-            described["behind"] = keep_copies(folder.root, found)
-        elif recorded is not None and found:
+        if found:
             require_kept(folder.root, recorded, found)
-        if recorded is not None and "behind" in recorded:
+        if "behind" in recorded:
             # The card's first number relies on the declaration, so a resume cannot state another one.
             if recorded.get("disjoint_from_start", False) != disjoint_from_start:
                 raise PrivacyConfigError(
@@ -98,20 +98,14 @@ def open_run_ledger(
             if plan.formal_guarantee:
                 # Every claim needs the copies, which are judged before anything is written.
                 states_behind(folder.root, recorded)
-        elif "behind" in described and disjoint_from_start:
-            described["disjoint_from_start"] = True
-        ledger, key = open_run_state(
-            folder.ledger,
-            folder.key,
-            plan,
-            data_manifest=table.manifest_digest(),
-            open_fields=described | ({"max_examples_per_owner": limit} if limit else {}),
-            mirror=privacy.ledger_mirror,
-            shared=None if shared is None else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
-            has_checkpoint=has_checkpoints(folder.checkpoints),
-            members=folder.members,
-            mended=False,
-        )
-        return ledger, key, plan
+        return fields
 
-    return RunLedger.open(open_on_main, folder.key, members=folder.members)
+    shared = privacy.shared_ledger
+    return open_ledger(
+        folder,
+        asked,
+        table.manifest_digest,
+        described=described,
+        mirror=privacy.ledger_mirror,
+        shared=None if shared is None else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
+    )

@@ -5,30 +5,31 @@ import sys
 from collections.abc import Sequence
 
 from privacy.accounting.rounding import rounded_up, useless_delta
-from privacy.errors import say
+from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY, say
+from privacy.run.run import Run
 from trainer.config.machine import MachineSettings
-from trainer.loop.fit import BUDGET_SPENT, DONE
-from trainer.loop.stopping import STOPPED_EARLY
+from trainer.loop.reporting import Training
 from trainer.planner.signal import NoiseToSignal
 from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
 from trainer.run.clipping_mode import ModeChoice
-from trainer.run.run import Run
 from trainer.weights.provenance import initialisation_statement
 
 
-def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
+def announce(
+    training: Training, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None
+) -> None:
     """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
-    plan = run.mechanism.plan
-    count = sum(shape.numel() for shape in run.mechanism.engine.shapes.values())
+    run, plan, config = training.run, training.run.plan, training.config
+    count = sum(shape.numel() for shape in run.parts.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
     hosts = distributed.hosts()
     where = (
         f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})" if len(hosts) > 1 else ""
     )
     print(
-        f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
-        f"{run.mechanism.engine.compute_dtype}"
+        f"{config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
+        f"{run.parts.engine.compute_dtype}"
     )
     print(
         f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
@@ -40,7 +41,7 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
             f"correlated noise of {plan.bands} bands ({plan.strategy}): {plan.bands} groups of up to {plan.group_size} examples "
             "take turns; past noise stays in memory, and every start begins without it"
         )
-    signal = NoiseToSignal.of(plan, count, run.config.model.kind)
+    signal = NoiseToSignal.of(plan, count, config.model.kind)
     if signal is not None:
         print(signal.line)
     if plan.lattice is not None:
@@ -50,7 +51,7 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         )
     for warning in plan.warnings:
         say(f"warning: {warning}")
-    warmup = run.config.schedule.warmup_steps
+    warmup = config.schedule.warmup_steps
     if warmup > plan.num_steps:
         print(
             f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning rate never reaches its peak "
@@ -66,8 +67,8 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         )
     else:
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
-    if run.model_facts["initialisation"].get("kind") != "random":
-        say(initialisation_statement(run.model_facts))
+    if training.model_facts["initialisation"].get("kind") != "random":
+        say(initialisation_statement(training.model_facts))
     if run.ledger.fingerprint is not None:
         print(
             f"the ledger is signed by the key with the fingerprint {run.ledger.fingerprint}: keep it elsewhere, "
@@ -115,8 +116,8 @@ def _claim(run: Run) -> str:
     claim, own = run.ledger.claim(), run.ledger.epsilon()
     if claim is None or own is None:
         return "no formal guarantee"
-    delta, words = run.mechanism.plan.target_delta, f"epsilon {rounded_up(claim[0], 4)} at delta {claim[1]:g}"
-    if useless := useless_delta(claim[1], run.mechanism.plan.num_examples):
+    delta, words = run.plan.target_delta, f"epsilon {rounded_up(claim[0], 4)} at delta {claim[1]:g}"
+    if useless := useless_delta(claim[1], run.plan.num_examples):
         words += f" ({useless})"
     if claim == (own, delta):
         return words
@@ -128,8 +129,8 @@ def conclude(run: Run, outcome: int) -> None:
     """Prints how the run ended, and what recognises its ledger; on the main rank."""
     claim = _claim(run)
     ending = {
-        DONE: f"done: {run.mechanism.plan.num_steps} steps, {claim}",
-        BUDGET_SPENT: f"stopped: the budget of {run.mechanism.plan.max_intents} attempts is spent and steps remain; {claim}",
+        DONE: f"done: {run.plan.num_steps} steps, {claim}",
+        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {claim}",
         STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
     }
     line = run.ledger.position()["hash"]

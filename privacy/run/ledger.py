@@ -6,18 +6,20 @@ from typing import Any, Protocol
 
 from ..accounting.accountants import ReleaseGroup
 from ..card.composition import composed_epsilon, states_behind
-from ..checkpoints.read import MANIFEST, Checkpoint, file_digest
+from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
 from ..checkpoints.recorded import require_recorded
 from ..ledger.ledger import Ledger
 from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
-from ..ledger.records import LedgerState
+from ..ledger.records import LedgerState, read_ledger
+from ..ledger.run_state import SharedTerms, open_run_state
 from ..ledger.signature import fingerprint
-from ..plan import PrivacyPlan
+from ..plan import PrivacyPlan, make_plan
+from ..plan_request import PlanRequest
 from ..releases import Release
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
-from . import collectives
-from .folder import environment
+from ..step import collectives
+from ..step.folder import RunFolder, environment
 
 
 class Dealt(Protocol):
@@ -250,3 +252,44 @@ class RunLedger:
         if known not in self._composed:
             self._composed[known] = composed_epsilon(states, delta, charged)
         return self._composed[known], delta
+
+
+Recorded = dict[str, Any]
+"""The fields of a ledger's `open` record."""
+
+
+def open_ledger(
+    folder: RunFolder,
+    asked: Callable[[Recorded | None], PlanRequest],
+    manifest: Callable[[], bytes],
+    *,
+    described: Callable[[Recorded | None, PrivacyPlan], Mapping[str, Any]],
+    mirror: Path | str | None,
+    shared: SharedTerms | None = None,
+) -> RunLedger:
+    """Opens ledger and key of a run folder without writing to them (`RunLedger.mend` does), or creates them. Collective.
+
+    The plan is made, or compared with the frozen one, on rank 0, and every rank gets the same.
+
+    Args:
+        asked: the plan's request; None is a new run.
+        manifest: what identifies the data; enters the ledger as HMAC under the sampling key only.
+        described: further fields of a new ledger, or a refusal of those that an existing one has.
+        mirror, shared: see `open_run_state`.
+
+    Raises (on every rank):
+        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
+        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
+    """
+
+    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
+        recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
+        plan = make_plan(asked(recorded), resume=None if recorded is None else recorded["plan"])
+        fields = {"commit": environment()["commit"], **described(recorded, plan)}
+        ledger, key = open_run_state(
+            folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
+            has_checkpoint=has_checkpoints(folder.checkpoints), members=folder.members, mended=False,
+        )  # fmt: skip
+        return ledger, key, plan
+
+    return RunLedger.open(open_on_main, folder.key, members=folder.members)
