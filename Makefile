@@ -31,7 +31,7 @@ test: $(STAMP)
 
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
-	@for optional in triton evaluation captions trackers examples docs; do \
+	@for optional in triton evaluation captions examples docs; do \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-$$optional.txt >&2 || echo "requirements-$$optional.txt could not be installed: tests that need it will be skipped" >&2; \
 	done
 	$(PYTEST) --hypothesis-profile=full -m "not gpu and not cluster"

@@ -36,7 +36,6 @@ ONLY_IN = {
     "fairscale": ("trainer/engines/",),
     "tensorboard": ("trainer/loop/metrics.py",),
     "torch.utils.tensorboard": ("trainer/loop/metrics.py",),
-    "wandb": ("trainer/tracking.py",),
     "mpi4py": ("data/reading/pool.py",),
     "fsspec": ("data/reading/remote.py",),
     "aiohttp": ("data/reading/remote.py",),
@@ -131,9 +130,7 @@ def test_packages_behind_doors(guarded: str) -> None:
             assert not found, f"{relative(path)} imports {found[0]}"
 
 
-@pytest.mark.parametrize(
-    "guarded", ["tensorboard", "torch.utils.tensorboard", "wandb", "mpi4py", "opacus", "transformers"]
-)
+@pytest.mark.parametrize("guarded", ["tensorboard", "torch.utils.tensorboard", "mpi4py", "opacus", "transformers"])
 def test_imported_when_used(guarded: str) -> None:
     """Inside of functions only. (Engine modules may import theirs: each is imported only for its engine.)"""
     for path in python_files(*PACKAGES):
