@@ -24,7 +24,7 @@ from ..files.toml_text import written
 from ..ledger.file_roles import require_apart
 from ..plan import PrivacyPlan
 from ..plan_request import PlanRequest
-from ..run.ledger import Recorded, RunLedger, open_ledger
+from ..run.ledger import Opening, RunLedger, open_ledger
 from ..run.run import Parts, Stored
 from ..step import collectives
 from ..step.engine import to_device
@@ -162,23 +162,24 @@ class OwnStart:
         """What identifies the data, and whether they can be used; last, since it is a pass over all items."""
         self.manifest = collectives.on_main(lambda: data_manifest(self.reader, self.data_version))
 
-    def open_ledger(self) -> RunLedger:
-        def described(_: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
-            if not plan.formal_guarantee:
-                raise PrivacyConfigError(f"a private loop makes a formal claim, and here {plan.reasons[0]}")
-            return {"unit": self.unit}
+    def open_ledger(self) -> Opening:
+        self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": fixed_digest(self.model)}
+        opening = open_ledger(
+            self.folder, lambda _: self.request, lambda: self.manifest, described=lambda *_: {"unit": self.unit},
+            mirror=self.mirror,
+        )  # fmt: skip
+        if not opening.plan.formal_guarantee:
+            raise PrivacyConfigError(f"a private loop makes a formal claim, and here {opening.plan.reasons[0]}")
+        for line in opening.plan.warnings if collectives.rank() == 0 else ():
+            warnings.warn(line, stacklevel=4)
+        return opening
 
-        ledger = open_ledger(
-            self.folder, lambda _: self.request, lambda: self.manifest, described=described, mirror=self.mirror
-        )
+    def take_ledger(self, ledger: RunLedger) -> None:
+        """Its last line goes with what is remembered of the weights, in this program and before it."""
         self.undone.callback(ledger.release)
         if self.engine.origin is not None:
             ledger.require_not_shorter_than(self.engine.origin.line)
         self.engine.ledger_line = ledger.position
-        for line in ledger.plan.warnings if collectives.rank() == 0 else ():
-            warnings.warn(line, stacklevel=5)
-        self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": fixed_digest(self.model)}
-        return ledger
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """All that the checkpoint holds: the engine is there already, and a finished run gives its model back trained."""
@@ -191,9 +192,9 @@ class OwnStart:
         self.engine.load_facts(checkpoint.manifest)
         checkpoint.restore(self.engine, self.engine.moments)
 
-    def build(self, ledger: RunLedger, resumed: Checkpoint | None) -> Parts:
+    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
         engine, name, optimizer = self.engine, self.folder.root.resolve().name, self.optimizer
-        clipped = ledger.plan.clipped_sum(self.model, shapes=engine.shapes, device=engine.device)
+        clipped = plan.clipped_sum(self.model, shapes=engine.shapes, device=engine.device)
         self.undone.callback(clipped.detach)
         text = config_toml(
             name, self.request, micro_batch_size=self.reader.micro_batch_size, optimizer=type(optimizer).__name__,
@@ -203,7 +204,7 @@ class OwnStart:
             engine=engine,
             task=self.task,
             clipped=clipped,
-            noise=ledger.plan.noise(),
+            noise=plan.noise(),
             read=lambda plans: self.reader.steps(plans, self.num_workers),
             micro_batch_size=self.reader.micro_batch_size,
             learning_rate=self.learning_rate or (lambda step: float(optimizer.param_groups[0]["lr"])),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..accounting.accountants import ReleaseGroup
 from ..card.composition import composed_epsilon, states_behind
@@ -258,6 +258,20 @@ Recorded = dict[str, Any]
 """The fields of a ledger's `open` record."""
 
 
+class Opening(NamedTuple):
+    """A run's privacy state before its start.
+
+    Attributes:
+        plan: made for a new run; the frozen one, which is what was asked for, of one that is there.
+        ledger: of a run that is there, opened without writing to it (`RunLedger.mend` does); None for a new one.
+        create: makes ledger and key of a new run, when nothing else refuses its start: a shared ledger reserves its budget here.
+    """
+
+    plan: PrivacyPlan
+    ledger: RunLedger | None
+    create: Callable[[], RunLedger]
+
+
 def open_ledger(
     folder: RunFolder,
     asked: Callable[[Recorded | None], PlanRequest],
@@ -266,8 +280,8 @@ def open_ledger(
     described: Callable[[Recorded | None, PrivacyPlan], Mapping[str, Any]],
     mirror: Path | str | None,
     shared: SharedTerms | None = None,
-) -> RunLedger:
-    """Opens ledger and key of a run folder without writing to them (`RunLedger.mend` does), or creates them. Collective.
+) -> Opening:
+    """Opens ledger and key of a run folder, or makes the plan of a new one; writes nothing. Collective.
 
     The plan is made, or compared with the frozen one, on rank 0, and every rank gets the same.
 
@@ -277,14 +291,18 @@ def open_ledger(
         described: further fields of a new ledger, or a refusal of those that an existing one has.
         mirror, shared: see `open_run_state`.
 
-    Raises (on every rank):
+    Raises (on every rank, as `create` does):
         PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
         PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
     """
 
-    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
+    def planned() -> tuple[Recorded | None, PrivacyPlan]:
         recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
-        plan = make_plan(asked(recorded), resume=None if recorded is None else recorded["plan"])
+        return recorded, make_plan(asked(recorded), resume=None if recorded is None else recorded["plan"])
+
+    recorded, plan = collectives.on_main(planned)
+
+    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
         fields = {"commit": environment()["commit"], **described(recorded, plan)}
         ledger, key = open_run_state(
             folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
@@ -292,4 +310,7 @@ def open_ledger(
         )  # fmt: skip
         return ledger, key, plan
 
-    return RunLedger.open(open_on_main, folder.key, members=folder.members)
+    def open_now() -> RunLedger:
+        return RunLedger.open(open_on_main, folder.key, members=folder.members)
+
+    return Opening(plan, None if recorded is None else open_now(), open_now)

@@ -17,6 +17,7 @@ from ..clipping import ClippedSum
 from ..clipping.recorder import Task
 from ..errors import BUDGET_SPENT, DONE, STOPPED_EARLY, ConfigError, PrivacyStateRefused, StepDropped
 from ..noise import NoiseSource
+from ..plan import PrivacyPlan
 from ..step import collectives
 from ..step.adaptive_bound import MANIFEST_KEY
 from ..step.batches import Dealt, LogicalBatches
@@ -24,7 +25,7 @@ from ..step.engine import Engine, ShardState
 from ..step.folder import RunFolder
 from ..step.noise_variance import NoiseVariance
 from ..step.step import Mechanism, MicroBatch, StepRecord, train_step
-from .ledger import RunLedger
+from .ledger import Opening, RunLedger
 
 
 class Stored(NamedTuple):
@@ -79,7 +80,7 @@ class Start(Protocol):
         """What can refuse the start before the ledger is opened, cheap checks first; all of them write nothing to a run."""
         ...
 
-    def open_ledger(self) -> RunLedger:
+    def open_ledger(self) -> Opening:
         """`privacy.run.ledger.open_ledger`, asked for the side's plan."""
         ...
 
@@ -87,8 +88,12 @@ class Start(Protocol):
         """Sets the model's weights, where it can before its engine is there; refuses a checkpoint of another model."""
         ...
 
-    def build(self, ledger: RunLedger, resumed: Checkpoint | None) -> Parts:
+    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
         """What is left to refuse: the engine with the checkpoint's state, the clipper on it, the reader."""
+        ...
+
+    def take_ledger(self, ledger: RunLedger) -> None:
+        """The ledger is open: right after it is opened, or made. May refuse one that is shorter than a side remembers."""
         ...
 
 
@@ -113,8 +118,8 @@ class Watcher:
 def open_run(start: Start) -> "Run | Finished":
     """Opens a run, or a finished one. Collective.
 
-    The folder of a new run and its ledger are made on the way, the latter when the checks have passed. Nothing of a run that was
-    trained in changes before the last check, so that a refused start can be given again, with what was wrong put right.
+    Nothing of a run changes before its last check, and the ledger of a new one is made after it: a refused start spends and
+    reserves nothing, and can be given again with what was wrong put right. The folder alone is made, and locked, on the way.
 
     Raises:
         ConfigError, PrivacyConfigError: what is asked for cannot be trained, or differs from what is frozen.
@@ -122,15 +127,22 @@ def open_run(start: Start) -> "Run | Finished":
     """
     for check in start.checks():
         check()
-    folder, ledger = start.folder, start.open_ledger()
-    resumed = load_newest(folder, ledger, start.take_weights)
-    if ledger.is_closed:
-        require_all_done(folder, resumed, ledger.plan.num_steps)
-        ledger.mend()  # the crash may have come between the end and its signature
-        return Finished(ledger, resumed)
-    restarted = collectives.on_main(lambda: begins_again(folder, ledger, resumed, may_restart=start.may_restart))
-    parts = start.build(ledger, resumed)
+    folder, opening = start.folder, start.open_ledger()
+    ledger, resumed, restarted = opening.ledger, None, False
+    if ledger is not None:
+        start.take_ledger(ledger)
+        resumed = load_newest(folder, ledger, start.take_weights)
+        if ledger.is_closed:
+            require_all_done(folder, resumed, opening.plan.num_steps)
+            ledger.mend()  # the crash may have come between the end and its signature
+            return Finished(ledger, resumed)
+        found = ledger, resumed
+        restarted = collectives.on_main(lambda: begins_again(folder, *found, may_restart=start.may_restart))
+    parts = start.build(opening.plan, resumed)
     # From here on no check is left that refuses the start.
+    if ledger is None:
+        ledger = opening.create()
+        start.take_ledger(ledger)
     collectives.on_main(folder.begin)
     if resumed is not None:
         kept = resumed.path.name

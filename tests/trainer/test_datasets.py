@@ -9,7 +9,7 @@ import torch
 from data.errors import DataError
 from data.index.build import BAD_SHARDS, build_index
 from data.index.shards import find_shards, read_shard_list
-from data.index.tar_index import MANIFEST
+from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.reader import TarReader
 from privacy.errors import PrivacyConfigError
 from privacy.step.folder import RunFolder
@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def shard(path: Path, count: int, seed: int = 0) -> Path:
     samples = [{"__key__": f"{seed}-{i}", "jpg": picture(seed + i), "txt": b"a caption"} for i in range(count)]
     return write_shard(path, samples)
+
+
+def opened(folder: RunFolder, chosen: RunConfig, table: ExampleTable) -> None:
+    """Opens the ledger, or makes it, as a start does, and leaves it."""
+    opening = open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image")
+    (opening.ledger or opening.create()).release()
 
 
 def config(*overrides: str) -> RunConfig:
@@ -44,18 +50,18 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
     build_index(shards[:2], tmp_path / "index")
     chosen = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..1}}.tar")
     table = training_table(chosen, folder, ROOT)
-    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
+    opened(folder, chosen, table)
     build_index(shards, tmp_path / "index")
     with pytest.raises(DataError, match="is of other shards"):
         training_table(chosen, folder, ROOT)
     more = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..2}}.tar")
     with pytest.raises(PrivacyConfigError) as caught:
-        open_run_ledger(folder, more.privacy, more.train.num_steps, training_table(more, folder, ROOT), "one image")
+        opened(folder, more, training_table(more, folder, ROOT))
     assert caught.value.exit_code == 2
     # The same number of examples in files of the same name and size, with other bytes.
     build_index(shards[:2], tmp_path / "index")
     table = training_table(chosen, folder, ROOT)
-    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
+    opened(folder, chosen, table)
     data = bytearray(shards[1].read_bytes())
     data[700] ^= 1
     shards[1].write_bytes(data)
@@ -63,9 +69,7 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
         training_table(chosen, folder, ROOT)
     build_index(shards[:2], tmp_path / "index")
     with pytest.raises(PrivacyConfigError, match="data"):
-        open_run_ledger(
-            folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT), "one image"
-        )
+        opened(folder, chosen, training_table(chosen, folder, ROOT))
 
 
 def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: Path) -> None:
@@ -75,7 +79,7 @@ def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: 
     def start(*overrides: str) -> None:
         chosen = config(shards, *overrides)
         table = training_table(chosen, folder, ROOT)
-        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
+        opened(folder, chosen, table)
 
     start("privacy.max_examples_per_owner=3")
     start("privacy.max_examples_per_owner=3")

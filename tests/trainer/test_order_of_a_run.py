@@ -25,11 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from privacy.checkpoints.read import Checkpoint, newest_checkpoint
+from privacy.errors import PrivacyConfigError
 from privacy.ledger import durable
 from privacy.loop import PrivateLoop
 from privacy.plan import PrivacyPlan
 from privacy.step import collectives
 from privacy.step import step as one_step
+from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.e2e.repeatable_train import SeededNoise
 from tests.privacy.loop.own import Rows, cross_entropy, make, net, rows
@@ -37,7 +39,7 @@ from tests.trainer.test_refused_starts import called_public, image, newest_damag
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import EngineName, load_config
 from trainer.ranks.discovery import Ranks, discover_ranks
-from trainer.run.start import train
+from trainer.run.start import TrainerStart, train
 
 RECORD = Path(__file__).with_name("order_of_a_run.json")
 CALLS = (
@@ -307,3 +309,34 @@ def test_the_order_in_which_a_loop_refuses(tmp_path: Path) -> None:
 
     start(tmp_path / "run", [])
     require_recorded("refusals of a loop", refusals(tmp_path / "run", OWN_FAULTS, start))
+
+
+def test_the_checks_alone_write_nothing(
+    tmp_path: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that was trained in, not a byte; of a new one, a folder. One that is refused at last has no ledger either."""
+    settings, run, new = load_machine_settings(ROOT / "ds_configs/zero1.json"), tmp_path / "run", tmp_path / "new"
+
+    def starting(folder: Path) -> TrainerStart:
+        arguments = (config(), settings, "local", RunFolder(folder), ROOT, Ranks(), one_rank, None)
+        return TrainerStart(*arguments, may_restart=False)  # type: ignore[arg-type]
+
+    with watched(run):
+        monkeypatch.setattr("trainer.loop.stopping.StopRequests.pending", lambda self: True)
+        assert train(config(), settings, "local", run, ROOT, Ranks(), one_rank) == 7
+        before = image(run)
+        for check in starting(run).checks():
+            check()
+            assert check.__doc__, "a check says why it is there"
+        assert image(run) == before
+        for check in starting(new).checks():
+            check()
+
+        def refuse(*_: Any) -> None:
+            raise PrivacyConfigError("refused at last")
+
+        monkeypatch.setattr("trainer.run.start.require_neighbours_apart", refuse)
+        with pytest.raises(PrivacyConfigError, match="refused at last"):
+            train(config(f"privacy.ledger_mirror={tmp_path}/mirror"), settings, "local", new, ROOT, Ranks(), one_rank)
+    assert not (new / "ledger.jsonl").exists() and not (tmp_path / "mirror").exists()
+    assert not list((new / "private").glob("*.key*"))

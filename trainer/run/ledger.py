@@ -16,7 +16,7 @@ from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import PrivacyPlan
 from privacy.plan_request import PlanRequest
-from privacy.run.ledger import Recorded, RunLedger, open_ledger
+from privacy.run.ledger import Opening, Recorded, open_ledger
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import PrivacySection
 from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, require_kept
@@ -43,16 +43,16 @@ def open_run_ledger(
     unit: str,
     *,
     coefficients: Callable[[PlanRequest], PlanRequest] = lambda request: request,
-    behind: Callable[[], Sequence[LedgerBehind]] | None = None,
+    behind: Sequence[LedgerBehind] = (),
     disjoint_from_start: bool = False,
-) -> RunLedger:
-    """Opens ledger and key of a run folder without writing to them (`RunLedger.mend` does), or creates them. Collective.
+) -> Opening:
+    """Opens ledger and key of a run folder, or makes the plan of a new one; see `privacy.run.ledger.open_ledger`. Collective.
 
     Args:
         unit: what one example is, for the ledger and the card.
         coefficients: adds to a new run's request what its strategy of correlated noise asks for; a resume takes the ledger's.
-        behind: gathers the ledgers of private runs behind initial weights, on rank 0 alone, since they may be large; None for a
-            run without initial weights, and for one that resumes.
+        behind: the ledgers of private runs behind initial weights, on rank 0 alone, since they may be large; none for a run
+            that resumes.
         disjoint_from_start: whether the recipe declares that no example is in their data and in this run's.
 
     Raises (on every rank):
@@ -74,10 +74,9 @@ def open_run_ledger(
 
     def described(recorded: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
         fields: dict[str, Any] = {"unit": unit, **({"max_examples_per_owner": limit} if limit else {})}
-        found = [] if behind is None else behind()
         if recorded is None:
-            if found:
-                fields["behind"] = keep_copies(folder.root, found)
+            if behind:
+                fields["behind"] = keep_copies(folder.root, behind)
                 fields |= {"disjoint_from_start": True} if disjoint_from_start else {}
             return fields
         # The card computes an owner's epsilon from the recorded limit, so a resume cannot state another one.
@@ -86,8 +85,8 @@ def open_run_ledger(
                 f"privacy.max_examples_per_owner is {limit}, but {folder.ledger} was opened with "
                 f"{recorded.get('max_examples_per_owner')}; it is part of the claim: set it back, or start another run folder"
             )
-        if found:
-            require_kept(folder.root, recorded, found)
+        if behind:
+            require_kept(folder.root, recorded, behind)
         if "behind" in recorded:
             # The card's first number relies on the declaration, so a resume cannot state another one.
             if recorded.get("disjoint_from_start", False) != disjoint_from_start:

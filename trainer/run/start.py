@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import DONE
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
-from privacy.run.ledger import RunLedger
+from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
 from privacy.step.adaptive_bound import resumed_bound
 from privacy.step.engine import Engine, to_device
@@ -117,7 +116,7 @@ class TrainerStart:
     may_restart: bool
     heldout: Heldout | None = None
     heldout_examples: ExampleTable | None = None
-    behind: Callable[[], list[LedgerBehind]] | None = None
+    behind: list[LedgerBehind] = field(default_factory=list)  # on rank 0 alone, since they may be large
     initial: dict[str, Any] = field(default_factory=dict)
     choice: ModeChoice | None = None
     task: TrainingTask = field(init=False)
@@ -238,11 +237,11 @@ class TrainerStart:
             return
         checkpoint = first_on_main(lambda: find_checkpoint(init, self.root))
         facts = first_on_main(lambda: initialisation_facts(config, checkpoint, self.table))
-        self.behind = partial(_behind, config, checkpoint, facts, self.table)
+        on_main(lambda: self.behind.extend(_behind(config, checkpoint, facts, self.table)))
         self.initial = facts
         facts["at_random"] = load_start(checkpoint, init, self.model, self.task.facts().get("tokenizer_sha256"))
 
-    def open_ledger(self) -> RunLedger:
+    def open_ledger(self) -> Opening:
         config = self.config
         return open_run_ledger(
             self.folder, config.privacy, config.train.num_steps, self.table, self.task.unit,
@@ -255,7 +254,10 @@ class TrainerStart:
         if not self.machine.zero_init:
             checkpoint.load_weights(self.model)
 
-    def build(self, ledger: RunLedger, resumed: Checkpoint | None) -> Parts:
+    def take_ledger(self, ledger: RunLedger) -> None:
+        """The trainer remembers nothing of a ledger that its folder does not."""
+
+    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
         config, task, machine, train = self.config, self.task, self.machine, self.config.train
         start = self.initial if resumed is None else resumed.manifest["initialisation"]
         training_data = training_data_facts(config, self.table, resumed)
@@ -269,8 +271,8 @@ class TrainerStart:
         require_neighbours_apart(engine, engine.module, task.synthetic_inputs, train.micro_batch_size)
         if train.compile:
             compile_blocks(engine.module)
-        clipped, self.choice = _clipped_sum(config, ledger.plan, task, engine, resumed)
-        source = self.noise or ledger.plan.noise()
+        clipped, self.choice = _clipped_sum(config, plan, task, engine, resumed)
+        source = self.noise or plan.noise()
         self.sanity = SanityChecks(engine, source) if train.sanity_checks else None
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
         average = self.average = WeightAverage(engine, train.ema_decay, resumed) if train.ema_decay else None
