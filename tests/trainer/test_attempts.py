@@ -237,16 +237,6 @@ def test_a_second_attempt_without_a_charge_in_one_session_is_refused(run: Any, t
     assert wrong_attempts(read_ledger(folder / LEDGER), before, before)
 
 
-def test_the_audit_of_a_run_in_progress_is_content_at_every_moment(run: Any, tmp_path: Path) -> None:
-    """The record is read before the ledger and after it, with any number of writes in between."""
-    _, states = run
-    states = [state for state in states if state.get(LEDGER)]
-    for first, second, third in zip(states, states[3:], states[8:], strict=False):
-        read = [list(read_lines(put(tmp_path / "live", state) / MEMBERS)) for state in (first, third)]
-        ledger = read_ledger(put(tmp_path / "live", second) / LEDGER)
-        assert wrong_attempts(ledger, *read) is None
-
-
 def test_a_run_that_was_never_charged_may_not_lose_its_record(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     opened(tmp_path / "run", PLAN, mirrored=False)[0].release()

@@ -88,16 +88,6 @@ def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: 
             start(*other)
 
 
-def test_an_index_of_the_run_is_built_once_and_stays_private(folder: RunFolder, tmp_path: Path) -> None:
-    shard(tmp_path / "data" / "a.tar", 30)
-    chosen = config(f"data.shards={tmp_path}/data")
-    first = training_table(chosen, folder, ROOT)
-    assert len(first) == 30 and first.index_dir == folder.index and folder.private in folder.index.parents
-    before = (folder.index / MANIFEST).stat().st_mtime_ns
-    assert training_table(chosen, folder, ROOT).manifest_digest() == first.manifest_digest()
-    assert (folder.index / MANIFEST).stat().st_mtime_ns == before
-
-
 def test_a_first_start_refuses_what_an_index_refuses(folder: RunFolder, tmp_path: Path) -> None:
     """The run's own index: pairs in directory order, joined archives and preallocated downloads."""
     whole = shard(tmp_path / "data" / "a.tar", 30)
@@ -145,18 +135,6 @@ def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_pat
     private = config(f"data.shards={tmp_path}/data", f"heldout.shards={path}", "heldout.is_public=false")
     table = heldout_table(private, folder, ROOT)
     assert table is not None and len(table) == 30
-
-
-def test_remote_settings_reach_the_table_and_the_record(folder: RunFolder, tmp_path: Path) -> None:
-    from trainer.config.recipe import to_toml
-    from trainer.run.datasets import remote_options
-
-    chosen = config("data.remote.tries=2", "data.remote.connections=3", "data.remote.timeout_seconds=1.5")
-    options = remote_options(chosen)
-    assert (options.tries, options.connections, options.timeout_seconds) == (2, 3, 1.5)
-    for loaded in (chosen, config()):
-        (tmp_path / "again.toml").write_text(to_toml(loaded))
-        assert load_config(tmp_path / "again.toml") == loaded
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -40,13 +40,6 @@ def test_what_is_slow_says_what_it_does_and_for_how_long(capsys: pytest.CaptureF
     )
 
 
-def test_a_bar_speaks_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with working("counting"):
-        for _ in track(range(20), "numbers", 20):
-            time.sleep(0.02)
-    assert {line.split(":")[0] for line in capsys.readouterr().err.splitlines()} == {"counting ...", "numbers"}
-
-
 def test_a_slow_loop_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     for number in track(range(30), "numbers", 30):
@@ -64,13 +57,6 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
         for _ in track(range(3), "numbers", 3, shows=False):
             time.sleep(0.1)
     assert capsys.readouterr() == ("", "")
-
-
-def test_an_error_ends_the_announcement(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="bad"), working("counting"):
-        raise ValueError("bad")
-    time.sleep(0.1)
-    assert capsys.readouterr().err == ""
 
 
 class Terminal(io.StringIO):
@@ -129,11 +115,3 @@ def test_a_long_line_is_broken_after_a_comma(monkeypatch: pytest.MonkeyPatch) ->
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
     assert "held-out caption loss after step 120: 8.3218; without looking 6.7056,\n" in text
     assert "    with another picture 8.3254\n" in text
-
-
-def test_plain_lines_keep_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ProgressLine(0, 120)
-    line.update(120, FACTS)
-    line.say("a, " * 100)
-    text = "  ".join(f"{name} {value}" for name, value in FACTS.items())
-    assert capsys.readouterr().out == f"step 120/120  100.0%  eta 0:00:00  {text}\n{'a, ' * 100}\n"
