@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..accounting.accountants import ReleaseGroup
 from ..card.composition import composed_epsilon, states_behind
@@ -17,25 +17,9 @@ from ..plan import PrivacyPlan, make_plan
 from ..plan_request import PlanRequest
 from ..releases import Release
 from ..sampling.keys import SamplingKey
-from ..sampling.poisson import Ids
 from ..step import collectives
+from ..step.batches import Dealt
 from ..step.folder import RunFolder, environment
-
-
-class Dealt(Protocol):
-    """What a rank was dealt for one attempt; `privacy.step.batches.Dealt` is one, and so is the trainer's plan of a step."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def example_ids(self) -> Ids: ...
-
-    @property
-    def num_micro_batches(self) -> int: ...
-
-    @property
-    def group(self) -> int | None: ...
 
 
 class MembersLog:

@@ -55,7 +55,7 @@ class Parts:
     task: Task
     clipped: ClippedSum
     noise: NoiseSource
-    read: Callable[[Iterator[Dealt]], Generator[tuple[Any, Iterator[MicroBatch]], None, None]]
+    read: Callable[[Iterator[Dealt]], Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]]
     micro_batch_size: int
     learning_rate: Callable[[int], float]
     note_charge: Callable[[int], object]
@@ -105,7 +105,7 @@ class Watcher:
         return False
 
     def take(
-        self, plan: Any, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
     ) -> StepRecord:
         """Takes the step, which is charged in it; what follows on it here comes before its checkpoint.
 

@@ -22,7 +22,6 @@ from safetensors.torch import save
 
 import privacy.checkpoints.write
 import privacy.ledger.shared_records
-from data.reading.loader import StepPlan
 from privacy.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newer
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.ledger import durable
@@ -33,6 +32,7 @@ from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.run.ledger import RunLedger
 from privacy.run.run import begins_again, load_newest
+from privacy.step.batches import Dealt as StepPlan
 from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
 from tests.crashes.remembered import Remembered

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.reading.loader import StepPlan
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.ledger import Ledger
@@ -27,6 +26,7 @@ from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
+from privacy.step.batches import Dealt as StepPlan
 from tests.privacy.ledger_files import rechained
 
 LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"

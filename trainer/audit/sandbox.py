@@ -38,7 +38,7 @@ from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK, Release
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
-from privacy.step.batches import LogicalBatches
+from privacy.step.batches import Dealt, LogicalBatches
 from privacy.step.engine import Engine, GradShard
 from privacy.step.noise_variance import NoiseVariance
 from privacy.step.step import Mechanism, train_step
@@ -306,7 +306,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                     step = step_plan.step
                     noise.silent = step <= last_silent
                     mechanism.ledger = _Killed(ledger) if (session, step) == (0, last_silent) else ledger
-                    ledger.note(step_plan, MICRO_BATCH_SIZE)
+                    ledger.note(Dealt(*step_plan), MICRO_BATCH_SIZE)
                     record = train_step(mechanism, step, tape.watch_batches(micro_batches, present_N))
                     fraction = record.public.get("privacy/noised_unclipped_fraction")
                     tape.note(step, None if fraction is None else (fraction.value - 0.5) * plan.expected_batch_size)

@@ -1,11 +1,11 @@
 """What the trainer does around the steps of a run: requests to stop, checks, metrics and held-out evaluation."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from privacy.errors import STOPPED_EARLY
 from privacy.run.run import Watcher
 from privacy.step import clock
+from privacy.step.batches import Dealt
 from privacy.step.engine import holds_whole_weights
 from privacy.step.step import MicroBatch, StepRecord
 from trainer.loop.profiling import StepProfiler
@@ -56,7 +56,7 @@ class _Around(Watcher):
         return self._requests.pending()
 
     def take(
-        self, plan: Any, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
     ) -> StepRecord:
         self.profiler.before(plan.step)
         distributed.note_progress(plan.step)

@@ -1,14 +1,17 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from data.batch import Batch
 from data.index.shards import expand_shards, require_a_shard
 from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader, StepPlan
@@ -26,6 +29,7 @@ from privacy.plan import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
 from privacy.step.adaptive_bound import resumed_bound
+from privacy.step.batches import Dealt
 from privacy.step.engine import Engine, to_device
 from privacy.step.folder import RunFolder
 from privacy.step.neighbours import require_neighbours_apart
@@ -289,7 +293,7 @@ class TrainerStart:
             task=engine.module,
             clipped=clipped,
             noise=self.sanity.noise if self.sanity is not None else source,
-            read=lambda plans: loader.steps(itertools.starmap(StepPlan, plans)),
+            read=partial(_read, loader),
             micro_batch_size=train.micro_batch_size,
             nodes=self.nodes,
             learning_rate=lambda step: learning_rate(step, train.num_steps, config.optimizer.peak_lr, config.schedule),
@@ -332,6 +336,15 @@ class TrainerStart:
             memory_limit_mib=config.data.memory_limit_mib,
             pin_memory=pin_memory,
         )
+
+
+def _read(
+    loader: Loader | StreamingLoader, plans: Iterator[Dealt]
+) -> Generator[tuple[Dealt, Iterator[Batch]], None, None]:
+    """The data room reads what it is told, and knows no plan of privacy."""
+    with contextlib.closing(loader.steps(itertools.starmap(StepPlan, plans))) as steps:
+        for plan, batches in steps:
+            yield Dealt(*plan), batches
 
 
 def _behind(
