@@ -29,7 +29,7 @@ def shard(path: Path, count: int, seed: int = 0) -> Path:
 
 def opened(folder: RunFolder, chosen: RunConfig, table: ExampleTable) -> None:
     """Opens the ledger, or makes it, as a start does, and leaves it."""
-    opening = open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image")
+    opening = open_run_ledger(chosen, folder, table, "one image")
     (opening.ledger or opening.create()).release()
 
 

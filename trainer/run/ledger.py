@@ -1,9 +1,6 @@
-"""Where configuration, data, key and ledger of a run folder meet.
+"""Where configuration, data, key and ledger of a run folder meet."""
 
-The plan is made (or, at a resume, compared with the frozen one) on rank 0, and every rank gets the same.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,8 @@ from privacy.plan import PrivacyPlan
 from privacy.plan_request import PlanRequest
 from privacy.run.ledger import Opening, Recorded, open_ledger
 from privacy.step.folder import RunFolder
-from trainer.config.recipe import PrivacySection
+from trainer.config.recipe import PrivacySection, RunConfig
+from trainer.planner.bands import with_coefficients
 from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, require_kept
 
 
@@ -36,48 +34,35 @@ def require_places(folder: RunFolder, privacy: PrivacySection) -> None:
 
 
 def open_run_ledger(
-    folder: RunFolder,
-    privacy: PrivacySection,
-    num_steps: int,
-    table: ExampleTable,
-    unit: str,
-    *,
-    coefficients: Callable[[PlanRequest], PlanRequest] = lambda request: request,
-    behind: Sequence[LedgerBehind] = (),
-    disjoint_from_start: bool = False,
+    config: RunConfig, folder: RunFolder, table: ExampleTable, unit: str, behind: Sequence[LedgerBehind] = ()
 ) -> Opening:
-    """Opens ledger and key of a run folder, or makes the plan of a new one; see `privacy.run.ledger.open_ledger`. Collective.
+    """Opens the ledger of a run folder, or makes the plan of a new one; see `privacy.run.ledger.open_ledger`. Collective.
 
     Args:
         unit: what one example is, for the ledger and the card.
-        coefficients: adds to a new run's request what its strategy of correlated noise asks for; a resume takes the ledger's.
-        behind: the ledgers of private runs behind initial weights, on rank 0 alone, since they may be large; none for a run
-            that resumes.
-        disjoint_from_start: whether the recipe declares that no example is in their data and in this run's.
-
-    Raises (on every rank):
-        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
-        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
+        behind: the ledgers of private runs behind initial weights, on rank 0 alone; none for a run that resumes.
     """
-
+    privacy, disjoint = config.privacy, config.init is not None and config.init.disjoint_data
     limit = privacy.max_examples_per_owner
 
     def asked(recorded: Recorded | None) -> PlanRequest:
         if recorded is None and privacy.target_epsilon is not None:
             print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
-        request = privacy.request(num_steps, len(table))
+        request = privacy.request(config.train.num_steps, len(table))
         if request.strategy != "optimised":
             return request
         frozen = {} if recorded is None else PlanRequest.recorded_correlation(recorded["plan"])
         is_the_same = (frozen.get("bands"), frozen.get("strategy")) == (request.bands, request.strategy)
-        return replace(request, coefficients=frozen["coefficients"]) if is_the_same else coefficients(request)
+        return (
+            replace(request, coefficients=frozen["coefficients"]) if is_the_same else with_coefficients(request, config)
+        )
 
     def described(recorded: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
         fields: dict[str, Any] = {"unit": unit, **({"max_examples_per_owner": limit} if limit else {})}
         if recorded is None:
             if behind:
                 fields["behind"] = keep_copies(folder.root, behind)
-                fields |= {"disjoint_from_start": True} if disjoint_from_start else {}
+                fields |= {"disjoint_from_start": True} if disjoint else {}
             return fields
         # The card computes an owner's epsilon from the recorded limit, so a resume cannot state another one.
         if recorded.get("max_examples_per_owner") != limit:
@@ -89,9 +74,9 @@ def open_run_ledger(
             require_kept(folder.root, recorded, behind)
         if "behind" in recorded:
             # The card's first number relies on the declaration, so a resume cannot state another one.
-            if recorded.get("disjoint_from_start", False) != disjoint_from_start:
+            if recorded.get("disjoint_from_start", False) != disjoint:
                 raise PrivacyConfigError(
-                    f"init.disjoint_data is {disjoint_from_start}, and {folder.ledger} was opened with the opposite; it is part "
+                    f"init.disjoint_data is {disjoint}, and {folder.ledger} was opened with the opposite; it is part "
                     "of the claim: set it back, or start another run folder"
                 )
             if plan.formal_guarantee:

@@ -16,24 +16,17 @@ from data.index.shards import expand_shards, require_a_shard
 from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader, StepPlan
 from data.reading.streaming import Stream, StreamingLoader
-from models.vocabulary_head import VocabularyHead
 from privacy.checkpoints.read import Checkpoint, has_checkpoints
 from privacy.checkpoints.write import Retention
-from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import LocalSums
-from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import DONE
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
-from privacy.step.adaptive_bound import resumed_bound
 from privacy.step.batches import Dealt
-from privacy.step.engine import Engine, to_device
 from privacy.step.folder import RunFolder
 from privacy.step.neighbours import require_neighbours_apart
-from privacy.step.sharded_sums import ShardedSums
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
 from trainer.engines import build_engine, sharder
@@ -46,7 +39,6 @@ from trainer.loop.reporting import Training
 from trainer.loop.sanity import SanityChecks
 from trainer.loop.schedule import learning_rate
 from trainer.optimizers import moments
-from trainer.planner.bands import with_coefficients
 from trainer.planner.probe import flops_of_an_example
 from trainer.ranks import distributed
 from trainer.ranks.agreement import require_shared
@@ -54,8 +46,8 @@ from trainer.ranks.discovery import Ranks
 from trainer.ranks.distributed import first_on_main, on_main
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.announce import announce, conclude, warn_of_few_cpus
-from trainer.run.certified import require_same_integers, use_deterministic_kernels
-from trainer.run.clipping_mode import ModeChoice, choose_mode
+from trainer.run.certified import use_deterministic_kernels
+from trainer.run.clipping_mode import ModeChoice, made_clipper
 from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, stage, training_table
 from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.ledger import open_run_ledger, require_places
@@ -241,17 +233,19 @@ class TrainerStart:
             return
         checkpoint = first_on_main(lambda: find_checkpoint(init, self.root))
         facts = first_on_main(lambda: initialisation_facts(config, checkpoint, self.table))
-        on_main(lambda: self.behind.extend(_behind(config, checkpoint, facts, self.table)))
+
+        def find_ledgers() -> None:
+            start = Start.of({"initialisation": facts})
+            self.behind = ledgers_behind(checkpoint, start, is_private=config.privacy.enabled)
+            if init.disjoint_data and self.behind:
+                require_disjoint(checkpoint, self.table)
+
+        on_main(find_ledgers)
         self.initial = facts
         facts["at_random"] = load_start(checkpoint, init, self.model, self.task.facts().get("tokenizer_sha256"))
 
     def open_ledger(self) -> Opening:
-        config = self.config
-        return open_run_ledger(
-            self.folder, config.privacy, config.train.num_steps, self.table, self.task.unit,
-            coefficients=lambda request: with_coefficients(request, config), behind=self.behind,
-            disjoint_from_start=config.init is not None and config.init.disjoint_data,
-        )  # fmt: skip
+        return open_run_ledger(self.config, self.folder, self.table, self.task.unit, self.behind)
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """A model that was made in shards takes its weights with the engine's state, piece by piece."""
@@ -275,7 +269,7 @@ class TrainerStart:
         require_neighbours_apart(engine, engine.module, task.synthetic_inputs, train.micro_batch_size)
         if train.compile:
             compile_blocks(engine.module)
-        clipped, self.choice = _clipped_sum(config, plan, task, engine, resumed)
+        clipped, self.choice = made_clipper(config, plan, task, engine, resumed)
         source = self.noise or plan.noise()
         self.sanity = SanityChecks(engine, source) if train.sanity_checks else None
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
@@ -345,43 +339,3 @@ def _read(
     with contextlib.closing(loader.steps(itertools.starmap(StepPlan, plans))) as steps:
         for plan, batches in steps:
             yield Dealt(*plan), batches
-
-
-def _behind(
-    config: RunConfig, checkpoint: Checkpoint, start: dict[str, Any], table: ExampleTable
-) -> list[LedgerBehind]:
-    """The ledgers behind the initial weights, and a declaration about them held against the shards; on one rank."""
-    assert config.init is not None
-    behind = ledgers_behind(checkpoint, Start.of({"initialisation": start}), is_private=config.privacy.enabled)
-    if config.init.disjoint_data and behind:
-        require_disjoint(checkpoint, table)
-    return behind
-
-
-def _clipped_sum(
-    config: RunConfig, plan: PrivacyPlan, task: TrainingTask, engine: Engine, resumed: Checkpoint | None
-) -> tuple[ClippedSum, ModeChoice | None]:
-    """The clipper, and how its mode was chosen where the recipe says "auto". Collective."""
-    privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
-    clipped = plan.clipped_sum(
-        engine.module,
-        shapes=engine.shapes,
-        mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
-        accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
-        device=engine.device,
-        self_check=False,  # an unsharded copy has passed in `_checked_model`
-    )
-    if plan.adaptive_clipping is not None and resumed is not None:
-        clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)
-    if isinstance(clipped, CertifiedSum):
-        require_same_integers(clipped, engine, task.synthetic_inputs, micro_batch_size)
-        return clipped, None
-    choice = None
-    if privacy.clipping_mode == "auto":
-        choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size)
-    # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
-    hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
-    heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
-    if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
-        clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
-    return clipped, choice
