@@ -184,6 +184,8 @@ class PrivateLoop:
             else:
                 self._run, self._steps = opened, opened.steps()
                 self._open.callback(self._steps.close)
+                if opened.step == self.num_steps:
+                    next(self._steps, None)  # a crash came between the last checkpoint and the run's end
                 self._spent = collectives.on_main(self._ledger.claim)
             failing.pop_all()
 

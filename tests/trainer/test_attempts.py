@@ -237,15 +237,6 @@ def test_a_second_attempt_without_a_charge_in_one_session_is_refused(run: Any, t
     assert wrong_attempts(read_ledger(folder / LEDGER), before, before)
 
 
-def test_a_run_that_was_never_charged_may_not_lose_its_record(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    opened(tmp_path / "run", PLAN, mirrored=False)[0].release()
-    assert (tmp_path / "run" / MEMBERS).read_bytes() == b""
-    (tmp_path / "run" / MEMBERS).unlink()
-    with pytest.raises(PrivacyStateRefused, match=r"cannot read the record of attempts"):
-        opened(tmp_path / "run", PLAN, mirrored=False)
-
-
 def test_a_record_without_its_ledger_is_refused(run: Any, tmp_path: Path) -> None:
     mirrored, states = run
     folder = put(tmp_path / "run", {MEMBERS: states[-1][MEMBERS]})

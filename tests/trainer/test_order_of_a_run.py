@@ -5,7 +5,9 @@ crash has torn the ledger's last line and damaged the newest checkpoint; the thi
 order_of_a_run.json; `RECORD_ORDER=1` writes it anew. Weights depend on a machine's kernels, so their bits are compared on a
 machine like the one that recorded them, and elsewhere the orders alone.
 
-Differences to the first record, of the program that opened and repeated in two places: none.
+Differences to the first record, of the program that opened and repeated in two places: none. Two things were not recorded and are
+new: the ledger of a new run is made after its last check, and a loop that was killed between its last checkpoint and its end is
+ended by the next start.
 """
 
 import contextlib
@@ -340,3 +342,14 @@ def test_the_checks_alone_write_nothing(
             train(config(f"privacy.ledger_mirror={tmp_path}/mirror"), settings, "local", new, ROOT, Ranks(), one_rank)
     assert not (new / "ledger.jsonl").exists() and not (tmp_path / "mirror").exists()
     assert not list((new / "private").glob("*.key*"))
+
+
+def test_a_loop_that_was_killed_before_its_end_is_ended_by_the_next_start(tmp_path: Path) -> None:
+    run, closes = tmp_path / "run", "privacy.run.ledger.RunLedger.close_run"
+    with watched(run), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(closes, lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt), own_loop(run) as loop:
+            for _ in loop:
+                pass
+    with watched(run), own_loop(run) as loop:
+        assert loop.steps_done == 4 and b'"type":"close"' in (run / "ledger.jsonl").read_bytes()

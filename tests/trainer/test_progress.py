@@ -103,15 +103,3 @@ def test_a_narrow_terminal_shows_what_matters(
         assert all(len(one) <= width for one in lines), lines
         assert lines[-1].startswith("step 45/120  ") and f"eps {facts['eps'].split(' ')[0]}" in lines[-1]
         assert facts is not FACTS or all(word in lines[-1] for word in seen), lines[-1]
-
-
-def test_a_long_line_is_broken_after_a_comma(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    line = ProgressLine(0, 120)
-    line.say("held-out caption loss after step 120: 8.3218; without looking 6.7056, with another picture 8.3254")
-    line.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
-    assert "held-out caption loss after step 120: 8.3218; without looking 6.7056,\n" in text
-    assert "    with another picture 8.3254\n" in text

@@ -172,16 +172,3 @@ def test_a_vocabulary_that_does_not_know_the_captions_is_refused(
     said = refused(start, tmp_path / "run", FASHION)
     assert "data.shards" in said and "data.tokenizer" in said and "fashion.json" in said and "SECRET" not in said
     assert start() == 0, "the embedded vocabulary knows parts of every word"
-
-
-def test_a_resume_looks_again_and_charges_nothing(
-    tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    shard(tmp_path / "mine.tar", 40, 0)
-    assert start("data.caption_field=sentence", "train.max_minutes=1e-9") == 7
-    assert said_of(capsys.readouterr().out, "data.shards") == ["data.shards: a look at 40 examples: all usable"]
-    before = (tmp_path / "run/ledger.jsonl").read_bytes()
-    with pytest.raises(DataError, match=r"data\.caption_field is 'sentance'"):
-        start("data.caption_field=sentance")
-    assert (tmp_path / "run/ledger.jsonl").read_bytes() == before
-    assert start("data.caption_field=sentence") == 0
