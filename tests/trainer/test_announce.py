@@ -10,14 +10,18 @@ import pytest
 
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.e2e.launch import TRAIN, train_arguments
-from trainer.run.announce import _claim, few_cpus
+from trainer.run.announce import _claim, warn_of_few_cpus
 
 
-def test_too_few_name_the_worst_rank_and_both_numbers() -> None:
-    found = few_cpus([8, 4, 1, 8], ["a", "a", "b", "b"], 8)
-    assert found is not None
-    assert "rank 2 on b may use 1 CPU for its 8 data workers (2 ranks have too few): give" in found
-    assert "--cpus-per-task=8" in found
+def test_too_few_name_the_worst_rank_and_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.ranks.distributed.gather_objects", lambda _: [(8, "a"), (4, "a"), (1, "b"), (8, "b")])
+    warn_of_few_cpus(1)
+    assert capsys.readouterr().out == ""
+    warn_of_few_cpus(8)
+    said = capsys.readouterr().out
+    assert "rank 2 on b may use 1 CPU for its 8 data workers: give" in said and "--cpus-per-task=8" in said
 
 
 @pytest.mark.full

@@ -2,10 +2,8 @@
 
 import io
 import json
-import re
 import resource
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -95,11 +93,8 @@ class ProgressLine:
             print(f"step {step}/{self._total}  {100 * step / self._total:.1f}%  {text}", flush=True)
 
     def say(self, line: str) -> None:
-        """Prints a line, which a terminal that is too narrow breaks after a comma rather than within a phrase."""
-        if self._live is not None:
-            phrases = re.sub(r"(?<![,;:]) ", "\0", line)
-            line = textwrap.fill(phrases, self._console.width, subsequent_indent="    ", break_long_words=False)
-        print(line.replace("\0", " "), flush=True)
+        """Prints a line; a live one stays below it."""
+        print(line, flush=True)
 
     def close(self) -> None:
         if self._live is not None:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
 
 from privacy.accounting.rounding import rounded_up, useless_delta
 from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY, say
@@ -86,29 +85,16 @@ def announce(
 def warn_of_few_cpus(num_workers: int) -> None:
     """Warns on rank 0 where a rank may use fewer CPUs than it has data workers. Collective."""
     # Launchers and schedulers set this process's affinity; some systems know no such thing.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpus, hosts = zip(*distributed.gather_objects((usable, distributed.host_name())), strict=True)
-    warning = few_cpus(cpus, hosts, num_workers)
-    if warning is not None and distributed.rank() == 0:
-        print(warning, flush=True)
-
-
-def few_cpus(cpus: Sequence[int], hosts: Sequence[str], num_workers: int) -> str | None:
-    """The warning that some rank has too few CPUs, if one is due.
-
-    Args:
-        cpus, hosts: the number of CPUs that each rank may use, and the name of its host.
-    """
-    short = [rank for rank, count in enumerate(cpus) if count < num_workers]
-    if not short:
-        return None
-    worst = min(short, key=lambda rank: cpus[rank])
-    others = f" ({len(short)} ranks have too few)" if len(short) > 1 else ""
-    return (
-        f"warning: rank {worst} on {hosts[worst]} may use {cpus[worst]} CPU{'s' if cpus[worst] > 1 else ''} for its "
-        f"{num_workers} data workers{others}: give each rank {num_workers} CPUs (Slurm: --cpus-per-task={num_workers}), or "
-        "lower data.num_workers"
-    )
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    every = distributed.gather_objects((mine, distributed.host_name()))
+    rank = min(range(len(every)), key=lambda number: every[number][0])
+    count, host = every[rank]
+    if count < num_workers and distributed.rank() == 0:
+        print(
+            f"warning: rank {rank} on {host} may use {count} CPU{'s' if count > 1 else ''} for its {num_workers} data workers: "
+            f"give each rank {num_workers} CPUs (Slurm: --cpus-per-task={num_workers}), or lower data.num_workers",
+            flush=True,
+        )
 
 
 def _claim(run: Run) -> str:
