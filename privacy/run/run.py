@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..checkpoints.read import Checkpoint, newest_whole, set_aside_newer
+from ..checkpoints.read import Checkpoint, newest_whole, readable_manifests, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping import ClippedSum
 from ..clipping.recorder import Task
@@ -138,6 +138,8 @@ def open_run(start: Start) -> "Run | Finished":
             return Finished(ledger, resumed)
         found = ledger, resumed
         restarted = collectives.on_main(lambda: begins_again(folder, *found, may_restart=start.may_restart))
+    else:
+        collectives.on_main(lambda: require_no_checkpoint(folder))
     parts = start.build(opening.plan, resumed)
     # From here on no check is left that refuses the start.
     if ledger is None:
@@ -296,6 +298,20 @@ def load_newest(
     if checkpoint is not None and take_weights is not None:
         take_weights(checkpoint)
     return checkpoint
+
+
+def require_no_checkpoint(folder: RunFolder) -> None:
+    """A new run begins beside no checkpoint that remembers a ledger, not even one that was set aside.
+
+    Raises:
+        PrivacyStateRefused: one is there.
+    """
+    for manifest in readable_manifests(folder.checkpoints):
+        if manifest.get("ledger"):
+            raise PrivacyStateRefused(
+                f"{folder.ledger}: is gone, and a checkpoint of step {manifest['step']} remembers it; what was spent is unknown: "
+                "put it back, or start another run folder"
+            )
 
 
 def begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool) -> bool:

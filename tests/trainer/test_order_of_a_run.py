@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from privacy.checkpoints.read import Checkpoint, newest_checkpoint
-from privacy.errors import PrivacyConfigError
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger import durable
 from privacy.loop import PrivateLoop
 from privacy.plan import PrivacyPlan
@@ -353,3 +353,16 @@ def test_a_loop_that_was_killed_before_its_end_is_ended_by_the_next_start(tmp_pa
                 pass
     with watched(run), own_loop(run) as loop:
         assert loop.steps_done == 4 and b'"type":"close"' in (run / "ledger.jsonl").read_bytes()
+
+
+def test_a_new_run_beside_a_checkpoint_that_was_set_aside_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with watched(run), own_loop(run) as loop:
+        loop.step()
+    for path in (run / "checkpoints").glob("step-*"):
+        path.rename(path.with_name(f"set-aside-{path.name}"))
+    (run / "ledger.jsonl").unlink()
+    shutil.rmtree(run / "private")
+    with watched(run), pytest.raises(PrivacyStateRefused, match=r"is gone, and a checkpoint of step 1 remembers it"):
+        own_loop(run)
+    assert not (run / "ledger.jsonl").exists()
