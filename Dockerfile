@@ -22,7 +22,7 @@ WORKDIR /project
 
 # The packages are a layer of their own: other sources leave it as it is.
 ARG PIP_EXTRA_INDEX_URL=""
-COPY --chown=trainer Makefile requirements.txt requirements-dev.txt ./
+COPY --chown=trainer Makefile requirements.txt pyproject.toml ./
 RUN make venv
 
 COPY --chown=trainer . .

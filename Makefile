@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The packages of an extra of pyproject.toml, without the library itself, which the clone has.
+extra = $$($(BIN)/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])' $(1))
 # Each of two workers begins with one half of the tests; one that has none left takes over a half of what the other has.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 QUICK := not full and not gpu and not cluster
@@ -11,10 +14,10 @@ unexport PYTHONDONTWRITEBYTECODE  # else every process compiles all modules anew
 
 .PHONY: quickstart test test-all test-cluster gpu coverage docs examples lint format clean venv
 
-$(STAMP): requirements.txt requirements-dev.txt
+$(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt >&2
+	$(INSTALL) -r requirements.txt $(call extra,dev) >&2
 	@touch $@
 
 venv: $(STAMP)
@@ -32,7 +35,7 @@ test: $(STAMP)
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
 	@for optional in triton evaluation captions examples docs; do \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-$$optional.txt >&2 || echo "requirements-$$optional.txt could not be installed: tests that need it will be skipped" >&2; \
+		$(INSTALL) $(call extra,$$optional) >&2 || echo "the extra $$optional could not be installed: tests that need it will be skipped" >&2; \
 	done
 	$(PYTEST) --hypothesis-profile=full -m "not gpu and not cluster"
 
@@ -53,13 +56,13 @@ coverage: $(STAMP)
 
 # The site of these pages with an API reference, in site/; a warning is an error.
 docs: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt >&2
+	@$(INSTALL) $(call extra,docs) >&2
 	$(BIN)/python -m tools.site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/mkdocs.yml
 
 # Every example and the notebook, executed.
 examples: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-examples.txt >&2
+	@$(INSTALL) $(call extra,examples) >&2
 	$(BIN)/python -m pytest tests/examples
 
 lint: $(STAMP)

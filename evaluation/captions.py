@@ -4,7 +4,7 @@ Keys and values are kept, so a caption costs one token at a time (models/generat
 
 Metrics are computed by the code that the field reports them with: pycocoevalcap, an extra.
 
-    pip install -r requirements-captions.txt        # and a Java runtime, which its tokenizer is written in
+    pip install '.[captions]'        # and a Java runtime, which its tokenizer is written in
 
 The tokenizer is Stanford's PTBTokenizer, as in the COCO caption challenge (Chen et al. 2015, https://arxiv.org/abs/1504.00325).
 METEOR and SPICE are left out: their jars have licences of their own, and SPICE fetches models.
@@ -116,7 +116,7 @@ def require_metrics() -> None:
         import pycocoevalcap  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "caption metrics need the package pycocoevalcap: pip install -r requirements-captions.txt"
+            "caption metrics need the package pycocoevalcap: pip install '.[captions]'"
         ) from error
     if shutil.which("java") is None:
         raise ConfigError(

@@ -361,7 +361,7 @@ class CaptionsOptions(CaptionDataOptions):
         python launch_scripts/evaluate.py captions --checkpoint runs/x --data folder:pictures --method beam --num_beams 4
         python launch_scripts/evaluate.py captions --checkpoint runs/x --data shards:heldout/ --metrics --grid captions.png
 
-    Metrics need an extra (requirements-captions.txt) and Java. The captions are in the record; --grid draws the first 24.
+    Metrics need the extra `captions` and Java. The captions are in the record; --grid draws the first 24.
     """
 
     method: Literal["greedy", "beam", "sample"] = "greedy"

@@ -192,7 +192,7 @@ class HuggingFace:
             import datasets
         except ImportError as error:
             raise DataError(
-                "hf: needs the package `datasets`, an extra: pip install -r requirements-evaluation.txt"
+                "hf: needs the package `datasets`, an extra: pip install '.[evaluation]'"
             ) from error
         if not path.is_dir():
             raise DataError(f"there is no folder {path}")

@@ -3,7 +3,7 @@
     python tools/life_cycle.py [--root OTHER_CHECKOUT]
 
 The training is recipes/tiny.toml on one rank of the plain engine, from the shards to its last checkpoint. The life cycle adds a
-stop and a resume, the plan, the card, two audits, the verifier and a loop of one's own. It needs coverage (requirements-dev.txt)
+stop and a resume, the plan, the card, two audits, the verifier and a loop of one's own. It needs coverage (the extra `dev`)
 and writes into a temporary folder. `--root` measures another checkout with this Python.
 """
 

@@ -1,6 +1,6 @@
 """Sources of the documentation site: the project's pages where they are in the project, and an API reference.
 
-    make docs        # builds `site/`; needs requirements-docs.txt
+    make docs        # builds `site/`; needs the extra `docs`
 
 Pages link to each other by their places in the repository, so the site has the same places: this copies them, and what they link
 to, into runs/site-pages, and writes one page of `api/` for each part of the API, which mkdocstrings fills from docstrings.

@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -133,8 +134,10 @@ def _check_make(targets: Sequence[str]) -> None:
 
 
 def _check_requirements(words: Sequence[str]) -> None:
-    if "-r" in words and not (ROOT / words[words.index("-r") + 1]).is_file():
-        raise Refused("no such requirements")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {extra for word in words for extra in "".join(re.findall(r"\[(.*)\]", word)).split(",") if extra}
+    if not named <= set(extras):
+        raise Refused(f"pyproject.toml names no such extras: {', '.join(sorted(named - set(extras)))}")
 
 
 def check_script(script: str, arguments: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ HAS_EXAMPLES = [
 
 
 class _Navigation(yaml.SafeLoader):
-    """Reads mkdocs.yml, in which a tag names a Python function."""
+    """Reads docs/mkdocs.yml, in which a tag names a Python function."""
 
 
 _Navigation.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
@@ -41,7 +41,7 @@ def test_the_site_has_every_page_and_every_module_that_it_names(tmp_path: Path) 
     build(tmp_path / "pages")
     for page in PAGES:
         assert (tmp_path / "pages" / page).is_file(), page
-    named = pages_of(yaml.load((ROOT / "mkdocs.yml").read_text(), _Navigation)["nav"])
+    named = pages_of(yaml.load((ROOT / "docs/mkdocs.yml").read_text(), _Navigation)["nav"])
     assert set(named) >= {page for page in PAGES if page.startswith("docs/")} | {f"api/{name}.md" for name in API}
     for page in named:
         assert (tmp_path / "pages" / page).is_file(), page
@@ -51,10 +51,21 @@ def test_the_site_has_every_page_and_every_module_that_it_names(tmp_path: Path) 
 
 
 @pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="requirements-docs.txt is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="the extra docs is not installed")
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     build(ROOT / "runs/site-pages")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--config-file",
+        "docs/mkdocs.yml",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "site/search/search_index.json").read_text())
@@ -76,7 +87,7 @@ def test_examples_in_docstrings_do_what_they_say(name: str) -> None:
 def test_the_menu_and_the_first_page_of_the_api(tmp_path: Path) -> None:
     """Examples and benchmarks have entries of their own, planning stands where one starts, each page stands once; the
     API of the loop begins with what a user imports."""
-    settings = yaml.load((ROOT / "mkdocs.yml").read_text(), _Navigation)
+    settings = yaml.load((ROOT / "docs/mkdocs.yml").read_text(), _Navigation)
     sections = {title: pages for entry in settings["nav"] if isinstance(entry, dict) for title, pages in entry.items()}
     assert "navigation.indexes" not in settings["theme"]["features"], "it hides the page behind the section's name"
     assert {"Examples": "examples/README.md"} in sections["Start"] and "docs/planning.md" in sections["Start"]

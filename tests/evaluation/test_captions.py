@@ -98,7 +98,7 @@ def test_more_tokens_than_the_model_takes(captioner: Captioner) -> None:
 
 def test_metrics_without_package_or_java(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pycocoevalcap", None)
-    with pytest.raises(ConfigError, match=r"pip install -r requirements-captions\.txt"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[captions\]'"):
         require_metrics()
     monkeypatch.setitem(sys.modules, "pycocoevalcap", ModuleType("pycocoevalcap"))
     monkeypatch.setattr(shutil, "which", lambda name: None)

@@ -149,7 +149,7 @@ def random_case(seed: int) -> tuple[list[Objects], list[Detections]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_average_precision_is_that_of_pycocotools(seed: int) -> None:
-    pytest.importorskip("pycocotools", reason="an extra: pip install -r requirements-evaluation.txt")
+    pytest.importorskip("pycocotools", reason="an extra: pip install '.[evaluation]'")
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 

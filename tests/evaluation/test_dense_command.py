@@ -155,7 +155,7 @@ def test_refused(dense: Dense, arguments: tuple[object, ...], message: str) -> N
 
 def test_masks_are_those_of_pycocotools() -> None:
     """Run lengths to the pixel, read by COCO's own code; polygons up to a few pixels of their edges."""
-    pytest.importorskip("pycocotools", reason="an extra: pip install -r requirements-evaluation.txt")
+    pytest.importorskip("pycocotools", reason="an extra: pip install '.[evaluation]'")
     from pycocotools import mask as coco
 
     rng = np.random.default_rng(0)

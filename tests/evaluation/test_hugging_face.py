@@ -22,7 +22,7 @@ CAPTIONS = "captions of this picture"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two splits: encoded pictures, one from a file, one missing, one broken; class labels; several captions each."""
-    datasets = pytest.importorskip("datasets", reason="an extra: pip install -r requirements-evaluation.txt")
+    datasets = pytest.importorskip("datasets", reason="an extra: pip install '.[evaluation]'")
     folder = tmp_path_factory.mktemp("hf")
     images, labels = pictures(6)
     file = folder / "of its own.png"
@@ -98,5 +98,5 @@ def test_other_folders_are_one_line(saved: Path, tmp_path: Path) -> None:
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
     for options in (OPTIONS, CaptionedOptions()):
-        with pytest.raises(DataError, match=r"^hf: needs .*: pip install -r requirements-evaluation.txt$"):
+        with pytest.raises(DataError, match=r"^hf: needs .*: pip install '\.\[evaluation\]'$"):
             open_source(f"hf:{tmp_path}", options)

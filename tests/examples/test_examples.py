@@ -18,7 +18,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS"
 
 def needs(*packages: str) -> Any:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"requirements-examples.txt is not installed: {missing}")
+    return pytest.mark.skipif(bool(missing), reason=f"the extra examples is not installed: {missing}")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.privacy.clipping.test_sensitivity import cancelling
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (requirements-triton.txt)"
+    importlib.util.find_spec("triton") is None, reason="the extra triton is not installed"
 )
 
 

@@ -65,7 +65,7 @@ def test_an_unknown_head_and_items_without_labels_are_refused() -> None:
 
 
 @full
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed: requirements-examples.txt")
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed: the extra examples")
 def test_adapters_alone_are_clipped_stepped_and_kept(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

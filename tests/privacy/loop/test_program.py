@@ -109,7 +109,7 @@ def test_a_copied_run_folder_repeats_no_coin(tmp_path: Path) -> None:
 def test_two_ranks_take_the_same_steps_and_one_resumes_them(launcher: str, tmp_path: Path) -> None:
     """Killed on two ranks, resumed on two, and resumed on one by who has but one machine left."""
     if launcher == "accelerate" and importlib.util.find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed: requirements-examples.txt")
+        pytest.skip("accelerate is not installed: the extra examples")
     arguments = ["--accelerate"] if launcher == "accelerate" else []
     both = [result(ended) for ended in start(tmp_path / "run", *arguments, ranks=2)]
     assert both[0]["weights"] == both[1]["weights"] and both[0]["epsilon"] == both[1]["epsilon"]

@@ -38,7 +38,7 @@ if not {leaves}:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("hatchling") is None:
-        pytest.skip("hatchling builds the wheel: requirements-dev.txt")
+        pytest.skip("hatchling builds the wheel: the extra dev")
     folder = tmp_path_factory.mktemp("wheel")
     build = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
     done = subprocess.run(
