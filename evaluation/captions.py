@@ -115,9 +115,7 @@ def require_metrics() -> None:
     try:
         import pycocoevalcap  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "caption metrics need the package pycocoevalcap: pip install '.[captions]'"
-        ) from error
+        raise ConfigError("caption metrics need the package pycocoevalcap: pip install '.[captions]'") from error
     if shutil.which("java") is None:
         raise ConfigError(
             "caption metrics need a Java runtime, which pycocoevalcap's tokenizer is written in, and there is no `java` "

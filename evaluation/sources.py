@@ -191,9 +191,7 @@ class HuggingFace:
         try:
             import datasets
         except ImportError as error:
-            raise DataError(
-                "hf: needs the package `datasets`, an extra: pip install '.[evaluation]'"
-            ) from error
+            raise DataError("hf: needs the package `datasets`, an extra: pip install '.[evaluation]'") from error
         if not path.is_dir():
             raise DataError(f"there is no folder {path}")
         try:

@@ -76,17 +76,7 @@ FACTS |= {
 }
 
 
-@pytest.mark.parametrize(
-    ("width", "seen"),
-    [
-        (40, ("eta",)),
-        (60, ("eta", "loss", "lr")),
-        (80, ("eta", "loss", "[", "37.5%", "lr")),
-        (100, ("eta", "loss", "[", "37.5%", "lr", "ex/s", "data")),
-        (120, ("eta", "loss", "[", "37.5%", "lr", "ex/s", "data", "gradients")),
-        (200, ("eta", "[", "37.5%", *FACTS)),
-    ],
-)
+@pytest.mark.parametrize(("width", "seen"), [(40, ()), (80, ("eta", "loss", "lr")), (240, ("eta", *FACTS))])
 def test_a_narrow_terminal_shows_what_matters(
     width: int, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,5 +91,5 @@ def test_a_narrow_terminal_shows_what_matters(
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
         lines = [one for one in re.split(r"[\r\n]+", text) if one]
         assert all(len(one) <= width for one in lines), lines
-        assert lines[-1].startswith("step 45/120  ") and f"eps {facts['eps'].split(' ')[0]}" in lines[-1]
+        assert lines[-1].startswith("step 45/120 [###       ] 37.5%  eps " + facts["eps"][:3])
         assert facts is not FACTS or all(word in lines[-1] for word in seen), lines[-1]

@@ -34,8 +34,8 @@ from trainer.ranks import distributed
 from trainer.tasks.base import Samples
 
 PLAIN_INTERVAL_SECONDS = 30.0
-IMPORTANCE = ("step", "eps", "eta", "loss", "bar")
-"""The columns that a narrow terminal shows first; the others follow in their order."""
+IMPORTANCE = ("eps", "eta", "loss")
+"""What stands first on the live line, which a narrow terminal cuts; the rest follows in its order."""
 SHOWN_CAPTIONS = 4
 """On the console; the others are in the picture of samples."""
 WHERE_TRAINING_LOSS_IS = (
@@ -78,7 +78,10 @@ class ProgressLine:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The line at the width that the terminal has now."""
-        line = fitted(self._step, self._total, self._facts, options.max_width)
+        done = 10 * self._step // self._total
+        line = f"step {self._step}/{self._total} [{'#' * done:10}] {self._step / self._total:.1%}"
+        for name in sorted(self._facts, key=lambda name: (*IMPORTANCE, name).index(name)):
+            line += f"  {name} {self._facts[name].partition(' (')[0]}"
         yield Text(line, no_wrap=True, overflow="crop")
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
@@ -99,20 +102,6 @@ class ProgressLine:
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
-
-
-def fitted(step: int, num_steps: int, facts: Mapping[str, str], width: int) -> str:
-    """The columns of the live line that have room in `width`, the most important first: see `IMPORTANCE`."""
-    percent, room, kept = f"] {step / num_steps:.1%}", width + 2, set[str]()
-    columns = {"step": f"step {step}/{num_steps}", "bar": f"[{'':10}{percent}"}
-    columns |= {name: f"{name} {value if width > 120 else value.partition(' (')[0]}" for name, value in facts.items()}
-    for name in sorted(columns, key=lambda name: (*IMPORTANCE, name).index(name)):
-        if len(columns[name]) + 2 <= room:
-            kept.add(name)
-            room -= len(columns[name]) + 2
-    size = 10 + min(room, 30)  # the bar takes what is left
-    columns["bar"] = f"[{'#' * (size * step // num_steps):{size}}{percent}"
-    return "  ".join(column for name, column in columns.items() if name in kept)
 
 
 class StepReporter:
