@@ -106,24 +106,6 @@ def test_a_first_start_refuses_what_an_index_refuses(folder: RunFolder, tmp_path
     assert len(training_table(chosen, folder, ROOT)) == 30
 
 
-def test_a_first_start_says_what_it_does_not_use(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    views = [{"__key__": str(i), "left.jpg": picture(i), "right.jpg": picture(i + 9), "txt": b"x"} for i in range(5)]
-    write_shard(tmp_path / "data" / "a.tar", [*views, {"__key__": "images/5", "jpg": picture(5)}])
-    chosen = config(f"data.shards={tmp_path}/data")
-    assert len(training_table(chosen, folder, ROOT)) == 6
-    said = capsys.readouterr().out
-    assert "5 of 6 examples hold more than one picture" in said and "1 of 6 examples have a picture without" in said
-    training_table(chosen, folder, ROOT)
-    assert capsys.readouterr().out == ""
-    write_shard(
-        tmp_path / "dots" / "a.tar", [{"__key__": f"2024.{i}", "jpg": picture(i), "txt": b"x"} for i in range(5)]
-    )
-    with pytest.raises(DataError, match=r"joins 5 pairs .*--key_until_last_dot"):
-        training_table(config(f"data.shards={tmp_path}/dots"), RunFolder(tmp_path / "other"), ROOT)
-
-
 def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_path: Path) -> None:
     path = shard(tmp_path / "data" / "a.tar", 30)
     (tmp_path / "other").mkdir()
