@@ -114,7 +114,7 @@ MISTAKES = [
     ),
     Mistake(
         "a resume takes any checkpoint that lies there",
-        "privacy/step/resume.py",
+        "privacy/run/run.py",
         "        ledger.require_recorded(checkpoint.path)\n",
         "        pass\n",
         "tests/trainer/test_import_provenance.py",

@@ -41,7 +41,7 @@ API = {
         "Recipe and machine",
         "trainer.config.recipe trainer.config.optimizer trainer.config.machine",
     ),
-    "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base trainer.tracking"),
+    "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base"),
     "models": (
         "Models",
         "models.config models.vit models.captioner models.masked_autoencoder models.classifier models.adapters",

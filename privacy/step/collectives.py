@@ -37,6 +37,12 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
+def say(line: str) -> None:
+    """Prints a line on the console of rank 0, which lies inside the trust boundary."""
+    if rank() == 0:
+        print(line, flush=True)
+
+
 def on_main(function: Callable[[], T]) -> T:
     """Runs `function` on rank 0 and returns its result everywhere; an error is raised everywhere.
 
@@ -94,6 +100,14 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     if not is_alone():
         dist.all_reduce(values)
     return values
+
+
+def on_any(*flags: bool) -> list[bool]:
+    """For each flag whether it is set on any rank: the same answer on all."""
+    votes = torch.tensor(flags, dtype=torch.int64)
+    if not is_alone():
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return [bool(vote) for vote in votes]
 
 
 def reduce_to_main(values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import privacy.ledger.run_state
 from privacy.ledger import durable
 from privacy.ledger.chain import AppendOnly, ChainFile
 from privacy.ledger.shared import Membership, SharedLedger
-from privacy.step.run_ledger import RunLedger
+from privacy.run.ledger import RunLedger
 from tests.crashes.disk import Names, States, put
 from tests.crashes.exploration import (
     DRAWS,

@@ -22,7 +22,7 @@ PLACEHOLDERS = {
     "ARGUMENTS_WITHOUT_RUN_DIR": "--ds_config ds_configs/zero3_bf16.json --recipe recipes/dpcap_base.toml",
 }
 """What a page writes once, and a reader fills in."""
-ORDINARY = ("export", "printf", ".", "exit", "tensorboard", "apt-get", "mkdir", "touch", "rsync", "wandb")
+ORDINARY = ("export", "printf", ".", "exit", "tensorboard", "apt-get", "mkdir", "touch", "rsync")
 """Programs that are not ours; what they are given is not looked at."""
 TAKES_A_VALUE = {
     "deepspeed": {"--hostfile", "--num_gpus", "--launcher", "--master_addr", "--master_port", "--launcher_args"},

@@ -19,14 +19,13 @@ from privacy.correlated.segment import Segment
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.noise import NoiseSource, SystemNoise, add_noise
-from privacy.sampling.cyclic import CyclicPoissonSampler
-from privacy.sampling.poisson import Decided, example_keys
+from privacy.run.ledger import RunLedger
+from privacy.sampling.poisson import CyclicPoissonSampler, Decided, example_keys
 from privacy.step import adaptive_bound
 from privacy.step import batches as run_batches
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
 from privacy.step.reduction import reduce_to_owners
-from privacy.step.run_ledger import RunLedger
 from privacy.step.step import train_step
 from trainer.audit import sandbox
 from trainer.ranks import distributed

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.reading.loader import StepPlan
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.ledger import Ledger
@@ -24,8 +23,9 @@ from privacy.ledger.run_state import open_run_state
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
+from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
-from privacy.step.run_ledger import RunLedger
+from privacy.step.batches import Dealt as StepPlan
 from tests.privacy.ledger_files import rechained
 
 LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"
@@ -234,25 +234,6 @@ def test_a_second_attempt_without_a_charge_in_one_session_is_refused(run: Any, t
         opened(folder, PLAN, mirrored=mirrored)
     before = list(read_lines(folder / MEMBERS))
     assert wrong_attempts(read_ledger(folder / LEDGER), before, before)
-
-
-def test_the_audit_of_a_run_in_progress_is_content_at_every_moment(run: Any, tmp_path: Path) -> None:
-    """The record is read before the ledger and after it, with any number of writes in between."""
-    _, states = run
-    states = [state for state in states if state.get(LEDGER)]
-    for first, second, third in zip(states, states[3:], states[8:], strict=False):
-        read = [list(read_lines(put(tmp_path / "live", state) / MEMBERS)) for state in (first, third)]
-        ledger = read_ledger(put(tmp_path / "live", second) / LEDGER)
-        assert wrong_attempts(ledger, *read) is None
-
-
-def test_a_run_that_was_never_charged_may_not_lose_its_record(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    opened(tmp_path / "run", PLAN, mirrored=False)[0].release()
-    assert (tmp_path / "run" / MEMBERS).read_bytes() == b""
-    (tmp_path / "run" / MEMBERS).unlink()
-    with pytest.raises(PrivacyStateRefused, match=r"cannot read the record of attempts"):
-        opened(tmp_path / "run", PLAN, mirrored=False)
 
 
 def test_a_record_without_its_ledger_is_refused(run: Any, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.loop.reporting import StepReporter, write_public
 from privacy.step.step import StepRecord
 from privacy.step.folder import RunFolder
-from trainer.run.heldout import HeldoutResults
+from trainer.loop.heldout import HeldoutResults
 
 
 def plant(

@@ -20,8 +20,8 @@ from privacy.errors import PrivacyConfigError
 from privacy.files.public import read_metrics
 from privacy.ledger.records import read_ledger
 from privacy.noise import SystemNoise
+from privacy.run.ledger import RunLedger
 from privacy.step import step as loop
-from privacy.step.run_ledger import RunLedger
 from tests.privacy.ledger_epsilon import recompute
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config

@@ -44,11 +44,11 @@ from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK
+from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.step import collectives
-from privacy.step.batches import LogicalBatches
+from privacy.step.batches import Dealt, LogicalBatches
 from privacy.step.noise_variance import NoiseVariance
-from privacy.step.run_ledger import RunLedger
 from privacy.step.step import Mechanism, train_step
 from trainer.audit.tape import Tape, beside, flat
 from trainer.audit.task import AMPLITUDE, PARTIAL, UNREACHED, CanaryModel, make_canaries, sum_of_neighbours
@@ -240,7 +240,7 @@ def run_sandbox(
                 step = step_plan.step
                 # Silent steps show the clipped sums exactly; the noise is drawn all the same, and its numbers are kept.
                 tape.silent = step <= silent
-                ledger.note(step_plan, MICRO_BATCH_SIZE)
+                ledger.note(Dealt(*step_plan), MICRO_BATCH_SIZE)
                 is_killed = (session, step) == (0, silent)  # between the update and its `done`
                 with mock.patch.object(ledger, "done") if is_killed else nullcontext():
                     record = train_step(mechanism, step, tape.batches(micro_batches, present_N))

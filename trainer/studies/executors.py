@@ -14,11 +14,10 @@ from pathlib import Path
 
 from data.files import write_durably
 from privacy.checkpoints.read import has_checkpoints
+from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.loop.fit import BUDGET_SPENT, DONE
-from trainer.loop.stopping import STOPPED_EARLY
 from trainer.studies.folder import StudyFolder
 from trainer.weights.start import find_checkpoint
 

@@ -15,7 +15,7 @@ import pytest
 
 from privacy import verify
 from privacy.accounting import rounding
-from privacy.card.numbers import claimed_epsilon
+from privacy.accounting.accountants import claimed_epsilon
 from privacy.ledger.records import read_ledger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest

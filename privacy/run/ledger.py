@@ -2,37 +2,23 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from ..accounting.accountants import ReleaseGroup
-from ..checkpoints.read import MANIFEST, Checkpoint, file_digest
+from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
 from ..checkpoints.recorded import require_recorded
 from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.ledger import Ledger
 from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
-from ..ledger.records import LedgerState
-from ..plan import PrivacyPlan
+from ..ledger.records import LedgerState, read_ledger
+from ..ledger.run_state import SharedTerms, open_run_state
+from ..plan import PrivacyPlan, make_plan
+from ..plan_request import PlanRequest
 from ..releases import Release
 from ..sampling.keys import SamplingKey
-from ..sampling.poisson import Ids
-from . import collectives
-from .folder import environment
-
-
-class Dealt(Protocol):
-    """What a rank was dealt for one attempt; `privacy.step.batches.Dealt` is one, and so is the trainer's plan of a step."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def example_ids(self) -> Ids: ...
-
-    @property
-    def num_micro_batches(self) -> int: ...
-
-    @property
-    def group(self) -> int | None: ...
+from ..step import collectives
+from ..step.batches import Dealt
+from ..step.folder import RunFolder, environment
 
 
 class MembersLog:
@@ -243,3 +229,65 @@ class RunLedger:
         if known not in self._composed:
             self._composed[known] = composed_epsilon(states, delta, charged)
         return self._composed[known], delta
+
+
+Recorded = dict[str, Any]
+"""The fields of a ledger's `open` record."""
+
+
+class Opening(NamedTuple):
+    """A run's privacy state before its start.
+
+    Attributes:
+        plan: made for a new run; the frozen one, which is what was asked for, of one that is there.
+        ledger: of a run that is there, opened without writing to it (`RunLedger.mend` does); None for a new one.
+        create: makes ledger and key of a new run, when nothing else refuses its start: a shared ledger reserves its budget here.
+    """
+
+    plan: PrivacyPlan
+    ledger: RunLedger | None
+    create: Callable[[], RunLedger]
+
+
+def open_ledger(
+    folder: RunFolder,
+    asked: Callable[[Recorded | None], PlanRequest],
+    manifest: Callable[[], bytes],
+    *,
+    described: Callable[[Recorded | None, PrivacyPlan], Mapping[str, Any]],
+    mirror: Path | str | None,
+    shared: SharedTerms | None = None,
+) -> Opening:
+    """Opens ledger and key of a run folder, or makes the plan of a new one; writes nothing. Collective.
+
+    The plan is made, or compared with the frozen one, on rank 0, and every rank gets the same.
+
+    Args:
+        asked: the plan's request; None is a new run.
+        manifest: what identifies the data; enters the ledger as HMAC under the sampling key only.
+        described: further fields of a new ledger, or a refusal of those that an existing one has.
+        mirror, shared: see `open_run_state`.
+
+    Raises (on every rank, as `create` does):
+        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
+        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
+    """
+
+    def planned() -> tuple[Recorded | None, PrivacyPlan]:
+        recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
+        return recorded, make_plan(asked(recorded), resume=None if recorded is None else recorded["plan"])
+
+    recorded, plan = collectives.on_main(planned)
+
+    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
+        fields = {"commit": environment()["commit"], **described(recorded, plan)}
+        ledger, key = open_run_state(
+            folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
+            has_checkpoint=has_checkpoints(folder.checkpoints), members=folder.members, mended=False,
+        )  # fmt: skip
+        return ledger, key, plan
+
+    def open_now() -> RunLedger:
+        return RunLedger.open(open_on_main, folder.key, members=folder.members)
+
+    return Opening(plan, None if recorded is None else open_now(), open_now)

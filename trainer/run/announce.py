@@ -2,33 +2,33 @@
 
 import os
 import sys
-from collections.abc import Sequence
 
 from privacy.accounting.rounding import rounded_up, useless_delta
-from privacy.errors import say
+from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY, say
+from privacy.run.run import Run
 from trainer.config.machine import MachineSettings
-from trainer.loop.fit import BUDGET_SPENT, DONE
-from trainer.loop.stopping import STOPPED_EARLY
+from trainer.loop.reporting import Training
 from trainer.planner.signal import NoiseToSignal
 from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
 from trainer.run.clipping_mode import ModeChoice
-from trainer.run.run import Run
 from trainer.weights.provenance import initialisation_statement
 
 
-def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
+def announce(
+    training: Training, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None
+) -> None:
     """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
-    plan = run.mechanism.plan
-    count = sum(shape.numel() for shape in run.mechanism.engine.shapes.values())
+    run, plan, config = training.run, training.run.plan, training.config
+    count = sum(shape.numel() for shape in run.parts.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
     hosts = distributed.hosts()
     where = (
         f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})" if len(hosts) > 1 else ""
     )
     print(
-        f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
-        f"{run.mechanism.engine.compute_dtype}"
+        f"{config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
+        f"{run.parts.engine.compute_dtype}"
     )
     print(
         f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
@@ -40,7 +40,7 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
             f"correlated noise of {plan.bands} bands ({plan.strategy}): {plan.bands} groups of up to {plan.group_size} examples "
             "take turns; past noise stays in memory, and every start begins without it"
         )
-    signal = NoiseToSignal.of(plan, count, run.config.model.kind)
+    signal = NoiseToSignal.of(plan, count, config.model.kind)
     if signal is not None:
         print(signal.line)
     if plan.lattice is not None:
@@ -50,7 +50,7 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         )
     for warning in plan.warnings:
         say(f"warning: {warning}")
-    warmup = run.config.schedule.warmup_steps
+    warmup = config.schedule.warmup_steps
     if warmup > plan.num_steps:
         print(
             f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning rate never reaches its peak "
@@ -66,8 +66,8 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         )
     else:
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
-    if run.model_facts["initialisation"].get("kind") != "random":
-        say(initialisation_statement(run.model_facts))
+    if training.model_facts["initialisation"].get("kind") != "random":
+        say(initialisation_statement(training.model_facts))
     if run.first_step > 1:
         print(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
     elif run.ledger.num_charged:
@@ -80,29 +80,16 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
 def warn_of_few_cpus(num_workers: int) -> None:
     """Warns on rank 0 where a rank may use fewer CPUs than it has data workers. Collective."""
     # Launchers and schedulers set this process's affinity; some systems know no such thing.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpus, hosts = zip(*distributed.gather_objects((usable, distributed.host_name())), strict=True)
-    warning = few_cpus(cpus, hosts, num_workers)
-    if warning is not None and distributed.rank() == 0:
-        print(warning, flush=True)
-
-
-def few_cpus(cpus: Sequence[int], hosts: Sequence[str], num_workers: int) -> str | None:
-    """The warning that some rank has too few CPUs, if one is due.
-
-    Args:
-        cpus, hosts: the number of CPUs that each rank may use, and the name of its host.
-    """
-    short = [rank for rank, count in enumerate(cpus) if count < num_workers]
-    if not short:
-        return None
-    worst = min(short, key=lambda rank: cpus[rank])
-    others = f" ({len(short)} ranks have too few)" if len(short) > 1 else ""
-    return (
-        f"warning: rank {worst} on {hosts[worst]} may use {cpus[worst]} CPU{'s' if cpus[worst] > 1 else ''} for its "
-        f"{num_workers} data workers{others}: give each rank {num_workers} CPUs (Slurm: --cpus-per-task={num_workers}), or "
-        "lower data.num_workers"
-    )
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    every = distributed.gather_objects((mine, distributed.host_name()))
+    rank = min(range(len(every)), key=lambda number: every[number][0])
+    count, host = every[rank]
+    if count < num_workers and distributed.rank() == 0:
+        print(
+            f"warning: rank {rank} on {host} may use {count} CPU{'s' if count > 1 else ''} for its {num_workers} data workers: "
+            f"give each rank {num_workers} CPUs (Slurm: --cpus-per-task={num_workers}), or lower data.num_workers",
+            flush=True,
+        )
 
 
 def _claim(run: Run) -> str:
@@ -110,8 +97,8 @@ def _claim(run: Run) -> str:
     claim, own = run.ledger.claim(), run.ledger.epsilon()
     if claim is None or own is None:
         return "no formal guarantee"
-    delta, words = run.mechanism.plan.target_delta, f"epsilon {rounded_up(claim[0], 4)} at delta {claim[1]:g}"
-    if useless := useless_delta(claim[1], run.mechanism.plan.num_examples):
+    delta, words = run.plan.target_delta, f"epsilon {rounded_up(claim[0], 4)} at delta {claim[1]:g}"
+    if useless := useless_delta(claim[1], run.plan.num_examples):
         words += f" ({useless})"
     if claim == (own, delta):
         return words
@@ -123,8 +110,8 @@ def conclude(run: Run, outcome: int) -> None:
     """Prints how the run ended, and what recognises its ledger; on the main rank."""
     claim = _claim(run)
     ending = {
-        DONE: f"done: {run.mechanism.plan.num_steps} steps, {claim}",
-        BUDGET_SPENT: f"stopped: the budget of {run.mechanism.plan.max_intents} attempts is spent and steps remain; {claim}",
+        DONE: f"done: {run.plan.num_steps} steps, {claim}",
+        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {claim}",
         STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
     }
     line = run.ledger.position()["hash"]
