@@ -495,6 +495,8 @@ def record_in(line: bytes) -> dict[str, Any]:
         header, rest = ({name: record[name] for name in record if (name in HEADER) == first} for first in (True, False))
         ordered = json.loads(json.dumps(rest, sort_keys=True))  # nested objects too, and the header stays in front
         canonical = json.dumps({**header, **ordered}, separators=(",", ":"), ensure_ascii=True).encode()
+        if b"\\ud" in line:
+            json.dumps(record, ensure_ascii=False).encode()  # half of a character is an error, and no text
     except (ValueError, RecursionError) as error:
         raise Violated(f"it is no ledger record: {shown(error)}") from error
     require(canonical == line, "it is not in canonical form")

@@ -63,6 +63,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
         header = [record.pop(name) for name in _HEADER]
         seq, kind, time_utc, previous = header
         canonical = encode_line(seq, kind, time_utc, previous, record)
+        if b"\\ud" in line:  # half of a character (a surrogate) is no text: no card and no page could be written of it
+            json.dumps([kind, time_utc, previous, record], ensure_ascii=False).encode()
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, PrivacyStateRefused) as error:
         raise LineRefused("not a ledger record") from error
     if canonical != line or type(seq) is not int or not all(isinstance(item, str) for item in header[1:]):
@@ -207,10 +209,7 @@ def read_chain(data: bytes, state: ChainState, name: str) -> bytes:
 
 
 def create_chain(path: Path, state: ChainState, time_utc: str, fields: Mapping[str, Any]) -> None:
-    """Creates a file with its `open` record alone, durable and whole or not at all.
-
-    Args:
-        state: a new one, which checks the record.
+    """Creates a file with its `open` record alone, which the new state checks, durable and whole or not at all.
 
     Raises:
         FileExistsError: the file exists; it is never overwritten.

@@ -433,6 +433,7 @@ ILLEGAL = {
     "more noise by its ratio": (noise(8.0, 2.0), "line 5: gradient states"),
     "another release": (noise(4.0, 1.0, "weights"), "line 5: "),
     "no release": (change(5, releases=[]), "line 5: an intent lists its releases"),
+    "half of a character": (change(2, environment={"commit": "\ud800"}), "line 2: .*no.* ledger record"),
     "a smaller rate": (plan_of(sample_rate=0.01), "line 1: "),
     "a smaller threshold": (plan_of(sampling_threshold="1"), "line 1: "),
     "a smaller batch": (plan_of(expected_batch_size=50), "line 1: "),
