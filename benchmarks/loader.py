@@ -79,7 +79,13 @@ def sequential_batches(root: Path, num_workers: int) -> Iterator[int]:
     urls = [str(path) for path in expand_shards("train-*.tar", root)]
     pipeline = webdataset.WebDataset(urls, shardshuffle=False).repeat().map(make)
     batches = pipeline.batched(MICRO_BATCH, collation_fn=stack)
-    for batch in torch.utils.data.DataLoader(batches, batch_size=None, num_workers=num_workers):
+    fork = (
+        "fork" if num_workers else None
+    )  # this process was spawned, and would spawn workers that take no local function
+    loader = torch.utils.data.DataLoader(
+        batches, batch_size=None, num_workers=num_workers, multiprocessing_context=fork
+    )
+    for batch in loader:
         yield len(batch["images_CHW"])
 
 
@@ -110,11 +116,14 @@ def throughput(rounds: int, images: int, num_workers: int) -> dict[str, Any]:
                     runs_of[kind].append(run)
     result: dict[str, Any] = {"num_workers": num_workers}
     for kind, runs in runs_of.items():
-        result[kind] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        names = [
+            name for name in runs[0] if num_workers == 0 or name != "cpu_ms_per_image"
+        ]  # workers' time is not in it
+        result[kind] = {name: statistics.median(run[name] for run in runs) for name in names}
     pairs = list(zip(runs_of["poisson"], runs_of["sequential"], strict=True))
     ratio = statistics.median(one["images_per_second"] / two["images_per_second"] for one, two in pairs)
     result["poisson_over_sequential"] = ratio
-    if num_workers == 0:  # otherwise the workers' time is not in it
+    if num_workers == 0:
         cpu = statistics.median(two["cpu_ms_per_image"] / one["cpu_ms_per_image"] for one, two in pairs)
         result["poisson_over_sequential_by_cpu_time"] = cpu
     return result
