@@ -150,6 +150,7 @@ class Attack(Part):
 
     advantage: float = Field(description="Upper bound of true-positive less false-positive rate.")
     true_positive: dict[str, float] = Field(description="False-positive rate -> upper bound of the true-positive rate.")
+    curve: tuple[tuple[float, float], ...] = Field(description="[false-positive rate, bound on the other], for a plot.")
 
 
 class Attempts(Part):
@@ -184,6 +185,9 @@ class Accounting(Part):
     epsilon_group: dict[str, Epsilon] = Field(default_factory=dict, description="Number of copies -> epsilon.")
     max_examples_per_owner: int | None = Field(description="The most examples of one owner, as the recipe states.")
     epsilon_owner: Epsilon = Field(None, description="Epsilon of such an owner.")
+    epsilon_by_attempts: tuple[tuple[int, float], ...] = Field(
+        (), description="[attempts, upper bound of epsilon since the attempts before], for a plot."
+    )
     attack: Attack | None = Field(None, description="Bounds on membership inference.")
     attempts: Attempts = Field(description="What was charged.")
 

@@ -1,4 +1,4 @@
-"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown. Epsilons are rounded up.
+"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown with plots. Epsilons are rounded up.
 
 A value is escaped unless a filter of this file made it Markdown, so that no text from a file can forge the page.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..accounting.rounding import percent, rounded_down, rounded_up
 from .model import STATEMENTS, PrivacyCard
+from .plots import plots
 from .text import cell, escape, one_line
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def to_markdown(card: PrivacyCard) -> str:
 
 
 def to_html(card: PrivacyCard, samples: bytes | None = None) -> str:
-    """The card as one HTML file: what `to_markdown(card)` says; no script, nothing to fetch.
+    """The card as one HTML file: what `to_markdown(card)` says, with plots; no script, nothing to fetch.
 
     Args:
         samples: the PNG that `utility.samples` names; it ends the section on utility.
@@ -94,4 +95,4 @@ def to_html(card: PrivacyCard, samples: bytes | None = None) -> str:
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     picture = None if samples is None else base64.b64encode(samples).decode()
     page = markdown.render(to_markdown(card))
-    return _template("card.html.j2", is_html=True).render(card=card, page=page, picture=picture)
+    return _template("card.html.j2", is_html=True).render(card=card, page=page, plots=plots(card), picture=picture)

@@ -13,10 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from ..accounting import accountants as accounting
-from ..accounting.attack_risk import risk_of
+from ..accounting.attack_risk import FALSE_POSITIVE_RATES, risk_of
+from ..accounting.epsilon_table import EpsilonTable
 from ..accounting.group_privacy import epsilon_of_several
 from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused
@@ -28,6 +30,8 @@ from . import model
 from .model import STATEMENTS, Head, PrivacyCard, Stated
 
 GROUP_SIZES = (2, 5)
+CURVE_RATES = sorted({*np.geomspace(1e-5, 1, 101).tolist(), *FALSE_POSITIVE_RATES})
+"""False-positive rates at which the curve of what an attack can reach is drawn."""
 
 
 @dataclass(frozen=True)
@@ -232,9 +236,18 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
     if claim > accounting.LARGEST_DETAILED_EPSILON:
         return numbers
     if groups:
-        risk = risk_of(accounting.loss_distribution(groups, accounting.COARSE_INTERVAL), tail)
-        rates = {f"{rate:g}": bound for rate, bound in risk["true_positive_rates"]}
-        numbers = numbers.updated(attack=model.Attack(advantage=risk["advantage"], true_positive=rates))
+        risk = risk_of(accounting.loss_distribution(groups, accounting.COARSE_INTERVAL), tail, CURVE_RATES)
+        curve = risk["true_positive_rates"]
+        rates = {f"{rate:g}": bound for rate, bound in curve if rate in FALSE_POSITIVE_RATES}
+        # For a plot: counts of the table, denser where epsilon grows faster. The last one has the claim itself.
+        charged = state.num_charged
+        table = EpsilonTable(plan.release_group(1), delta, charged, bands=plan.bands)
+        counts = {min(table.count_for(charged * part**2 // 32**2), charged) for part in range(32)} - {charged}
+        by_attempts = [(count, min(table.epsilon(count), claim)) for count in sorted(counts)]
+        numbers = numbers.updated(
+            attack=model.Attack(advantage=risk["advantage"], true_positive=rates, curve=curve),
+            epsilon_by_attempts=[*by_attempts, (charged, claim)],
+        )
     # Below that delta the claim is by RDP, and the others are not trusted.
     if delta < accounting.PLD_SMALLEST_DELTA:
         return numbers

@@ -2,26 +2,33 @@
 
 import base64
 import html
+import io
 import json
 import math
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pydantic import ValidationError
 
 from privacy.accounting.rounding import rounded_down, rounded_up
 from privacy.card import render
-from privacy.card.model import Accounting, Attempts, PrivacyCard, schema_text
+from privacy.card.model import Accounting, Attempts, HeldoutLoss, PrivacyCard, schema_text
+from privacy.card.plots import COLOURS, draw_attempts, draw_heldout, draw_trade_off, plots
 from privacy.card.render import to_html, to_markdown
 from privacy.card.text import one_line
 from tests.privacy.cards import full_card
 
+FIGURES = ("epsilon-by-attempts", "trade-off", "heldout-loss")
 SCHEMA = Path(__file__).parents[2] / "docs/schemas/privacy_card.schema.json"
 
 MARKS = st.text(st.sampled_from("\\`*_{}[]()<>#+-=.!|~&;:\"'/ \n\t\r1aZ\x00\x0b\u200b\u202eé"), min_size=1)
@@ -55,6 +62,12 @@ class Page(HTMLParser):
         self.text += data
 
 
+def undrawn(card: PrivacyCard) -> Page:
+    """The page with empty figures, which draw no text: to draw them a thousand times would take minutes."""
+    with patch.object(render, "plots", lambda _card: dict.fromkeys(FIGURES, "<svg></svg>")):
+        return Page(to_html(card))
+
+
 def _examples(test):  # type: ignore[no-untyped-def]
     for text in NASTY:
         test = example(text, False)(test)
@@ -67,7 +80,7 @@ def test_any_text_shows_as_it_is_and_changes_nothing_else(text: str, with_head: 
     shown = one_line(text)
     if shown in ("", "consistent"):  # a verdict that stands out less than the others
         return
-    plain, page = (Page(to_html(full_card(word, with_head=with_head))) for word in ("WORD", text))
+    plain, page = (undrawn(full_card(word, with_head=with_head)) for word in ("WORD", text))
     assert page.tags == plain.tags and page.text == plain.text.replace("WORD", shown)
 
 
@@ -77,7 +90,7 @@ def test_names_of_free_values_show_as_they_are(text: str, with_head: bool) -> No
     shown = one_line(text)
     if shown == "" or text in ("start", "method", "num_classes", "covers"):
         return
-    plain, page = (Page(to_html(full_card("a", with_head=with_head, key=key))) for key in ("WORD", text))
+    plain, page = (undrawn(full_card("a", with_head=with_head, key=key)) for key in ("WORD", text))
     assert page.tags == plain.tags and page.text == plain.text.replace("WORD", shown)
 
 
@@ -85,7 +98,7 @@ def test_names_of_free_values_show_as_they_are(text: str, with_head: bool) -> No
 def test_a_statement_holds_code_spans_and_no_other_mark(text: str) -> None:
     if not one_line(text):
         return
-    plain, page = (Page(to_html(full_card("a", statement=words))) for words in ("WORD", text))
+    plain, page = (undrawn(full_card("a", statement=words)) for words in ("WORD", text))
     assert page.tags == plain.tags
     assert page.text.replace("`", "") == plain.text.replace("WORD", one_line(text)).replace("`", "")
 
@@ -114,16 +127,21 @@ def test_the_page_fetches_nothing_holds_its_picture_and_says_what_the_markdown_s
     parsed = Page(page)
     tags = {one[0] for one in parsed.tags if isinstance(one, tuple)}
     assert tags.isdisjoint({"script", "link", "iframe", "object", "base", "form"})
-    assert "http" not in page and "@import" not in page and "url(" not in page
+    assert "http" not in page and "@import" not in page
     attributes = [pair for one in parsed.tags if isinstance(one, tuple) for pair in one[1]]
     sources = [value for name, value in attributes if name in ("href", "src", "srcset")]
-    assert sources == ["data:image/png;base64," + base64.b64encode(PNG).decode()]
+    within = {value for name, value in attributes if name == "id"}
+    assert len(within) == sum(name == "id" for name, _ in attributes), "no id comes twice"
+    picture = "data:image/png;base64," + base64.b64encode(PNG).decode()
+    assert [source for source in sources if source[1:] not in within] == [picture]
+    assert {target.strip('"') for target in re.findall(r"url\((.*?)\)", page)} <= {f"#{name}" for name in within}
     assert "<img" not in to_html(card)
 
     def letters(text: str) -> str:
         return re.sub(r"[\s*|`#>\\-]", "", html.unescape(text))
 
-    shown = Page(to_html(card).partition("<main")[2].partition(">")[2]).text
+    text = re.sub(r"(?s)<figure.*?</figure>", "", to_html(card).partition("<main")[2].partition(">")[2])
+    shown = Page(text).text
     assert letters(shown) == letters(to_markdown(card))
 
 
@@ -151,6 +169,76 @@ def test_every_number_on_the_page_is_in_the_json() -> None:
     allowed |= set(NUMBER.findall(re.sub(r"(?s)\{\{.*?\}\}|\{%.*?%\}", " ", fixed)))
     found = set(NUMBER.findall(to_markdown(card)))
     assert len(found) > 30 and found <= allowed and rounded_up(1.25) in found
+
+
+# The plots
+
+
+def drawn(draw: Callable[[Axes, PrivacyCard], None], card: PrivacyCard) -> dict[str, list[tuple[float, float]]]:
+    """Points by the label of their line; "dots" are those that have none."""
+    axes = Figure().subplots()
+    draw(axes, card)
+    points = {str(line.get_label()): [tuple(point) for point in line.get_path().vertices] for line in axes.get_lines()}
+    return {"dots" if label.startswith("_") else label: found for label, found in points.items()}
+
+
+def test_the_plots_draw_the_numbers_of_the_card() -> None:
+    card = full_card("word")
+    numbers = card.accounting.updated(epsilon_with_reserve=3.0, epsilon_planned=2.0)
+    lines = drawn(draw_attempts, card.updated(accounting=numbers))
+    # Stairs that rise at the start of what a bound holds for: they never understate.
+    assert numbers.epsilon_by_attempts == ((0, 0.0), (2, 0.75), (4, 1.25))
+    assert lines["charged so far (upper bound)"] == [(0, 0), (0, 0.75), (2, 0.75), (2, 1.25), (4, 1.25)]
+    assert lines["dots"] == [numbers.epsilon_by_attempts[-1]] == [(4, numbers.epsilon)]
+    assert {y for _, y in lines["budget with the reserve: 3.000"]} == {3.0}
+    assert {y for _, y in lines["planned: 2.000"]} == {2.0}
+    lines, attack = drawn(draw_trade_off, card), numbers.attack
+    assert attack is not None and lines["no attack can be above"] == list(attack.curve)
+    assert lines["dots"] == [(float(rate), bound) for rate, bound in attack.true_positive.items()]
+    lines = drawn(draw_heldout, card)
+    assert lines == {"the model": [(3, 6.5)], "without looking": [(3, 5.75)], "with another picture": [(3, 7.25)]}
+
+
+def test_figures_stand_in_their_sections_with_a_label_and_in_the_colours_of_the_page() -> None:
+    card = full_card("word")
+    page = to_html(card)
+    assert page == to_html(card), "the same card gives the same bytes"
+    places = [page.index(text) for text in ("<h2>7.", *(f'<figure id="{name}">' for name in FIGURES[:2]), "<h2>8.")]
+    assert places == sorted(places) and page.index("<h2>14.") < page.index('<figure id="heldout-loss">')
+    assert len(re.findall(r'<div role="img" aria-label="[^"]+"><svg ', page)) == page.count("<svg") == 3
+    assert not set(COLOURS) & set(re.findall(r"#[0-9a-f]{6}", page))
+    used = set(re.findall(r"var\((--\w+)\)", "".join(plots(card).values())))
+    assert used == set(COLOURS.values()) and all(page.count(f"{name}:") == 3 for name in used), "light, dark and print"
+    assert "not attested" in plots(card)["heldout-loss"]
+
+
+def test_contract_11_a_page_without_a_claim_has_no_plot_of_epsilon_and_says_why() -> None:
+    card = full_card("word")
+    numbers = card.accounting.updated(epsilon_by_attempts=(), attack=None)
+    assert list(plots(card.updated(accounting=numbers))) == ["heldout-loss"]
+    assert "There is no plot" not in to_html(card)
+    informal = dict.fromkeys(EPSILONS) | {"epsilon_group": {}, "epsilon_by_attempts": ()}
+    for formal, charged, why in (
+        (False, 4, "the run makes no formal claim"),
+        (True, 0, "nothing is charged yet"),
+        (True, 4, "so large an epsilon protects nothing in practice"),
+    ):
+        bare = numbers.updated(**informal, attempts=numbers.attempts.updated(charged=charged))
+        page = to_html(
+            card.updated(formal_guarantee=formal, epsilon=None, composition=None, accounting=bare, utility=None)
+        )
+        assert f"There is no plot of epsilon: {why}." in page and "<figure" not in page
+
+
+@pytest.mark.parametrize("loss", [1.7e308, 1e-320, None])
+def test_no_loss_in_a_public_file_keeps_a_card_from_being_drawn(loss: float | None) -> None:
+    axes, card = Figure().subplots(), full_card("word")
+    assert card.utility is not None
+    more = (HeldoutLoss(step=step, loss=loss, blind_loss=loss) for step in (0, 2**53 - 1))
+    points = (*card.utility.heldout_loss, *more)
+    draw_heldout(axes, card.updated(utility=card.utility.updated(heldout_loss=points)))
+    axes.figure.savefig(io.BytesIO(), format="svg")
+    assert len(axes.get_lines()[0].get_xdata()) == (3 if loss == 1e-320 else 1)
 
 
 # The published format
