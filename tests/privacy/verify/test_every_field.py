@@ -236,5 +236,5 @@ def test_every_change_of_a_card_is_violated_or_listed(
             attested += wrong
     assert attested > 150
     claim = {"epsilon", "delta", "formal_guarantee", "reasons", "steps_done", "attempts_charged", "accounting.epsilon"}
-    mechanism = {f"mechanism.{field}" for field in ("noise_multiplier", "max_grad_norm", "sensitivity_slack")}
+    mechanism = {f"plan.{field}" for field in ("noise_multiplier", "max_grad_norm", "sensitivity_slack")}
     assert claim | mechanism | {"plan.sample_rate", "plan.cap"} <= expected.keys()
