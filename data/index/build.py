@@ -98,8 +98,9 @@ def build_index(
             if not is_whole:
                 missing.append(name)
         jobs = [(shards.root, name, statuses[name], remote) for name in missing]
-        is_shown = progress and bool(missing)
-        with Progress(console=Console(stderr=True), transient=True, disable=not is_shown) as bar:
+        console = Console(stderr=True)
+        is_shown = progress and bool(missing) and console.is_terminal  # elsewhere it would leave two empty lines
+        with Progress(console=console, transient=True, disable=not is_shown) as bar:
             task = bar.add_task(f"indexing {len(missing)} shards", total=sum(statuses[name].size for name in missing))
             for result in run_all(executor, index_one, jobs):
                 if isinstance(result, BadShard):

@@ -108,7 +108,7 @@ BAD = {
         (f"{TINY} model.size=huge", "huge"),
         (f"{TINY} nonsense", "section.key=value"),
         (f"{TINY} data.shards=a-0.tar data.shards=a-1.tar", "once"),  # what an unquoted {0..1} becomes in a shell
-        (f"{TINY} privacy.noise_multiplier=0 privacy.target_epsilon=8.0", "cannot meet a target_epsilon"),
+        (f"{TINY} privacy.noise_multiplier=0 privacy.target_epsilon=8.0", "gives no guarantee; remove one of them"),
         (f"{TINY} --run_dir runs/no privacy.expected_batch_size=3001", "3001 is larger than the data"),
         (f"{TINY} --run_dir runs/no data.shards=nowhere/*.tar", "nowhere"),
         (f"{TINY} --run_dir runs/no data.tokenizer=nowhere.json", "nowhere.json"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.reading import loader
-from privacy.clipping import accumulators, factors, functions
+from privacy.clipping import accumulators, functions, norms
 from privacy.clipping.functions import ClippingFunction, unclipped
 from privacy.correlated import segment
 from privacy.correlated.segment import Segment
@@ -109,7 +109,7 @@ def each_layer_is_clipped_by_itself() -> Patches:
     def function(names: list[str], bound: float) -> ClippingFunction:
         return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
 
-    return [(functions, "FUNCTIONS", {"flat": function})]
+    return [(functions, "function_of", lambda option: function)]
 
 
 def sums_keep_a_64th_of_the_step_before() -> Patches:
@@ -246,7 +246,7 @@ def past_noise_is_rounded() -> Patches:
 
 
 def the_count_is_not_centred() -> Patches:
-    return [(factors, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5)]
+    return [(norms, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5)]
 
 
 def the_count_has_half_its_noise() -> Patches:

@@ -42,7 +42,6 @@ READS_A_CLOCK = {
     "trainer/ranks/heartbeat.py": "deadlines",
     "trainer/ranks/rendezvous.py": "deadlines",
     "privacy/step/folder.py": "the wait for a lock",
-    "privacy/verify.py": "the console of somebody who rechecks a folder",
 }
 """Every file that reads a clock, and why nothing of it reaches a public file of a run. An auditor reads these."""
 

@@ -159,7 +159,7 @@ def test_tan_is_calibrated_at_the_reference_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", ["target_epsilon=8.0", "enabled=false"])
 def test_a_simulation_aims_at_no_epsilon(more: str) -> None:
     recipe = ROOT / ("recipes/quickstart.toml" if "epsilon" in more else "recipes/tiny.toml")
-    with pytest.raises(ConfigError, match="a simulation has no epsilon"):
+    with pytest.raises(ConfigError, match="simulation"):
         load_config(recipe, ["privacy.simulation=true", f"privacy.{more}"])
 
 
