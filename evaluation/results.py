@@ -18,9 +18,9 @@ from typing import Any
 from data.files import write_durably
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
-from privacy.card.composition import claim_of
 from privacy.errors import printable, say
 from privacy.files.public import without_folders
+from privacy.ledger.claim import claim_of
 from privacy.limits import finite
 from privacy.step.folder import environment
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics

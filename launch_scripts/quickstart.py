@@ -35,6 +35,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ds_config", default="ds_configs/zero3.json")
+    parser.add_argument("--recipe", default="recipes/quickstart.toml", help="of a captioner")
     parser.add_argument("--run_dir", type=Path, help="default runs/quickstart-DATE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(arguments)
@@ -57,7 +58,7 @@ def main() -> int:
         "--ds_config",
         options.ds_config,
         "--recipe",
-        "recipes/quickstart.toml",
+        options.recipe,
     ]
     code = _run([*train, "--run_dir", str(run_dir), *options.overrides])
     if code != 0:

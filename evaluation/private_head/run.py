@@ -24,13 +24,12 @@ from evaluation.private_head.methods import METHODS, HeadMethod, accuracy
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
 from evaluation.results import PrivateRelease, Results
 from privacy import verify
+from privacy.accounting.accountants import claimed_epsilon
 from privacy.accounting.rounding import rounded_up
-from privacy.card.composition import claim_of, states_behind
-from privacy.card.numbers import claimed_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.files.toml_text import toml_value
-from privacy.ledger.durable import make_directory
-from privacy.ledger.file_roles import require_apart
+from privacy.ledger.claim import claim_of, states_behind
+from privacy.ledger.durable import make_directory, require_apart
 from privacy.ledger.members import (
     FILE,
     LedgerMark,

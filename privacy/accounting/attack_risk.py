@@ -21,11 +21,18 @@ FALSE_POSITIVE_RATES = (1e-3, 1e-2)
 _EPSILONS = np.concatenate([np.linspace(0, 10, 1001), np.linspace(10.1, 60, 500)])
 
 
-def risk_of(whole: PrivacyLossDistribution, rates: Sequence[float] = FALSE_POSITIVE_RATES) -> dict[str, Any]:
-    """{"advantage", "true_positive_rates": [[false-positive rate, bound], ...]} of everything released."""
-    deltas = np.asarray(whole.get_delta_for_epsilon(_EPSILONS))
+def risk_of(
+    whole: PrivacyLossDistribution, tail: float = 0.0, rates: Sequence[float] = FALSE_POSITIVE_RATES
+) -> dict[str, Any]:
+    """{"advantage", "true_positive_rates": [[false-positive rate, bound], ...]} of everything released.
+
+    Args:
+        tail: delta that the bounded support of the noise costs, added to every delta.
+        rates: the false-positive rates.
+    """
+    deltas = np.minimum(np.asarray(whole.get_delta_for_epsilon(_EPSILONS)) + tail, 1.0)
     bounds = [[rate, true_positive_bound(rate, _EPSILONS, deltas)] for rate in rates]
-    return {"advantage": min(1.0, float(deltas[0])), "true_positive_rates": bounds}
+    return {"advantage": float(deltas[0]), "true_positive_rates": bounds}
 
 
 def true_positive_bound(rate: float, epsilons: Floats, deltas: Floats) -> float:

@@ -1,4 +1,4 @@
-"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown. Epsilons are rounded up.
+"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown with plots. Epsilons are rounded up.
 
 A value is escaped unless a filter of this file made it Markdown, so that no text from a file can forge the page.
 """
@@ -93,9 +93,6 @@ def to_html(card: PrivacyCard, samples: bytes | None = None) -> str:
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    drawn, sections = plots(card), []
-    for text in re.split(r"(?m)^(?=## )", to_markdown(card)):
-        heading = text.partition("\n")[0].partition(". ")[2]
-        sections.append({"heading": heading, "html": markdown.render(text), "plots": drawn.get(heading, [])})
     picture = None if samples is None else base64.b64encode(samples).decode()
-    return _template("card.html.j2", is_html=True).render(card=card, sections=sections, picture=picture)
+    page = markdown.render(to_markdown(card))
+    return _template("card.html.j2", is_html=True).render(card=card, page=page, plots=plots(card), picture=picture)

@@ -1,16 +1,35 @@
-"""No text from a file can forge the pages of the card: it shows as it is, in its place."""
+"""The pages and the JSON of the privacy card: no text from a file can forge them, and they say what the card holds."""
 
+import base64
+import html
+import io
+import json
+import math
+import re
+from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pydantic import ValidationError
 
+from privacy.accounting.rounding import rounded_down, rounded_up
 from privacy.card import render
-from privacy.card.render import to_html
+from privacy.card.model import Accounting, Attempts, HeldoutLoss, PrivacyCard, schema_text
+from privacy.card.plots import COLOURS, draw_attempts, draw_heldout, draw_trade_off, plots
+from privacy.card.render import to_html, to_markdown
 from privacy.card.text import one_line
 from tests.privacy.cards import full_card
+
+FIGURES = ("epsilon-by-attempts", "trade-off", "heldout-loss")
+SCHEMA = Path(__file__).parents[2] / "docs/schemas/privacy_card.schema.json"
 
 MARKS = st.text(st.sampled_from("\\`*_{}[]()<>#+-=.!|~&;:\"'/ \n\t\r1aZ\x00\x0b\u200b\u202eé"), min_size=1)
 NASTY = (
@@ -43,12 +62,10 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_plots():  # type: ignore[no-untyped-def]
-    """They cost most of the time, and their words are escaped by the same template."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "plots", lambda card: {})
-        yield
+def undrawn(card: PrivacyCard) -> Page:
+    """The page with empty figures, which draw no text: to draw them a thousand times would take minutes."""
+    with patch.object(render, "plots", lambda _card: dict.fromkeys(FIGURES, "<svg></svg>")):
+        return Page(to_html(card))
 
 
 def _examples(test):  # type: ignore[no-untyped-def]
@@ -63,7 +80,7 @@ def test_any_text_shows_as_it_is_and_changes_nothing_else(text: str, with_head: 
     shown = one_line(text)
     if shown in ("", "consistent"):  # a verdict that stands out less than the others
         return
-    plain, page = (Page(to_html(full_card(word, with_head=with_head))) for word in ("WORD", text))
+    plain, page = (undrawn(full_card(word, with_head=with_head)) for word in ("WORD", text))
     assert page.tags == plain.tags and page.text == plain.text.replace("WORD", shown)
 
 
@@ -73,7 +90,7 @@ def test_names_of_free_values_show_as_they_are(text: str, with_head: bool) -> No
     shown = one_line(text)
     if shown == "" or text in ("start", "method", "num_classes", "covers"):
         return
-    plain, page = (Page(to_html(full_card("a", with_head=with_head, key=key))) for key in ("WORD", text))
+    plain, page = (undrawn(full_card("a", with_head=with_head, key=key)) for key in ("WORD", text))
     assert page.tags == plain.tags and page.text == plain.text.replace("WORD", shown)
 
 
@@ -81,7 +98,7 @@ def test_names_of_free_values_show_as_they_are(text: str, with_head: bool) -> No
 def test_a_statement_holds_code_spans_and_no_other_mark(text: str) -> None:
     if not one_line(text):
         return
-    plain, page = (Page(to_html(full_card("a", statement=words))) for words in ("WORD", text))
+    plain, page = (undrawn(full_card("a", statement=words)) for words in ("WORD", text))
     assert page.tags == plain.tags
     assert page.text.replace("`", "") == plain.text.replace("WORD", one_line(text)).replace("`", "")
 
@@ -95,3 +112,198 @@ def test_a_key_that_the_card_does_not_have_is_an_error() -> None:
     environment = render._template("card.md.j2", is_html=False).environment
     with pytest.raises(UndefinedError):
         environment.from_string("{{ card.epsilom }}").render(card=full_card("a"))
+
+
+# What the pages say
+
+
+NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
+PNG = b"\x89PNG of a sample"
+
+
+def test_the_page_fetches_nothing_holds_its_picture_and_says_what_the_markdown_says() -> None:
+    card = full_card("word")
+    page = to_html(card, PNG)
+    parsed = Page(page)
+    tags = {one[0] for one in parsed.tags if isinstance(one, tuple)}
+    assert tags.isdisjoint({"script", "link", "iframe", "object", "base", "form"})
+    assert "http" not in page and "@import" not in page
+    attributes = [pair for one in parsed.tags if isinstance(one, tuple) for pair in one[1]]
+    sources = [value for name, value in attributes if name in ("href", "src", "srcset")]
+    within = {value for name, value in attributes if name == "id"}
+    assert len(within) == sum(name == "id" for name, _ in attributes), "no id comes twice"
+    picture = "data:image/png;base64," + base64.b64encode(PNG).decode()
+    assert [source for source in sources if source[1:] not in within] == [picture]
+    assert {target.strip('"') for target in re.findall(r"url\((.*?)\)", page)} <= {f"#{name}" for name in within}
+    assert "<img" not in to_html(card)
+
+    def letters(text: str) -> str:
+        return re.sub(r"[\s*|`#>\\-]", "", html.unescape(text))
+
+    text = re.sub(r"(?s)<figure.*?</figure>", "", to_html(card).partition("<main")[2].partition(">")[2])
+    shown = Page(text).text
+    assert letters(shown) == letters(to_markdown(card))
+
+
+def test_every_number_on_the_page_is_in_the_json() -> None:
+    card, leaves = full_card("word"), list[Any]()
+
+    def collect(tree: Any) -> None:
+        if isinstance(tree, dict | list):
+            for value in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
+                collect(value)
+        else:
+            leaves.append(tree)
+
+    collect(card.model_dump(mode="json"))
+    allowed = {f"{1 / 2000:.4g}", f"{1e-5 * 2000:.4g}"}
+    for value in leaves:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            forms = ("", ",", "g", ".6g", ".4g", ",.4g", ".4f", ".3g")
+            allowed |= {f"{value:{form}}" for form in forms}
+            allowed |= {rounded_up(value), rounded_down(value), rounded_up(100 * value, 2)}
+        elif isinstance(value, str):
+            allowed |= set(NUMBER.findall(value))
+    templates = Path(render.__file__).parent / "templates"
+    fixed = (templates / "card.md.j2").read_text() + (templates / "statements.toml").read_text()
+    allowed |= set(NUMBER.findall(re.sub(r"(?s)\{\{.*?\}\}|\{%.*?%\}", " ", fixed)))
+    found = set(NUMBER.findall(to_markdown(card)))
+    assert len(found) > 30 and found <= allowed and rounded_up(1.25) in found
+
+
+# The plots
+
+
+def drawn(draw: Callable[[Axes, PrivacyCard], None], card: PrivacyCard) -> dict[str, list[tuple[float, float]]]:
+    """Points by the label of their line; "dots" are those that have none."""
+    axes = Figure().subplots()
+    draw(axes, card)
+    points = {str(line.get_label()): [tuple(point) for point in line.get_path().vertices] for line in axes.get_lines()}
+    return {"dots" if label.startswith("_") else label: found for label, found in points.items()}
+
+
+def test_the_plots_draw_the_numbers_of_the_card() -> None:
+    card = full_card("word")
+    numbers = card.accounting.updated(epsilon_with_reserve=3.0, epsilon_planned=2.0)
+    lines = drawn(draw_attempts, card.updated(accounting=numbers))
+    # Stairs that rise at the start of what a bound holds for: they never understate.
+    assert numbers.epsilon_by_attempts == ((0, 0.0), (2, 0.75), (4, 1.25))
+    assert lines["charged so far (upper bound)"] == [(0, 0), (0, 0.75), (2, 0.75), (2, 1.25), (4, 1.25)]
+    assert lines["dots"] == [numbers.epsilon_by_attempts[-1]] == [(4, numbers.epsilon)]
+    assert {y for _, y in lines["budget with the reserve: 3.000"]} == {3.0}
+    assert {y for _, y in lines["planned: 2.000"]} == {2.0}
+    lines, attack = drawn(draw_trade_off, card), numbers.attack
+    assert attack is not None and lines["no attack can be above"] == list(attack.curve)
+    assert lines["dots"] == [(float(rate), bound) for rate, bound in attack.true_positive.items()]
+    lines = drawn(draw_heldout, card)
+    assert lines == {"the model": [(3, 6.5)], "without looking": [(3, 5.75)], "with another picture": [(3, 7.25)]}
+
+
+def test_figures_stand_in_their_sections_with_a_label_and_in_the_colours_of_the_page() -> None:
+    card = full_card("word")
+    page = to_html(card)
+    assert page == to_html(card), "the same card gives the same bytes"
+    places = [page.index(text) for text in ("<h2>7.", *(f'<figure id="{name}">' for name in FIGURES[:2]), "<h2>8.")]
+    assert places == sorted(places) and page.index("<h2>14.") < page.index('<figure id="heldout-loss">')
+    assert len(re.findall(r'<div role="img" aria-label="[^"]+"><svg ', page)) == page.count("<svg") == 3
+    assert not set(COLOURS) & set(re.findall(r"#[0-9a-f]{6}", page))
+    used = set(re.findall(r"var\((--\w+)\)", "".join(plots(card).values())))
+    assert used == set(COLOURS.values()) and all(page.count(f"{name}:") == 3 for name in used), "light, dark and print"
+    assert "not attested" in plots(card)["heldout-loss"]
+
+
+def test_contract_11_a_page_without_a_claim_has_no_plot_of_epsilon_and_says_why() -> None:
+    card = full_card("word")
+    numbers = card.accounting.updated(epsilon_by_attempts=(), attack=None)
+    assert list(plots(card.updated(accounting=numbers))) == ["heldout-loss"]
+    assert "There is no plot" not in to_html(card)
+    informal = dict.fromkeys(EPSILONS) | {"epsilon_group": {}, "epsilon_by_attempts": ()}
+    for formal, charged, why in (
+        (False, 4, "the run makes no formal claim"),
+        (True, 0, "nothing is charged yet"),
+        (True, 4, "so large an epsilon protects nothing in practice"),
+    ):
+        bare = numbers.updated(**informal, attempts=numbers.attempts.updated(charged=charged))
+        page = to_html(
+            card.updated(formal_guarantee=formal, epsilon=None, composition=None, accounting=bare, utility=None)
+        )
+        assert f"There is no plot of epsilon: {why}." in page and "<figure" not in page
+
+
+@pytest.mark.parametrize("loss", [1.7e308, 1e-320, None])
+def test_no_loss_in_a_public_file_keeps_a_card_from_being_drawn(loss: float | None) -> None:
+    axes, card = Figure().subplots(), full_card("word")
+    assert card.utility is not None
+    more = (HeldoutLoss(step=step, loss=loss, blind_loss=loss) for step in (0, 2**53 - 1))
+    points = (*card.utility.heldout_loss, *more)
+    draw_heldout(axes, card.updated(utility=card.utility.updated(heldout_loss=points)))
+    axes.figure.savefig(io.BytesIO(), format="svg")
+    assert len(axes.get_lines()[0].get_xdata()) == (3 if loss == 1e-320 else 1)
+
+
+# The published format
+
+
+def test_the_published_schema_is_that_of_the_model() -> None:
+    assert SCHEMA.read_text() == schema_text(), "python -m privacy.card.model > docs/schemas/privacy_card.schema.json"
+
+
+def test_the_schema_describes_every_key_and_takes_no_other() -> None:
+    schema = json.loads(schema_text())
+    for name, part in {**schema["$defs"], "PrivacyCard": schema}.items():
+        if part.get("type") != "object":
+            continue
+        assert part["description"], name
+        assert part["additionalProperties"] is False or name == "Head", name
+        assert set(part["required"]) == set(part["properties"]), name
+        for key, value in part["properties"].items():
+            assert value.get("description"), f"{name}.{key}"
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_card_comes_back_from_its_json(with_head: bool) -> None:
+    card = full_card("a name", with_head=with_head)
+    assert PrivacyCard.model_validate_json(card.to_json()) == card
+    assert card.to_json().isascii() and "\n" not in card.to_json()
+
+
+@given(st.sampled_from(("accounting", "released", "provenance", None)), st.text(min_size=1))
+def test_an_unknown_key_is_refused(place: str | None, key: str) -> None:
+    data = json.loads(full_card("a name").to_json())
+    part = data if place is None else data[place]
+    if key not in part:
+        part[key] = 1
+        with pytest.raises(ValidationError):
+            PrivacyCard.model_validate(data)
+
+
+EPSILONS = [name for name in Accounting.model_fields if "epsilon" in name] + ["attack"]
+
+
+@pytest.mark.parametrize("field", EPSILONS)
+def test_contract_11_a_card_without_a_guarantee_cannot_hold_what_is_computed_from_epsilon(field: str) -> None:
+    formal = full_card("a name")
+    value = getattr(formal.accounting, field)
+    assert value not in (None, ()), "the card of the test holds everything"
+    numbers = {"delta": 1e-5, "accountant_at_opening": None, "accountant": "a", "statement": "b"}
+    nothing = Accounting(
+        **numbers, accountant_python="3", max_examples_per_owner=None,
+        attempts=Attempts(charged=1, allowed=2, done=1, repeats=0, torn_lines=0, torn_lines_charged=0),
+    )  # fmt: skip
+    informal = formal.updated(
+        formal_guarantee=False, reasons=("why",), epsilon=None, accounting=nothing, composition=None
+    )
+    with pytest.raises(ValidationError, match="holds no epsilon"):
+        informal.updated(accounting=nothing.updated(**{field: value}))
+    with pytest.raises(ValidationError, match="holds no epsilon"):
+        informal.updated(epsilon=1.0)
+    with pytest.raises(ValidationError, match="holds no epsilon"):
+        informal.updated(composition=formal.composition)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_an_epsilon_that_is_no_number_is_null_and_any_other_such_number_is_refused(value: float) -> None:
+    card = full_card("a name")
+    assert card.updated(epsilon=value).epsilon is None
+    with pytest.raises(ValidationError):
+        card.updated(delta=value)

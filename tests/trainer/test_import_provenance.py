@@ -16,7 +16,7 @@ from models.converters.names import TIMM
 from models.converters.native import encoder_as
 from models.converters.weights import write_weights
 from privacy.errors import PrivacyStateRefused
-from privacy.step.resume import load_newest
+from privacy.run.run import load_newest
 from tests.models.released import DEPTH, HEADS, OF_ENCODER, PATCH, SIDE, D
 from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError

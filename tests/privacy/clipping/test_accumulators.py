@@ -9,8 +9,6 @@ from privacy.clipping.accumulators import EXAMPLES_PER_SUM, LocalSums, Slot, req
 from privacy.clipping.contributions import Dense, OuterProducts, Rows
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
-from privacy.step.sharded_sums import ShardedSums
-from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -91,17 +89,3 @@ def test_contract_4_batches_beyond_the_resolution_of_fp64_are_refused() -> None:
     sums.start(1 << 20)
     with pytest.raises(PrivacyConfigError):
         require_resolution((1 << 20) + 1, 1 << 20)
-
-
-def rank_refusal(device: torch.device) -> str:
-    sums = ShardedSums({"b": torch.Size([1])}, torch.float32, device)
-    try:
-        for _ in range(9):
-            sums.start(1 << 20)
-    except PrivacyConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_contract_4_sharded_batches_too() -> None:
-    assert "larger train.micro_batch_size" in run_ranks(f"{__name__}:rank_refusal", 1)[0]
