@@ -7,8 +7,8 @@ machine like the one that recorded them, and elsewhere the orders alone.
 
 Differences to the first record, of the program that opened and repeated in two places: none. Two things were not recorded and are
 new: the ledger of a new run is made after its last check, and a loop that was killed between its last checkpoint and its end is
-ended by the next start. Since ledgers are not signed any more, no order has a signature; its key took one of the fixed nonces, so the
-coins of the record, and with them the weights, are others.
+ended by the next start. Since ledgers are not signed any more, no order has a signature; its key took one of the fixed nonces,
+so the coins of the record, and with them the weights, are others.
 """
 
 import contextlib
