@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .clipping.accumulators import Accumulator
+    from .clipping.accumulators import MakeAccumulator
     from .clipping.clipped_sum import ClippedSum, Mode
     from .noise import NoiseSource
-
-    MakeAccumulator = Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator]
 
 ADJACENCY = "zero_out"
 
@@ -148,6 +146,7 @@ class PrivacyPlan(PlanChoices):
         shapes: Mapping[str, torch.Size] | None = None,
         mode: Mode = "bookkeeping",
         accumulator: MakeAccumulator | None = None,
+        rows: int | None = None,
         device: torch.device | None = None,
         self_check: bool = True,
     ) -> ClippedSum:
@@ -174,6 +173,9 @@ class PrivacyPlan(PlanChoices):
             mode=mode,
             function=FUNCTIONS[self.clipping_function if self.enabled else "flat"],
             accumulator=accumulator or LocalSums,
+            cap=self.max_batch_size,
+            rows=rows,
+            has_noise=self.noise_multiplier > 0,
             adaptive=self.adaptive_clipping,
             device=device,
             self_check=self_check,

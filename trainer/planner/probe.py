@@ -9,7 +9,7 @@ bf16 tensors do not exist, so the peak is an upper bound there; scratch memory i
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
+from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
@@ -130,8 +130,7 @@ class Probe:
         self._module = task.skeleton().to(self._dtype)
         # `cpu_checkpointing` copies, which meta tensors cannot do: a block's inputs count as if they stayed.
         checkpoint_blocks(self._module, replace(machine, checkpoint_on_cpu=False))
-        accumulator = partial(LocalSums, windows=accumulation == "local")
-        self._clipped = plan.clipped_sum(self._module, accumulator=accumulator, self_check=False)
+        self._clipped = plan.clipped_sum(self._module, self_check=False)
         if weights_of_one_pass:
             self._clipped._keeps_graph = False  # two passes take two forwards
         self.micro_batch = cache(self._micro_batch)
