@@ -74,7 +74,7 @@ SHORT = 1 << 14
 LARGEST_SPLIT = (2**15 - 4) * 2**30
 """The largest sum of absolute values that int32 and an int16 for carries hold; 4 are for what waits to be carried."""
 LARGEST_INT64 = 1 << 62
-UNDECLARED_CAP = 1 << 24
+UNDECLARED_CAP = 1 << 20
 """Examples of a logical batch for which there is room where nobody says how many there are."""
 
 Layout = Literal["float64", "int64", "int32+int16"]

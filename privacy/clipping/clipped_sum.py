@@ -84,7 +84,7 @@ class ClippedSum:
         function: how a norm becomes a factor, and over which parameters; flat clipping with constant C by default.
         accumulator: made from (shapes, grid, device); takes the sums.
         cap: the most examples of a logical batch on all ranks, and `rows`, padding included, on this one: sums then take 6 bytes
-            a coordinate where that many fit, else 8. Without them there is room for 16 million.
+            a coordinate where that many fit, else 8. Without them there is room for a million.
         has_noise: without it sums are fp64, and keep gradients far below C.
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
         device: where the model computes, if its parameters wait elsewhere.
