@@ -71,6 +71,8 @@ PIECE_ENTRIES = (1 << 18, 1 << 24)
 """Entries that are rounded and added at a time: on CPU what its caches hold, on CUDA what makes launches rare."""
 SHORT = 1 << 14
 """The most numbers of a parameter that takes 8 bytes each in any layout, and is added together with others of its kind."""
+BLOCK_COORDINATES = 1 << 23
+"""Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (trainer/run/allocator.py)."""
 LARGEST_SPLIT = (2**15 - 4) * 2**30
 """The largest sum of absolute values that int32 and an int16 for carries hold; 4 are for what waits to be carried."""
 LARGEST_INT64 = 1 << 62
@@ -164,10 +166,21 @@ class Total:
         self._waiting = 0  # additions since `low` was within [-2^29, 2^29)
 
     @classmethod
-    def zeros(cls, count: int, layout: Layout, unit: Unit | None, device: torch.device) -> "Total":
-        kind = {"float64": torch.float64, "int64": torch.int64, "int32+int16": torch.int32}[layout]
-        low = torch.zeros(count, dtype=kind, device=device)
-        return cls(low, torch.zeros_like(low, dtype=torch.int16) if kind == torch.int32 else None, unit)
+    def zeros(cls, counts: Sequence[int], layout: Layout, unit: Unit | None, device: torch.device) -> "list[Total]":
+        """Of several parameters, in one allocation, which is free again when all of them are."""
+        is_split = layout == "int32+int16"
+        kind = torch.float64 if layout == "float64" else torch.int64
+        places = [-(-count // 32) * 32 for count in counts]  # of aligned numbers
+        memory = torch.zeros(sum(places) * (6 if is_split else 8), dtype=torch.uint8, device=device)
+        totals, start = [], 0
+        for count, place in zip(counts, places, strict=True):
+            if is_split:
+                low, high = memory[start : start + 6 * place].split([4 * place, 2 * place])
+                totals.append(cls(low.view(torch.int32)[:count], high.view(torch.int16)[:count], unit))
+            else:
+                totals.append(cls(memory[start : start + 8 * place].view(kind)[:count], None, unit))
+            start += place * (6 if is_split else 8)
+        return totals
 
     def joined(self) -> "Total":
         """fp64 of the same size, in which contributions that share examples meet; hand its `low` to `add` afterwards."""
@@ -368,12 +381,29 @@ class LocalSums:
 
     def start(self, num_rows: int) -> None:
         self._rows.add(num_rows)
+        self._make()
+
+    def _make(self) -> None:
+        """All that is not there, in blocks that malloc takes from the system and gives back one by one as sums are taken.
+
+        (What it takes from its heap stays in pieces: a sum of 6 bytes leaves no room for a gradient of 8.)
+        """
+        names = [name for name in self._shapes if name not in self._totals]
+        short = [name for name in names if self.unit is not None and self._shapes[name].numel() <= SHORT]
+        blocks, count = [short], BLOCK_COORDINATES
+        for name in names:
+            if name not in short:
+                if count >= BLOCK_COORDINATES:
+                    blocks.append([])
+                    count = 0
+                blocks[-1].append(name)
+                count += self._shapes[name].numel()
+        for block in blocks:
+            layout = "int64" if block is short else self._grid.layout
+            counts = [self._shapes[name].numel() for name in block]
+            self._totals |= zip(block, Total.zeros(counts, layout, self.unit, self.device), strict=True)
 
     def slot(self, name: str) -> Slot:
-        if name not in self._totals:
-            count = self._shapes[name].numel()
-            layout = "int64" if self.unit is not None and count <= SHORT else self._grid.layout
-            self._totals[name] = Total.zeros(count, layout, self.unit, self.device)
         self._totals[name].make_room()
         return Slot(self._totals[name])
 
@@ -388,15 +418,17 @@ class LocalSums:
         return list(self._shapes)
 
     def take(self, name: str) -> Total:
-        """The sum of a parameter, which is no longer kept here."""
-        self.slot(name)
+        """The sum of a parameter, which is no longer kept here; once a logical batch."""
+        if not self._totals:  # nothing was added
+            self._make()
         return self._totals.pop(name)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, sum in fp64; in int64 for certified arithmetic), of which this keeps its own."""
-        for name, shape in self._shapes.items():
-            total = self.slot(name).total
-            yield name, real(total.read(slice(None)), self.unit).view(shape)
+        """(parameter name, sum in fp64; in int64 for certified arithmetic); this keeps its own."""
+        self._make()
+        for name in self._shapes:
+            total = self._totals[name]
+            yield name, real(total.read(slice(None)), self.unit).view(self._shapes[name])
 
 
 def real(values: Tensor, unit: Unit | None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..clipping import ClippedSum
-from ..clipping.accumulators import LocalSums, Total, real
+from ..clipping.accumulators import LocalSums, Total
 from ..errors import PrivacyStateRefused
 from . import collectives
 from .engine import GradShard, Piece, ShardLayout
@@ -46,7 +46,7 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
     }
     waiting: dict[str, Total] = {}
     shards = [GradShard(p.name, p.offset, torch.empty(0)) for p in layout.owned_by(rank)]
-    chunk = max(1, PACKED_COORDINATES // world_size)
+    chunk = max(1, PACKED_COORDINATES // max(world_size, 4))
     for start in range(0, max(counts), chunk):
         size = min(start + chunk, max(counts)) - start
         rows = torch.zeros(world_size, size, dtype=sums.sum_dtype, device=sums.device)
@@ -62,10 +62,14 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         collectives.reduce_scatter_sum(mine, rows)
         del rows
         for number, piece, some, place in _parts(layout.owned_by(rank), start, start + size):
-            values = real(mine[place], unit)
             if some.start == piece.offset:  # one tensor a piece, made when its turn comes
-                shards[number] = shards[number]._replace(values=values.new_empty(piece.length))
-            shards[number].values[some.start - piece.offset : some.stop - piece.offset] = values
+                values = torch.empty(
+                    piece.length, dtype=mine.dtype if unit is None else torch.float64, device=mine.device
+                )
+                shards[number] = shards[number]._replace(values=values)
+            part = shards[number].values[some.start - piece.offset : some.stop - piece.offset].copy_(mine[place])
+            if unit is not None:
+                part.mul_(2.0**-unit.exponent)
     return shards
 
 

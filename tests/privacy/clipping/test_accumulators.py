@@ -101,7 +101,7 @@ def test_contract_4_sums_equal_those_of_big_integers_in_any_order(seed: int) -> 
     expected = [sum(column) for column in zip(*(whole(x, unit, n) for x, n in parts), strict=True)]
     for layout, _ in itertools.product((grid.layout, "int64"), range(2)):
         rng.shuffle(parts)
-        total = Total.zeros(300, layout, unit, CPU)
+        (total,) = Total.zeros([300], layout, unit, CPU)
         for x, examples in parts:
             total.make_room()
             for some in (slice(0, 130), slice(130, 300)):  # as products of large matrices come
@@ -115,7 +115,7 @@ def test_contract_4_the_edge_of_the_range() -> None:
     grid = Grid.of(190_000_000, torch.float32, 1_319_879, 100_000)
     unit = grid.unit(math.nextafter(1.0, 0))
     assert grid.layout == "int32+int16" and unit is not None
-    total, examples = Total.zeros(2, grid.layout, unit, CPU), 1000
+    (total,), examples = Total.zeros([2], grid.layout, unit, CPU), 1000
     largest = examples * unit.largest
     for _ in range(100_000 // examples):
         total.make_room()
@@ -164,7 +164,7 @@ def test_contract_4_half_way_points_reach_the_bound_and_do_not_pass_it(calls: in
 
 def test_contract_4_calls_that_cancel_are_clamped_together() -> None:
     """20 C in one call and -19.5 C in the other: each of them alone is more than one example may contribute."""
-    total = Total.zeros(2, "int64", Grid.of(2, torch.float32, 1, 1).unit(1.0), CPU)
+    (total,) = Total.zeros([2], "int64", Grid.of(2, torch.float32, 1, 1).unit(1.0), CPU)
     slot = Slot(total).of_uses(2)
     for value in (20.0, -19.5):
         slot.total.add(torch.tensor([value, -value], dtype=torch.float64), 1)
