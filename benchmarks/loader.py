@@ -10,15 +10,16 @@ time, which a busy machine does not change. Needs about 2 KiB of disk per exampl
 import argparse
 import io
 import json
+import multiprocessing
 import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,29 +99,24 @@ def measure_pipeline(kind: str, index: Path, root: Path, images: int, num_worker
 def throughput(rounds: int, images: int, num_workers: int) -> dict[str, Any]:
     """Medians over rounds of both pipelines in turns, and of the ratio of each round."""
     root = ROOT / "data" / "demo"
+    runs_of: dict[str, list[dict[str, float]]] = {"poisson": [], "sequential": []}
+    spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         build_index(expand_shards("train-*.tar", root), Path(folder))
-        runs_of: dict[str, list[dict[str, float]]] = {"poisson": [], "sequential": []}
-        for number in range(rounds):
-            for kind in sorted(runs_of, reverse=bool(number % 2)):
-                child = ["--child", kind, folder, str(root), str(images), str(num_workers)]
-                environment = os.environ | {"OMP_NUM_THREADS": "1"}
-                done = subprocess.run(
-                    [sys.executable, __file__, *child], stdout=subprocess.PIPE, check=True, text=True, env=environment
-                )
-                runs_of[kind].append(json.loads(done.stdout.splitlines()[-1]))
-    medians = {
-        kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for kind, runs in runs_of.items()
-    }
+        with ProcessPoolExecutor(1, mp_context=spawned, max_tasks_per_child=1) as alone:
+            for number in range(rounds):
+                for kind in sorted(runs_of, reverse=bool(number % 2)):
+                    run = alone.submit(measure_pipeline, kind, Path(folder), root, images, num_workers).result()
+                    runs_of[kind].append(run)
+    result: dict[str, Any] = {"num_workers": num_workers}
+    for kind, runs in runs_of.items():
+        result[kind] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     pairs = list(zip(runs_of["poisson"], runs_of["sequential"], strict=True))
     ratio = statistics.median(one["images_per_second"] / two["images_per_second"] for one, two in pairs)
-    result: dict[str, Any] = {**medians, "num_workers": num_workers, "poisson_over_sequential": ratio}
-    if num_workers == 0:
+    result["poisson_over_sequential"] = ratio
+    if num_workers == 0:  # otherwise the workers' time is not in it
         cpu = statistics.median(two["cpu_ms_per_image"] / one["cpu_ms_per_image"] for one, two in pairs)
         result["poisson_over_sequential_by_cpu_time"] = cpu
-    else:
-        for kind in medians:
-            del medians[kind]["cpu_ms_per_image"]  # the workers' time is not in it
     return result
 
 
@@ -178,12 +174,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of each pipeline, in turns")
     parser.add_argument("--images", type=int, default=1500, help="in a round")
     parser.add_argument("--num_examples", type=int, default=1_000_000, help="of the synthetic index")
-    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        kind, index, root, images, workers = options.child
-        print(json.dumps(measure_pipeline(kind, Path(index), Path(root), int(images), int(workers))))
-        return
+    os.environ["OMP_NUM_THREADS"] = "1"
     report: dict[str, Any] = {"benchmark": "loader"}
     parts = {
         "one_process": lambda: throughput(options.rounds, options.images, 0),

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from privacy.clipping import accumulators, blanking, clipped_sum, contributions, triton_norm
+from privacy.clipping import accumulators, clipped_sum, contributions, triton_norm
 from trainer.planner.probe import with_fused_attention
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def _as_on_cuda(launches: _Launches) -> Iterator[None]:
             (contributions, "WIDENED_ENTRIES", contributions.WIDENED_ENTRIES[1:] * 2),
             (contributions, "has_fp32_products_of_bf16", lambda device: True),
             (accumulators, "has_fp32_products_of_bf16", lambda device: True),
-            (blanking, "_in_place", lambda x: x.is_contiguous()),
+            (contributions, "_in_place", lambda x: x.is_contiguous()),
             (clipped_sum, "needs_blanking", lambda is_finite_B: True),
             (triton_norm, "can_run", lambda a_BTd, g_BTp: a_BTd.dtype in triton_norm.DTYPES),
         ):

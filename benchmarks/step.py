@@ -2,7 +2,6 @@
 
     python benchmarks/step.py --json          # everything; within 12 minutes on two CPU cores
     python benchmarks/step.py --count         # FLOPs and operations alone, of large models too, without the arithmetic
-    python benchmarks/step.py --against DIR   # a logical batch here and in another checkout, by turns (CPU, one thread)
 
 Interleaved rounds in one process for time (the ratio of a round is against the non-private step of the same round; the
 median over rounds is reported), a process of its own per mode for memory (maximum resident size on CPU, allocator peak on
@@ -15,9 +14,7 @@ cost model.
 
 import argparse
 import json
-import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
@@ -182,78 +179,6 @@ def compare(workload: Workload, device: torch.device, dtype: torch.dtype) -> dic
     return measured
 
 
-LOGICAL_BATCH = """
-import sys, time, torch
-from dataclasses import replace
-from torch import nn
-from benchmarks.workloads import CPU_WORKLOADS
-from models.config import VitConfig
-from models.vit import VisionTransformer
-from privacy.clipping import ClippedSum
-from privacy.clipping.selfcheck import check_against_autograd
-
-torch.set_num_threads(1)
-batch_size, count = int(sys.argv[1]), int(sys.argv[2])
-workload = replace(CPU_WORKLOADS["vit_s_16"], batch_size=batch_size)
-model, inputs = workload.model(), workload.inputs(torch.device("cpu"))
-model.encoder, model.head = VisionTransformer(VitConfig(width=192, depth=12, num_heads=3)), nn.Linear(192, 1000)
-check_against_autograd(model, {name: x[:2] for name, x in inputs.items()})  # which every checkout has
-clipped, is_padding_B = ClippedSum(model, 1.0), torch.zeros(batch_size, dtype=torch.bool)
-for _ in sys.stdin:
-    started = time.process_time()
-    clipped.zero_()
-    for _ in range(count):
-        clipped.add_micro_batch(model, inputs, is_padding_B)
-    for _ in clipped.sums():
-        pass
-    print(time.process_time() - started, flush=True)
-"""
-"""One logical batch of ViT-Ti/16 per line of input, totals included, in whichever checkout is the working folder."""
-MICRO_BATCH, MICRO_BATCHES = 8, 8
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-}
-"""Freed memory stays with the process, as `keep_freed_memory` has it for train.py."""
-
-
-def against(checkout: Path, num_rounds: int) -> dict[str, Any]:
-    """Processor time of a logical batch, this checkout / the other one, by turns: the median ratio and its 95 % interval."""
-    sizes = [str(MICRO_BATCH), str(MICRO_BATCHES)]
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOGICAL_BATCH, *sizes], cwd=where, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": str(where), **ONE_THREAD},
-        )
-        for where in (ROOT, checkout)
-    ]  # fmt: skip
-    rounds: list[tuple[float, ...]] = []
-    for number in range(num_rounds + 1):  # the first one warms up
-        seconds = {}
-        for i in (0, 1) if number % 2 else (1, 0):
-            stdin, stdout = programs[i].stdin, programs[i].stdout
-            assert stdin is not None and stdout is not None
-            stdin.write("\n")
-            stdin.flush()
-            seconds[i] = float(stdout.readline())
-        rounds += [(seconds[0], seconds[1])] * (number > 0)
-        _note(f"round {number} of {num_rounds}: {seconds[0]:.3f} s, {seconds[1]:.3f} s")
-    for program in programs:
-        program.communicate()
-    ratios, draw = [here / there for here, there in rounds], random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(10_000))
-    return {
-        "workload": "vit_ti_16",
-        "micro_batch": MICRO_BATCH,
-        "micro_batches": MICRO_BATCHES,
-        "seconds": rounds,
-        "median_ratio": statistics.median(ratios),
-        "interval_95": [medians[250], medians[9750]],
-    }
-
-
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -262,14 +187,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, on one line")
     parser.add_argument("--count", action="store_true", help="FLOP ratios of our modes, dpcap_large included")
-    parser.add_argument(
-        "--against", type=Path, help="another checkout; only ratios of processor time are measured, CPU only"
-    )
     parser.add_argument("--workload", help="only this one")
     parser.add_argument("--rounds", type=int, help="timed rounds; default 7 (ViT-S) and 4 (captioner)")
     parser.add_argument("--peak_memory_of", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() and options.against is None else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
         keep_freed_memory()  # as train.py does, for every mode
@@ -284,11 +206,8 @@ def main() -> None:
     chosen = [workloads[options.workload]] if options.workload else list(workloads.values())
     if options.rounds is not None:
         chosen = [replace(w, rounds=options.rounds) for w in chosen]
-    if options.against is not None:
-        results = [against(options.against.resolve(), options.rounds or 15)]
-    else:
-        measure = count if options.count else compare
-        results = [measure(workload, device, dtype) for workload in chosen]
+    measure = count if options.count else compare
+    results = [measure(workload, device, dtype) for workload in chosen]
     hardware = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)

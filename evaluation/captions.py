@@ -1,4 +1,4 @@
-"""Captions of images: greedy, by beam search, or sampled; and their BLEU, ROUGE-L and CIDEr.
+"""Captions of images, greedy or by beam search; and their BLEU, ROUGE-L and CIDEr.
 
 Keys and values are kept, so a caption costs one token at a time (models/generation.py).
 
@@ -14,12 +14,9 @@ import contextlib
 import io
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from PIL import Image
 from torch import Tensor
 
 from data.errors import DataError
@@ -31,79 +28,10 @@ from evaluation.options import GRID, CaptionsOptions, CheckpointOptions, ImageOp
 from evaluation.results import DataUse, ModelFacts, Results
 from evaluation.sources import Example, Source, decoded_batches, open_source
 from models.captioner import Captioner
-from models.generation import beam_captions, sampled_captions
+from models.generation import beam_captions
 from trainer.errors import ConfigError
 
-Method = Literal["greedy", "beam", "sample"]
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr")
-
-
-class Caption(NamedTuple):
-    """
-    Attributes:
-        text: without special tokens.
-        log_prob: of its tokens as the model has it, nats.
-    """
-
-    text: str
-    log_prob: float
-
-
-class CaptionWriter:
-    """Captions batch after batch; samples of later batches go on with the same random numbers."""
-
-    def __init__(
-        self,
-        model: Captioner,
-        tokenizer: CaptionTokenizer,
-        *,
-        method: Method = "greedy",
-        max_tokens: int | None = None,
-        num_beams: int = 4,
-        length_penalty: float = 1.0,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        """
-        Args:
-            method: "greedy" takes the likeliest next token, "beam" searches, "sample" draws.
-            max_tokens: None is as many as the model takes.
-            num_beams, length_penalty: of "beam"; see `models.generation.beam_captions`.
-            temperature, top_p, seed: of "sample".
-
-        Raises:
-            ConfigError: more tokens than the model takes.
-        """
-        limit = model.config.num_tokens - 1
-        max_tokens = limit if max_tokens is None else max_tokens
-        if not 1 <= max_tokens <= limit:
-            raise ConfigError(f"max_tokens must be between 1 and {limit}, got {max_tokens}")
-        self._model, self._tokenizer = model, tokenizer
-        if method == "sample":
-            generator = torch.Generator().manual_seed(seed)
-            self._generate = partial(
-                sampled_captions, max_tokens=max_tokens, temperature=temperature, top_p=top_p, generator=generator
-            )
-        elif method == "beam":
-            self._generate = partial(
-                beam_captions, max_tokens=max_tokens, num_beams=num_beams, length_penalty=length_penalty
-            )
-        else:
-            self._generate = partial(beam_captions, max_tokens=max_tokens)
-
-    def __call__(self, images_BCHW: np.ndarray | Tensor) -> list[Caption]:
-        """One caption for each normalised image."""
-        if not len(images_BCHW):
-            return []
-        generated = self._generate(self._model, torch.as_tensor(images_BCHW).to(next(self._model.parameters()).device))
-        texts = [self._tokenizer.decode(row) for row in generated.tokens_BL.tolist()]
-        return [Caption(text, log_prob) for text, log_prob in zip(texts, generated.log_probs_B.tolist(), strict=True)]
-
-
-def picture_grid(images: Sequence[np.ndarray], lines: Sequence[str], *, columns: int = 6) -> Image.Image:
-    """Normalised images (3, S, S) with their captions below."""
-    return contact_sheet([denormalize(image) for image in images], lines, columns=columns)
 
 
 def require_metrics() -> None:
@@ -115,9 +43,7 @@ def require_metrics() -> None:
     try:
         import pycocoevalcap  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "caption metrics need the package pycocoevalcap: pip install '.[captions]'"
-        ) from error
+        raise ConfigError("caption metrics need the package pycocoevalcap: pip install '.[captions]'") from error
     if shutil.which("java") is None:
         raise ConfigError(
             "caption metrics need a Java runtime, which pycocoevalcap's tokenizer is written in, and there is no `java` "
@@ -199,18 +125,24 @@ def captions(options: CaptionsOptions) -> Results:
     if options.metrics:
         require_metrics()
     model, tokenizer, facts = open_captioner(options)
-    how: dict[str, Any] = options.model_dump(
-        include={"method", "max_tokens", "num_beams", "length_penalty", "temperature", "top_p", "seed"}
-    )
-    writer, source = CaptionWriter(model, tokenizer, **how), open_source(options.data, options)
+    limit = model.config.num_tokens - 1  # the start token takes one place
+    how: dict[str, Any] = options.model_dump(include={"max_tokens", "num_beams", "length_penalty"})
+    how["max_tokens"] = limit if options.max_tokens is None else options.max_tokens
+    if how["max_tokens"] > limit:
+        raise ConfigError(f"--max_tokens must be between 1 and {limit}, got {options.max_tokens}")
+    source = open_source(options.data, options)
     rows: list[dict[str, Any]] = []
     shown: list[np.ndarray] = []
     undecodable = 0
     for images_BCHW, examples, left_out in usable_batches(model, source, options, options.max_examples):
         undecodable += left_out
         shown += list(images_BCHW[: max(0, GRID - len(shown))].cpu().numpy())
-        for example, caption in zip(examples, writer(images_BCHW), strict=True):
-            row = {"image": example.name, "caption": caption.text, "log_prob": caption.log_prob}
+        if not examples:
+            continue
+        written = beam_captions(model, images_BCHW, **how)
+        said = zip(examples, written.tokens_BL.tolist(), written.log_probs_B.tolist(), strict=True)
+        for example, tokens, log_prob in said:
+            row = {"image": example.name, "caption": tokenizer.decode(tokens), "log_prob": log_prob}
             rows.append(row | ({"references": list(example.captions)} if example.captions else {}))
     if not rows:
         raise DataError(f"{source.name}: none of {undecodable} images can be decoded")
@@ -221,7 +153,7 @@ def captions(options: CaptionsOptions) -> Results:
         scalars |= caption_metrics({name: row["caption"] for name, row in with_references.items()}, references)
     if options.grid is not None:
         try:
-            picture_grid(shown, [row["caption"] for row in rows[:GRID]]).save(options.grid)
+            contact_sheet([denormalize(image) for image in shown], list(map(_line, rows[:GRID]))).save(options.grid)
             if not options.results_are_public:
                 options.grid.chmod(0o600)
         except (OSError, ValueError) as error:
@@ -230,3 +162,16 @@ def captions(options: CaptionsOptions) -> Results:
     table = [{"image": row["image"], "caption": row["caption"]} for row in rows[:GRID]]
     notes = [f"{name} {value:.4f}" for name, value in scalars.items()] if options.metrics else []
     return Results("captions", scalars, uses, facts, table, {"captions": rows, "options": how}, notes=notes)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """What stands below a picture: its caption, and whether that is right."""
+    truth = row.get("references", [""])[0]
+    if not truth:
+        return str(row["caption"])
+    return f"{row['caption']} ({'right' if says(row['caption'], truth) else f'truth: {truth}'})"
+
+
+def says(caption: str, truth: str) -> bool:
+    """Whether a caption has the words of the truth in their order, whatever their case."""
+    return caption.lower().split() == truth.lower().split()

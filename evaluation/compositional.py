@@ -1,4 +1,4 @@
-"""Does the captioner see how things are composed? One true caption against false ones that use the same words.
+"""The command `aro`: does the captioner see how things are composed? One true caption against false ones of the same words.
 
 Formats of ARO (Yuksekgonul et al. 2023, https://arxiv.org/abs/2210.01936): VG-Relation and VG-Attribution, one false caption
 each; COCO-Order and Flickr30k-Order, several. And tests from synthetic pictures, whose programs know what is true. The caption of
@@ -19,33 +19,21 @@ from torch import Tensor
 
 from data.errors import DataError, DecodeError
 from data.examples.tokenizer import CaptionTokenizer
-from evaluation.scoring import encoded_captions, own_log_probs
+from data.synthetic.generate import SyntheticData
+from evaluation.captions import open_captioner
+from evaluation.options import AroOptions
+from evaluation.results import DataUse, Results
+from evaluation.scoring import encoded_captions, fits, own_log_probs
 from evaluation.sources import whole_image
+from evaluation.synthetic_tests import Choice, shape_choices
 from models.captioner import Captioner
+from trainer.errors import ConfigError
 from trainer.progress import track
 
 Format = Literal["vg-relation", "vg-attribution", "order"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Rule = Literal["loss", "sum", "prior"]
 RULES: tuple[Rule, ...] = get_args(Rule)
-
-Box = tuple[float, float, float, float]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """
-    Attributes:
-        image: encoded bytes, or a file.
-        captions: the true one first.
-        group: what is tested, e.g. a relation.
-        box: left, top, right, bottom in pixels of the part that is shown; None is all.
-    """
-
-    image: bytes | Path
-    captions: tuple[str, ...]
-    group: str
-    box: Box | None = None
 
 
 def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
@@ -214,3 +202,46 @@ def pixels_of(test: Choice, size: int) -> np.ndarray | None:
         return whole_image(data, size, test.box)[0]
     except DecodeError:
         return None
+
+
+def aro(options: AroOptions) -> Results:
+    """The command; see its options."""
+    model, tokenizer, facts = open_captioner(options)
+    name, tests = _chosen(options, model.config.encoder.image_size)
+    tests = tests[: options.max_examples]
+    num_given = len(tests)
+    if options.too_long == "skip":
+        longest = model.config.num_tokens
+        tests = [test for test in tests if all(fits(tokenizer, caption, longest) for caption in test.captions)]
+    scalars: dict[str, float] = {}
+    table: list[dict[str, Any]] = []
+    undecodable = 0
+    for rule in RULES:
+        answers, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size, rule=rule)
+        everything = Answers(
+            np.concatenate([answer.credits_N for answer in answers.values()]),
+            np.concatenate([answer.num_options_N for answer in answers.values()]),
+        )
+        scalars |= {f"accuracy_{rule}": everything.accuracy, "chance": everything.chance}
+        scalars[f"group_mean_{rule}"] = float(np.mean([answer.accuracy for answer in answers.values()]))
+        if len(answers) <= 20:
+            scalars |= {f"accuracy_{rule}_{group}": answer.accuracy for group, answer in answers.items()}
+        for group, answer in [*answers.items(), ("all", everything)]:
+            row = {"rule": rule, "group": group, "accuracy": answer.accuracy, "chance": answer.chance}
+            table.append({**row, "tests": len(answer.credits_N), "p (guessing)": answer.p_value})
+    uses = [DataUse("tests", name, len(tests) - undecodable, undecodable)]
+    notes = ["loss: least loss per token; sum: likeliest caption; prior: sum minus what it is for a black image"]
+    return Results("aro", scalars, uses, facts, table, {"num_too_long": num_given - len(tests)}, notes=notes)
+
+
+def _chosen(options: AroOptions, image_size: int) -> tuple[str, list[Choice]]:
+    """The tests and their name."""
+    if options.test is None:
+        data = SyntheticData(options.synthetic_seed, max(image_size, 16), "shapes")
+        return f"synthetic shapes, seed {options.synthetic_seed}", shape_choices(data, options.synthetic_tests)
+    kind, _, file = options.test.partition(":")
+    if kind not in FORMATS or not file:
+        raise ConfigError(f"--test {options.test}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}")
+    if options.images is None:
+        raise ConfigError("--test needs --images DIR, the folder that its image paths are relative to")
+    return options.test, read_aro(Path(file), options.images, kind)

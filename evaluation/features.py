@@ -34,8 +34,6 @@ from trainer.ranks import distributed
 from trainer.weights import open_model as opening
 from trainer.weights.open_model import OpenedModel
 
-FORMAT = 1
-
 
 @dataclass(frozen=True)
 class Features:
@@ -76,15 +74,6 @@ class Features:
             raise DataError(f"{self.name}: no example has both an image and a label; see --label_field")
         return Features(self.values_ND[keep], self.labels_N[keep], keep[keep], self.class_names, self.name)
 
-    @classmethod
-    def of(cls, values_ND: np.ndarray, labels_N: np.ndarray, name: str = "in memory") -> "Features":
-        """Features from arrays that came from elsewhere."""
-        if values_ND.ndim != 2 or labels_N.shape != (len(values_ND),):
-            raise DataError(f"{name}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}")
-        usable_N = np.isfinite(values_ND).all(axis=1)
-        kept_ND = np.where(usable_N[:, None], values_ND, 0).astype(np.float32, copy=False)
-        return cls(kept_ND, labels_N.astype(np.int64), usable_N, name=name)
-
 
 def extract(
     opened: OpenedModel, source: Source, options: FeatureOptions, *, cache: Path | None = None
@@ -116,7 +105,7 @@ def extract(
         return compute(opened.model, source, options, range(len(source)))
     manifest = opened.manifest
     facts = {
-        "format": FORMAT,
+        "format": 1,
         "checkpoint": manifest.get("seal") or hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest(),
         "use_average": options.use_average,
         "dtype": str(next(opened.model.parameters()).dtype),
@@ -207,7 +196,11 @@ def stored_features(path: Path) -> Features:
             values_ND, labels_N = stored["features"], stored["labels"]
     except (OSError, KeyError, ValueError) as error:
         raise DataError(f"{path} is neither a cache of features nor an .npz with `features` and `labels`") from error
-    return Features.of(values_ND, labels_N, f"features:{path}")
+    if values_ND.ndim != 2 or labels_N.shape != (len(values_ND),):
+        raise DataError(f"{path}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}")
+    usable_N = np.isfinite(values_ND).all(axis=1)
+    kept_ND = np.where(usable_N[:, None], values_ND, 0).astype(np.float32, copy=False)
+    return Features(kept_ND, labels_N.astype(np.int64), usable_N, name=f"features:{path}")
 
 
 @torch.no_grad()

@@ -9,15 +9,13 @@ A function returns what `evaluation.results` writes and prints. This module impo
 """
 
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from trainer.config.options import Options, Shown
-from trainer.errors import ConfigError
 
 SYNTHETIC_SEED = 1 << 40
 """Default of the test pictures, far from seeds that people train with."""
@@ -27,11 +25,17 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Count = Annotated[int | None, Shown("N"), Field(ge=1, le=10**12)]
 Source = Annotated[str, Shown("SOURCE")]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
-HeadMethod = Literal["dp-ls", "dp-newton", "dp-fc", "dp-fc-bce", "dp-gd"]
+HeadMethod = Literal["dp-ls", "dp-newton", "dp-fc"]
 
 
 class CommandOptions(Options):
-    """What every command takes."""
+    """What every command takes.
+
+    Attributes:
+        DRAWN_WITHOUT: the option without which pictures are drawn from a seed; None for a command that draws none.
+    """
+
+    DRAWN_WITHOUT: ClassVar[str | None] = None
 
     checkpoint: Annotated[Path | None, Shown("DIR")] = None
     """run folder (its newest checkpoint) or checkpoint"""
@@ -48,8 +52,8 @@ class CommandOptions(Options):
 
     @property
     def results_are_public(self) -> bool:
-        """Whether results are computed from public data alone: the user's word, or the data come from a seed."""
-        return self.data_is_public
+        """Whether results are computed from public data alone: the user's word, or the pictures come from a seed."""
+        return self.data_is_public or (self.DRAWN_WITHOUT is not None and getattr(self, self.DRAWN_WITHOUT) is None)
 
     @property
     def output_folder(self) -> Path | None:
@@ -72,12 +76,10 @@ class CheckpointOptions(CommandOptions):
 class ImageOptions(CommandOptions):
     """How images are read."""
 
-    image_column: Annotated[str, Shown("NAME")] = "image"
-    """of Hugging Face data sets"""
     cache: Annotated[Path | None, Shown("DIR")] = None
-    """for indexes of shards; default: the run's private part"""
+    """for indexes of shards and features; default: private/features of the run folder"""
     batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 64
-    """images at once"""
+    """images at once, per rank"""
     num_workers: Annotated[int, Shown("N"), Field(ge=0, le=1024)] = 0
     """processes that decode, per rank"""
 
@@ -93,8 +95,6 @@ class LabelledOptions(ImageOptions):
 
     label_field: Annotated[str, Shown("NAME")] = "cls"
     """of shards: cls, or a field of .json"""
-    label_column: Annotated[str, Shown("NAME")] = "label"
-    """of Hugging Face data sets"""
 
 
 class CaptionedOptions(ImageOptions):
@@ -102,8 +102,6 @@ class CaptionedOptions(ImageOptions):
 
     caption_field: Annotated[str | None, Shown("NAME")] = None
     """of shards: the captions' field of .json"""
-    caption_column: Annotated[str, Shown("NAME")] = "caption"
-    """of Hugging Face data sets"""
 
 
 class FeatureOptions(LabelledOptions):
@@ -120,10 +118,6 @@ class FeatureOptions(LabelledOptions):
     """default: the model's; positions are interpolated"""
     resize: Annotated[int | None, Shown("PIXELS")] = None
     """shorter side before the centre is cut out: 256 in the papers; default: the image size"""
-    cache: Annotated[Path | None, Shown("DIR")] = None
-    """where features are kept; default: private/features of the run folder"""
-    batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 64
-    """images at once, per rank"""
 
 
 class FeaturesOptions(FeatureOptions):
@@ -136,16 +130,16 @@ class FeaturesOptions(FeatureOptions):
     """
 
     data: Source
-    """shards:PATTERN, folder:DIR, hf:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
+    """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
 
 
 class TrainTestOptions(FeatureOptions):
     """What is trained on and tested on."""
 
     train: Source
-    """shards:PATTERN, folder:DIR, hf:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
+    """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
     test: Source
-    """shards:PATTERN, folder:DIR, hf:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
+    """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
 
 
 class LinearProbeOptions(TrainTestOptions):
@@ -181,24 +175,17 @@ class FewShotOptions(TrainTestOptions):
         python launch_scripts/evaluate.py few-shot --checkpoint runs/x --train shards:train/ --test shards:val/ \\
             --shots 1 2 5 10
 
-    `--method probe` is DP-Cap's regression on frozen features; `--method finetune` trains the whole encoder (in one process).
+    The probe is DP-Cap's regression on frozen features. Fine-tuning is training: recipes/finetune_vit_base.toml.
     """
 
     GROUP = "few-shot"
 
-    method: Literal["probe", "finetune"] = "probe"
     shots: Annotated[tuple[Epochs, ...], Shown("K"), Field(min_length=1)] = (1, 2, 5, 10)
     """examples per class"""
     num_splits: Annotated[int, Shown("S"), Field(ge=1, le=100_000)] = 3
     """random splits for each K"""
     seed: Seed = 0
     """of the first split"""
-    epochs: Epochs = 100
-    """of fine-tuning"""
-    base_lr: Annotated[float, Shown("R"), Field(gt=0, le=1e4)] = 5e-4
-    """of fine-tuning: rate is R * batch / 256"""
-    layer_decay: float = Field(0.65, gt=0, le=1)
-    """of fine-tuning"""
 
 
 class PrivateHeadOptions(TrainTestOptions):
@@ -232,23 +219,6 @@ class PrivateHeadOptions(TrainTestOptions):
     compare: bool = False
     """also without privacy"""
 
-    def method_options(self) -> dict[str, Any]:
-        """What --option says.
-
-        Raises:
-            ConfigError: it is no number.
-        """
-        found: dict[str, Any] = {}
-        for text in self.option:
-            name, equals, value = text.partition("=")
-            try:
-                found[name] = json.loads(value) if equals else None
-            except ValueError:
-                found[name] = None
-            if not isinstance(found[name], int | float):
-                raise ConfigError(f"--option {text}: write NAME=NUMBER or NAME=true")
-        return found
-
 
 class DenseOptions(CheckpointOptions):
     """Segmentation or detection by a small head on token maps of the frozen encoder, not private.
@@ -258,7 +228,8 @@ class DenseOptions(CheckpointOptions):
         python launch_scripts/evaluate.py dense --task detection --checkpoint runs/x --train synthetic:1:400 \\
             --test synthetic:2:100
 
-    Whole pictures are squeezed to a square of --image_size pixels. Masks are scored at their own resolution.
+    Whole pictures are squeezed to a square of --image_size pixels. Masks are scored at their own resolution. Detection and coco:
+    need the extra `evaluation`.
     """
 
     task: Literal["segmentation", "detection"]
@@ -284,10 +255,10 @@ class ZeroShotOptions(CheckpointOptions, LabelledOptions):
     all images); see evaluation/zero_shot.py.
     """
 
-    ONE_OF = ("data", "synthetic_shapes")
+    ONE_OF, DRAWN_WITHOUT = ("data", "synthetic_shapes"), "data"
 
     data: Annotated[str | None, Shown("SOURCE")] = None
-    """shards:PATTERN, folder:DIR, hf:DIR or arrays:FILE.npz"""
+    """shards:PATTERN, folder:DIR or arrays:FILE.npz"""
     synthetic_shapes: Count = None
     """zero-shot on N pictures of plain shapes"""
     synthetic_seed: int = Field(SYNTHETIC_SEED, ge=0, lt=2**63)
@@ -299,20 +270,8 @@ class ZeroShotOptions(CheckpointOptions, LabelledOptions):
     template: Annotated[tuple[str, ...] | None, Shown("TEXT", is_repeated=True)] = None
     """with {} for the name or {a} for it with a/an; may be repeated (default: evaluation/zero_shot.py)"""
 
-    @property
-    def results_are_public(self) -> bool:
-        """Pictures from a seed are public."""
-        return self.data_is_public or self.data is None
 
-
-class TooLongOptions(Options):
-    """What happens to captions of more tokens than the model takes."""
-
-    too_long: Literal["refuse", "skip"] = "refuse"
-    """captions of more tokens than the model takes"""
-
-
-class AroOptions(TooLongOptions, CheckpointOptions):
+class AroOptions(CheckpointOptions):
     """Compositional tests: the true caption against false ones, by the captioner's loss.
 
         python launch_scripts/evaluate.py aro --checkpoint runs/x --images vg/images \\
@@ -323,7 +282,7 @@ class AroOptions(TooLongOptions, CheckpointOptions):
     File formats: evaluation/compositional.py; synthetic tests, which need no download: evaluation/synthetic_tests.py.
     """
 
-    ONE_OF = ("test", "synthetic")
+    ONE_OF, DRAWN_WITHOUT = ("test", "synthetic"), "test"
 
     test: Annotated[str | None, Shown("FORMAT:FILE")] = None
     """vg-relation:, vg-attribution: or order: and a JSON file"""
@@ -339,59 +298,34 @@ class AroOptions(TooLongOptions, CheckpointOptions):
     """the first N tests only"""
     batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 32
     """images at once"""
-
-    @property
-    def results_are_public(self) -> bool:
-        """Pictures from a seed are public."""
-        return self.data_is_public or self.test is None
+    too_long: Literal["refuse", "skip"] = "refuse"
+    """captions of more tokens than the model takes"""
 
 
-class CaptionDataOptions(CheckpointOptions, CaptionedOptions):
-    """Images with captions, and the captioner."""
-
-    data: Source
-    """images:FILE,..., folder:DIR, shards:PATTERN or hf:DIR"""
-    max_examples: Count = None
-    """the first N only"""
-
-
-class CaptionsOptions(CaptionDataOptions):
+class CaptionsOptions(CheckpointOptions, CaptionedOptions):
     """Captions of images, folders or shards; with --metrics their BLEU, ROUGE-L and CIDEr against those that are there.
 
-        python launch_scripts/evaluate.py captions --checkpoint runs/x --data folder:pictures --method beam --num_beams 4
+        python launch_scripts/evaluate.py captions --checkpoint runs/x --data folder:pictures --num_beams 4
         python launch_scripts/evaluate.py captions --checkpoint runs/x --data shards:heldout/ --metrics --grid captions.png
 
     Metrics need the extra `captions` and Java. The captions are in the record; --grid draws the first 24.
     """
 
-    method: Literal["greedy", "beam", "sample"] = "greedy"
+    data: Source
+    """images:FILE,..., folder:DIR or shards:PATTERN"""
+    max_examples: Count = None
+    """the first N only"""
     max_tokens: Annotated[int | None, Shown("L"), Field(ge=1, le=2**16)] = None
     """default: as many as the model takes"""
-    num_beams: Annotated[int, Shown("K"), Field(ge=1, le=1024)] = 4
-    """of beam (default: 4)"""
+    num_beams: Annotated[int, Shown("K"), Field(ge=1, le=1024)] = 1
+    """of a beam search; 1 takes the likeliest next token"""
     length_penalty: Annotated[float, Shown("P"), Field(ge=-100, le=100)] = 1.0
-    """of beam: 1 compares means per token"""
-    temperature: Annotated[float, Shown("T"), Field(gt=0, le=1e4)] = 1.0
-    """of sample"""
-    top_p: Annotated[float, Shown("P"), Field(gt=0, le=1)] = 1.0
-    """of sample"""
-    seed: Seed = 0
-    """of sample"""
+    """of a beam search: 1 compares means per token, 0 likelihoods"""
     metrics: bool = False
     """BLEU, ROUGE-L and CIDEr (an extra; needs Java)"""
     grid: Annotated[Path | None, Shown("PNG")] = Field(
         None, description=f"a picture of the first {GRID} images with captions"
     )
-
-
-class RetrievalOptions(TooLongOptions, CaptionDataOptions):
-    """Caption retrieval by likelihood: image to text and text to image, recall at 1, 5 and 10.
-
-        python launch_scripts/evaluate.py retrieval --checkpoint runs/x --data shards:heldout/ --max_examples 1000
-
-    Every distinct caption is scored for every image, so the work grows with the square of the number of images. A caption that
-    repeats is one answer, true of all its images, and one query.
-    """
 
 
 @dataclass(frozen=True)
@@ -420,20 +354,18 @@ COMMANDS = (
             "evaluation.features:features", uses_ranks=True),
     Command("linear-probe", "linear classifier on frozen features (LARS and L-BFGS), not private", LinearProbeOptions,
             "evaluation.linear_probe:linear_probe", uses_ranks=True),
-    Command("few-shot", "classifier from K examples per class (probe or fine-tuning), not private", FewShotOptions,
+    Command("few-shot", "classifier from K examples per class, not private", FewShotOptions,
             "evaluation.few_shot:few_shot", uses_ranks=True),
     Command("private-head", "linear head trained with differential privacy on frozen features", PrivateHeadOptions,
-            "evaluation.private_head.command:private_head", uses_ranks=True),
+            "evaluation.private_head.run:private_head", uses_ranks=True),
     Command("dense", "segmentation or detection on frozen token maps, not private", DenseOptions,
             "evaluation.dense.heads:dense"),
     Command("zero-shot", "classification by the likelihood of captions that name the class", ZeroShotOptions,
             "evaluation.zero_shot:zero_shot"),
     Command("aro", "does it see attributes, relations and order? (ARO's files, or synthetic tests)", AroOptions,
-            "evaluation.aro:aro"),
+            "evaluation.compositional:aro"),
     Command("captions", "captions of images, and their BLEU, ROUGE-L and CIDEr", CaptionsOptions,
             "evaluation.captions:captions"),
-    Command("retrieval", "which caption belongs to which image? (recall at 1, 5 and 10)", RetrievalOptions,
-            "evaluation.retrieval:retrieval"),
 )  # fmt: skip
 """All commands in the order of the help."""
 

@@ -18,9 +18,9 @@ from typing import Any
 from data.files import write_durably
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
-from privacy.card.composition import claim_of
 from privacy.errors import printable, say
 from privacy.files.public import without_folders
+from privacy.ledger.claim import claim_of
 from privacy.limits import finite
 from privacy.step.folder import environment
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
@@ -138,24 +138,13 @@ class Results:
     notes: Sequence[str] = ()
 
 
-def results_folder(output: Path, *, data_is_public: bool) -> Path:
-    """OUTPUT/evaluation, or OUTPUT/private/evaluation for data that nobody declared public; made, the latter 0700."""
-    folder = output / "evaluation"
-    if not data_is_public:
-        private = output / "private"
-        private.mkdir(mode=0o700, parents=True, exist_ok=True)
-        private.chmod(0o700)
-        folder = private / "evaluation"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def publish(
     results: Results, *, output: Path | None, data_is_public: bool, as_json: bool, arguments: Sequence[str]
 ) -> None:
     """Writes the record where it belongs, and prints it: one JSON object, or a table.
 
-    Numbers that are not finite become None. The folder gets NAME-STEP-ARGUMENTS.json, metrics.jsonl and TensorBoard; the same
+    Numbers that are not finite become None. OUTPUT/evaluation, or OUTPUT/private/evaluation for data that nobody declared
+    public, gets NAME-STEP-ARGUMENTS.json, metrics.jsonl and TensorBoard; the same
     command again replaces its own file.
 
     Args:
@@ -183,7 +172,12 @@ def publish(
     }
     path = None
     if output is not None:
-        folder, step = results_folder(output, data_is_public=data_is_public), results.model.step if results.model else 0
+        private, step = output / "private", results.model.step if results.model else 0
+        if not data_is_public:
+            private.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private.chmod(0o700)
+        folder = (output if data_is_public else private) / "evaluation"
+        folder.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:8]
         path = folder / f"{results.name}-step-{step:08d}-{digest}.json"
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
@@ -194,9 +188,9 @@ def publish(
             public.scalars(step, {name: Public(value, Reason.DECLARED) for name, value in scalars.items()})
             public.close()
         else:
-            private = PrivateMetrics(folder)
-            private.scalars(step, {name: Private(value) for name, value in scalars.items()})
-            private.close()
+            own = PrivateMetrics(folder)
+            own.scalars(step, {name: Private(value) for name, value in scalars.items()})
+            own.close()
     if as_json:
         say(json.dumps(record, allow_nan=False))
     else:

@@ -3,7 +3,6 @@
                                  with labels                          with captions
 shards:train-{000..012}.tar      member `.cls` or a field of `.json`  text members, or a field of `.json`
 folder:imagenet/val              one folder per class, by name        all images below; lines of `x.txt` beside `x.jpg`
-hf:cifar10/train                 a split that Hugging Face's `datasets` (an extra) saved with `save_to_disk`
 arrays:digits.npz                `images` and `labels`                -
 images:a.jpg,b.png               -                                    these files
 """
@@ -15,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -177,79 +176,11 @@ class Arrays:
         return len(self._images)
 
     def read(self, ids: Sequence[int]) -> list[Example]:
-        return [Example(encode_png(self._images[i]), label_value(self._labels_N[i])) for i in ids]
+        labels = [int(label) if label >= 0 else None for label in self._labels_N[list(ids)]]
+        return [Example(encode_png(self._images[i]), label) for i, label in zip(ids, labels, strict=True)]
 
 
-class HuggingFace:
-    """A split that `datasets` saved, its images left encoded; identified by names, sizes and times of the files."""
-
-    def __init__(self, path: Path, options: ImageOptions) -> None:
-        """
-        Raises:
-            DataError: the package is missing, nothing there, several splits, no such columns, or columns of other kinds.
-        """
-        try:
-            import datasets
-        except ImportError as error:
-            raise DataError(
-                "hf: needs the package `datasets`, an extra: pip install '.[evaluation]'"
-            ) from error
-        if not path.is_dir():
-            raise DataError(f"there is no folder {path}")
-        try:
-            loaded = datasets.load_from_disk(str(path))
-        except Exception as error:  # the package's own, and those of its readers
-            raise DataError(f"{path} is no data set that `datasets` saved: {' '.join(str(error).split())}") from error
-        if isinstance(loaded, dict):
-            raise DataError(
-                f"{path} holds the splits {', '.join(loaded)}; name one of them: hf:{path}/{next(iter(loaded))}"
-            )
-        self._arguments, self.name = (path, options), f"hf:{path}"
-        self.is_labelled = isinstance(options, LabelledOptions)
-        other = "label_column" if self.is_labelled else "caption_column"
-        self._image, self._other = options.image_column, getattr(options, other)
-        for option, column in (("image_column", self._image), (other, self._other)):
-            if column not in loaded.features:
-                raise DataError(f"{path} has no column {column!r}, but {', '.join(loaded.features)}: give --{option}")
-        if not isinstance(loaded.features[self._image], datasets.Image):
-            raise DataError(f"{path}: its column {self._image!r} holds no images; give --image_column")
-        kind = loaded.features[self._other]
-        if self.is_labelled and "int" not in str(getattr(kind, "dtype", "")):
-            raise DataError(f"{path}: its column {self._other!r} holds no whole numbers; give --label_column")
-        self.class_names = tuple(getattr(kind, "names", None) or ())
-        columns = loaded.select_columns([self._image, self._other])
-        self._rows = columns.cast_column(self._image, datasets.Image(decode=False))
-
-    def __reduce__(self) -> tuple[type["HuggingFace"], tuple[Path, ImageOptions]]:
-        return HuggingFace, self._arguments
-
-    def identity(self) -> str:
-        root = self._arguments[0]
-        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-        return f"hf {files_digest(root, names)} {(self._image, self._other)}"
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, ids: Sequence[int]) -> list[Example]:
-        found = []
-        for i in ids:
-            row = self._rows[int(i)]
-            stored, other = row[self._image] or {}, row[self._other]
-            image = stored.get("bytes")
-            if image is None and stored.get("path"):
-                image = bytes_of(Path(stored["path"]))
-            name = f"{self.name} #{i}"
-            if self.is_labelled:
-                found.append(Example(image, label_value(other), name=name))
-            else:  # a text or a list of texts
-                texts = other if isinstance(other, list) else [other]
-                captions = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
-                found.append(Example(image, captions=tuple(captions), name=name))
-        return found
-
-
-Source = Shards | Files | Arrays | HuggingFace
+Source = Shards | Files | Arrays
 """A source has a `name` for people, `class_names` (empty where it does not know them), says by `is_labelled` whether an example
 without a label is of no use and by `identity()` when the data change (part of a cache's name), and reads examples by number. It
 can be pickled, so that worker processes can read it."""
@@ -273,8 +204,6 @@ def open_source(text: str, options: LabelledOptions | CaptionedOptions) -> Sourc
         else:
             table = shard_table(where, options.cache_folder)
         return Shards(text, table, options)
-    if kind == "hf" and where:
-        return HuggingFace(path, options)
     if kind == "folder" and where:
         if wants_labels:
             return Files.of_classes(path)
@@ -296,8 +225,8 @@ def open_source(text: str, options: LabelledOptions | CaptionedOptions) -> Sourc
         if missing:
             raise DataError(f"there is no file {missing[0]}")
         return Files(text, Path(), tuple(map(str, files)))
-    last = "hf:DIR or arrays:FILE.npz" if wants_labels else "hf:DIR or images:FILE,..."
-    raise DataError(f"{text!r} names no images; write shards:PATTERN, folder:DIR, {last}")
+    last = "arrays:FILE.npz" if wants_labels else "images:FILE,..."
+    raise DataError(f"{text!r} names no images; write shards:PATTERN, folder:DIR or {last}")
 
 
 def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
@@ -460,11 +389,6 @@ def encode_png(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
-
-
-def label_value(value: Any) -> int | None:
-    """A whole number from 0 on; anything else is no label."""
-    return int(value) if isinstance(value, int | np.integer) and value >= 0 else None
 
 
 def bytes_of(path: Path) -> bytes:

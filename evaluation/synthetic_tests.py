@@ -6,9 +6,10 @@ from seeds of their own: choose one that no training shard has.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count as count_from
 from itertools import islice, permutations
+from pathlib import Path
 
 import numpy as np
 
@@ -17,8 +18,26 @@ from data.synthetic.generate import SyntheticData, SyntheticExample
 from data.synthetic.statement import Statement
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from data.synthetic.write import encode
-from evaluation.compositional import Choice
 from evaluation.sources import Arrays
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """
+    Attributes:
+        image: encoded bytes, or a file.
+        captions: the true one first.
+        group: what is tested, e.g. a relation.
+        box: left, top, right, bottom in pixels of the part that is shown; None is all.
+    """
+
+    image: bytes | Path
+    captions: tuple[str, ...]
+    group: str
+    box: Box | None = None
+
 
 SHAPE_GROUPS = ("colour", "shape", "relation", "order")
 SHAPE_CLASSES = tuple(f"{colour} {shape}" for colour in BASIC for shape in shapes.SIMPLE)

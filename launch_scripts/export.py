@@ -4,8 +4,8 @@
     python launch_scripts/export.py --checkpoint runs/vip --format safetensors OUT      our own names
     python launch_scripts/export.py --checkpoint runs/vip --format timm OUT      encoder for ViTDet-style codes
     python launch_scripts/export.py --checkpoint runs/lora --format peft OUT      adapters, and their base in OUT/base
-    python launch_scripts/export.py --import vip FILE OUT      a checkpoint of ours, for [init] checkpoint and evaluation
-    python launch_scripts/export.py --import dpcap FILE OUT --tokenizer data/tokenizer/bert-base-uncased.json
+    python launch_scripts/export.py --import vip FILE OUT --size vip_base      a checkpoint of ours, to start from and to evaluate
+    python launch_scripts/export.py --import dpcap FILE OUT --size dpcap_base --tokenizer data/tokenizer/bert-base-uncased.json
     python launch_scripts/export.py --import hf DIR OUT      a ViTModel or ViTMAE that transformers saved
 
 Exit codes: 0 done, 2 bad input.
@@ -22,13 +22,14 @@ from pydantic import ConfigDict, Field, model_validator
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from models.config import Activation, Foreign, ForeignActivation  # noqa: E402
+from models.config import Foreign  # noqa: E402
 from privacy.accounting.rounding import rounded_up  # noqa: E402
 from privacy.errors import say  # noqa: E402
+from privacy.files.toml_text import toml_value  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, Shown, add_options, parse_options, require_folders  # noqa: E402
 from trainer.progress import working  # noqa: E402
-from trainer.weights.kinds import Format, Provenance  # noqa: E402
+from trainer.weights import Format, Provenance  # noqa: E402
 
 
 class ExportPart(Options):
@@ -54,28 +55,13 @@ class ImportPart(Options):
     private run starts"""
     claim: str | None = None
     """what its authors claim of its privacy, in words; never attested"""
+    size: str | None = None
+    """vip, dpcap: the size that the file has, as in recipes: vip_base, dpcap_base, ...; it states what no tensor tells"""
+    override: Annotated[tuple[str, ...], Shown("FIELD=VALUE", is_repeated=True)] = ()
+    """vip, dpcap: a field of the size that differs, as model.overrides of recipes: decoder_num_heads=16; may be repeated"""
 
 
-class UnstatedPart(Options):
-    """What the importers of official files ask for."""
-
-    GROUP = "import of vip and dpcap: what no tensor tells, where the shapes are of no published model"
-
-    num_heads: int | None = Field(None, ge=1)
-    """attention heads of the encoder"""
-    decoder_heads: int | None = Field(None, ge=1)
-    """attention heads of the decoder"""
-    decoder_activation: Activation | None = None
-    """dpcap: of the decoder's MLP; the release's: gelu without biases, relu with them"""
-    norm_eps: float | None = None
-    """epsilon of the encoder's norms (vip: of all); the releases': 1e-6"""
-    normalise_pixels: bool | None = None
-    """vip: whether it predicts normalised pixels, or (--no-normalise_pixels) plain ones"""
-    activation: ForeignActivation | None = None
-    """of the encoder's MLPs (vip: of all); the releases', and the only one that can be imported: gelu, the exact one"""
-
-
-class ExchangeOptions(ExportPart, ImportPart, UnstatedPart):
+class ExchangeOptions(ExportPart, ImportPart):
     """What is exported or imported, and where it goes."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -100,10 +86,7 @@ class ExchangeOptions(ExportPart, ImportPart, UnstatedPart):
         names, count = ("OUT",) if is_export else ("FILE", "OUT"), len(self.paths or ())
         if count != len(names):
             raise ValueError(f"{' and '.join(names)} expected, got {count} paths")
-        of_the_other = (
-            {**ImportPart.model_fields, **UnstatedPart.model_fields} if is_export else ExportPart.model_fields
-        )
-        for name in of_the_other:
+        for name in ImportPart.model_fields if is_export else ExportPart.model_fields:
             if name in self.model_fields_set:
                 raise ValueError(f"--{name} is for {'--import' if is_export else '--checkpoint'}")
         if self.parts and self.format != "hf":
@@ -158,7 +141,6 @@ def exported(options: ExchangeOptions) -> dict[str, Any]:
 
 def imported(options: ExchangeOptions) -> dict[str, Any]:
     """Imports; what was made, and whether a private run may start from it."""
-    from models.converters import Unstated
     from trainer.weights.import_weights import import_weights
 
     assert options.source is not None and options.paths
@@ -170,7 +152,8 @@ def imported(options: ExchangeOptions) -> dict[str, Any]:
         tokenizer=options.tokenizer,
         provenance=options.provenance,
         claim=options.claim,
-        unstated=Unstated(**{name: getattr(options, name) for name in UnstatedPart.model_fields}),
+        size=options.size,
+        overrides={field: toml_value(value) for field, _, value in (one.partition("=") for one in options.override)},
     )
     model, provenance = manifest["model"], manifest["training_data"]["provenance"]
     starts = "no private run starts from it" if provenance == "private" else "private runs may start from it"

@@ -5,18 +5,15 @@ python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 131
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=value ...] [--json]
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_configs/zero3_bf16.json --world_size 128 \
     --gpu a100-80gb [--json]
-python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --bands auto [--json]
 The first computes for exactly these numbers, without a cap and without a reserve for crashes. The second gives what training with
 the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third adds memory per rank, the largest
-micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated noise would buy at the same epsilon
-(docs/correlated_noise.md).
+micro-batch, FLOP, time and reads (docs/planning.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 from dataclasses import replace
@@ -38,11 +35,10 @@ from trainer.progress import working
 
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
-    from trainer.config.recipe import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 _ASSUMPTIONS = ("efficiency", "gpus_per_node", "decoded_per_second", "store_gbits")
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "network_gbits", "bytes_per_example", *_ASSUMPTIONS)
+_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "bytes_per_example", *_ASSUMPTIONS)
 
 
 class PrivacyPart(Options):
@@ -62,8 +58,6 @@ class PrivacyPart(Options):
     """epsilon; the smallest sigma is computed"""
     delta: Annotated[float | None, Shown("D")] = None
     """default 1 / (2 N)"""
-    bands: Annotated[str | None, Shown("auto|b")] = None
-    """plan correlated noise of b bands, or of the best number, for the same epsilon (docs/correlated_noise.md)"""
     choose: bool = False
     """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may then replace its own"""
     no_extras: bool = False
@@ -91,8 +85,6 @@ class PlanOptions(PrivacyPart):
     """share of the peak FLOP/s that is reached; default 0.35"""
     gpus_per_node: Annotated[int | None, Shown("G")] = Field(None, ge=1)
     """default: of the maker's reference system"""
-    network_gbits: Annotated[float | None, Shown("X")] = Field(None, gt=0)
-    """Gb/s per GPU to other nodes; default likewise"""
     bytes_per_example: Annotated[float | None, Shown("N")] = Field(None, gt=0)
     """default: the index's mean, else 50,000"""
     decoded_per_second: Annotated[float | None, Shown("N")] = Field(None, gt=0)
@@ -118,30 +110,8 @@ _RECIPE_KEYS = {
     "target_epsilon": "privacy.target_epsilon",
     "delta": "privacy.target_delta",
 }
-
-
 _CHOICE_KEYS = ("num_examples", "target_epsilon", "delta")
 """Options that --choose takes together with a recipe."""
-
-
-def _request(options: PlanOptions) -> PlanRequest:
-    """What the options alone ask for, without a recipe."""
-    if options.overrides:
-        raise PrivacyConfigError(f"{options.overrides[0]!r} changes a recipe: give --recipe")
-    sizes = {name: getattr(options, name) for name in ("num_examples", "expected_batch_size", "num_steps")}
-    for name, value in sizes.items():
-        if value is None:
-            raise PrivacyConfigError(f"--{name} is required (or --recipe)")
-    if (options.noise_multiplier is None) == (options.target_epsilon is None):
-        raise PrivacyConfigError("give exactly one of --noise_multiplier and --target_epsilon")
-    return PlanRequest(
-        **sizes,
-        noise_multiplier=options.noise_multiplier,
-        target_epsilon=options.target_epsilon,
-        target_delta=options.delta,
-        reserved_attempts=0,
-        cap=None,
-    )
 
 
 def plan(options: PlanOptions) -> dict[str, Any]:
@@ -157,29 +127,44 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
     if options.choose and options.recipe is None:
         raise ConfigError("--choose is for the choice of a recipe's batch and steps: give --recipe too")
-    if options.recipe is None:
-        _, result = _privacy(_request(options), options, None)
-    else:
-        result = _of_recipe(options.recipe, options)
+    result = _of_numbers(options) if options.recipe is None else _of_recipe(options.recipe, options)
     if options.as_json:
         say(json.dumps(result, allow_nan=False))
         return result
     from rich.console import Console
 
-    from trainer.planner.tables import bands_table, privacy_table, resource_table, scaling_table
+    from trainer.planner.tables import privacy_table, resource_table, scaling_table
 
     console = Console()
-    if "epsilon_pld" in result:
-        console.print(privacy_table(result))
-    if result.get("by_bands") is not None:
-        console.print(bands_table(result["by_bands"], result["bands"]))
-    if result.get("scaling_rule") is not None:
+    console.print(privacy_table(result))
+    if result["scaling_rule"] is not None:
         console.print(scaling_table(result["scaling_rule"], result["noise_multiplier"]))
     if "resources" in result:
         console.print(resource_table(result["resources"]))
-    for reason in result.get("reasons", []):
+    for reason in result["reasons"]:
         console.print(printable(f"no formal guarantee: {reason}"), style="bold red", markup=False)
     return result
+
+
+def _of_numbers(options: PlanOptions) -> dict[str, Any]:
+    """What exactly these numbers mean, without a recipe: neither cap nor reserve."""
+    if options.overrides:
+        raise PrivacyConfigError(f"{options.overrides[0]!r} changes a recipe: give --recipe")
+    sizes = {name: getattr(options, name) for name in ("num_examples", "expected_batch_size", "num_steps")}
+    for name, value in sizes.items():
+        if value is None:
+            raise PrivacyConfigError(f"--{name} is required (or --recipe)")
+    if (options.noise_multiplier is None) == (options.target_epsilon is None):
+        raise PrivacyConfigError("give exactly one of --noise_multiplier and --target_epsilon")
+    request = PlanRequest(
+        **sizes,
+        noise_multiplier=options.noise_multiplier,
+        target_epsilon=options.target_epsilon,
+        target_delta=options.delta,
+        reserved_attempts=0,
+        cap=None,
+    )
+    return _privacy(request, options)[1]
 
 
 def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
@@ -189,6 +174,7 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     from trainer.planner.batches import examples as known_examples
     from trainer.planner.hardware import find_gpu
     from trainer.planner.memory import Trainable
+    from trainer.planner.privacy import with_coefficients
     from trainer.planner.resources import Cluster, plan_resources, planning_task
     from trainer.planner.signal import NoiseToSignal, choose
 
@@ -206,12 +192,22 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     if num_examples is None:
         unknown = f"recipe {recipe} names no data.num_examples: add data.num_examples=N"
         if (ROOT / Path(config.data.shards).expanduser()).is_dir():
-            unknown += (
-                f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(config.data.shards)}"
-            )
+            shards = shlex.quote(config.data.shards)
+            unknown += f", or index its shards: python launch_scripts/prepare.py index {shards}"
         raise PrivacyConfigError(unknown)
-    request = _recipe_request(options, config, num_examples)
-    planned, result = _privacy(request, options, config)
+    request = with_coefficients(config.privacy.request(config.train.num_steps, num_examples), config)
+    if options.choose:  # on the data and for the guarantee that the options name
+        if options.target_epsilon is not None:
+            request = replace(request, target_epsilon=options.target_epsilon, noise_multiplier=None)
+        if options.delta is not None:
+            request = replace(request, target_delta=options.delta)
+        if (size := request.expected_batch_size) > num_examples:
+            steps = max(1, round(size * request.num_steps / num_examples))
+            _warn(
+                f"the recipe's batch of {size:,} is larger than the data: compared with {num_examples:,} in {steps:,} steps"
+            )
+            request = replace(request, expected_batch_size=num_examples, num_steps=steps)
+    planned, result = _privacy(request, options, config.privacy.max_examples_per_owner)
     parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
     if options.choose:
         if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
@@ -221,68 +217,23 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     result["noise_to_signal"] = None if signal is None else signal.as_json()
     if machine is not None:
         assert examples is not None
-        assumed = {name: getattr(options, name) for name in _ASSUMPTIONS}
-        cluster = Cluster(
-            engine=options.engine or "deepspeed",
-            world_size=options.world_size or 1,
-            gpu=None if options.gpu is None else find_gpu(options.gpu),
-            network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
-            **{name: value for name, value in assumed.items() if value is not None},
-        )
+        assumed = {name: value for name in _ASSUMPTIONS if (value := getattr(options, name)) is not None}
+        gpu = None if options.gpu is None else find_gpu(options.gpu)
+        cluster = Cluster(options.engine or "deepspeed", options.world_size or 1, gpu, **assumed)
         result["resources"] = plan_resources(config, machine, cluster, examples, planned, ROOT)
     return result
 
 
-def _recipe_request(options: PlanOptions, config: RunConfig, num_examples: int) -> PlanRequest:
-    """What the recipe asks for; with --choose on the data and for the guarantee that the options name."""
-    from trainer.planner.bands import with_coefficients
-
-    request = with_coefficients(config.privacy.request(config.train.num_steps, num_examples), config)
-    if not options.choose:
-        return request
-    if options.target_epsilon is not None:
-        request = replace(request, target_epsilon=options.target_epsilon, noise_multiplier=None)
-    if options.delta is not None:
-        request = replace(request, target_delta=options.delta)
-    size = request.expected_batch_size
-    if size > num_examples:
-        steps = max(1, round(size * request.num_steps / num_examples))
-        _warn(
-            f"the recipe's batch of {size:,} is larger than the data: compared with {num_examples:,} in {steps:,} steps"
-        )
-        request = replace(request, expected_batch_size=num_examples, num_steps=steps)
-    return request
-
-
 def _privacy(
-    request: PlanRequest, options: PlanOptions, config: RunConfig | None
+    request: PlanRequest, options: PlanOptions, max_examples_per_owner: int | None = None
 ) -> tuple[PrivacyPlan, dict[str, Any]]:
-    """The plan, with the bands that are asked for, and what it means.
-
-    A recipe's noise is for the bands that it asks for, so that of other bands is calibrated to the epsilon that this has.
-    """
+    """The plan, and what it means."""
     from rich.console import Console
 
     from privacy.plan import make_plan
-    from trainer.planner.bands import at_equal_epsilon, best_bands, by_bands, compare, with_bands
     from trainer.planner.privacy import summarise
     from trainer.planner.tables import size_table
 
-    rows = None
-    if options.bands == "auto":
-        if request.target_epsilon is None and config is None:
-            raise PrivacyConfigError(
-                "--bands auto chooses the noise: give --target_epsilon in place of --noise_multiplier"
-            )
-        request = at_equal_epsilon(request)
-        rows = by_bands(request, _report_progress)
-        request = with_bands(request, best_bands(rows))
-    elif options.bands is not None:
-        if not re.fullmatch("[0-9]{1,12}", options.bands):
-            raise PrivacyConfigError(f"--bands is {options.bands!r}; it is a number of bands or auto")
-        bands = int(options.bands)
-        asked = config.privacy.bands if config is not None else bands
-        request = with_bands(request if bands == asked else at_equal_epsilon(request), bands)
     if not options.as_json:  # calibration may take half a minute
         is_given = request.target_epsilon is None
         known = request if is_given else replace(request, target_epsilon=None, noise_multiplier=1.0)
@@ -290,9 +241,8 @@ def _privacy(
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)
-    owned = None if config is None else config.privacy.max_examples_per_owner
-    result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=owned)
-    return planned, result | compare(planned, request, config) | {"by_bands": rows}
+    extras = not options.no_extras
+    return planned, summarise(planned, _warn, extras=extras, max_examples_per_owner=max_examples_per_owner)
 
 
 def _warn(line: str) -> None:
@@ -301,10 +251,8 @@ def _warn(line: str) -> None:
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
-        print(
-            f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon, 4)}",
-            file=sys.stderr,
-        )
+        line = f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon, 4)}"
+        print(line, file=sys.stderr)
 
 
 def main() -> int:

@@ -89,7 +89,7 @@ class RepackOptions(Options):
     """Options of `repack`."""
 
     shards: Annotated[str, Shown("SHARDS", is_positional=True)]
-    """local shards as for index; members of one example may lie in several of them"""
+    """local shards as for index"""
     output: Annotated[Path, Shown("DIR")]
     """a new or empty folder"""
     shard_mib: Annotated[int, Shown("MIB"), Field(ge=1, le=2**20)] = 1024
@@ -129,9 +129,7 @@ class ImportOptions(WriterOptions):
     image_root: Annotated[Path | None, Shown("DIR")] = None
     """folder that image paths start from (default: that of SRC)"""
     size: Annotated[int, Shown("PIXELS")] = 256
-    """images are shrunk to this (default: 256)"""
-    side: Literal["shortest", "longest"] = "shortest"
-    """which side (default: shortest)"""
+    """images are shrunk until their shorter side has this (default: 256)"""
     min_side: Annotated[int, Shown("PIXELS")] = 16
     """drop smaller images (default: 16)"""
     max_megapixels: Annotated[int, Shown("N")] = 34
@@ -177,9 +175,7 @@ def index(options: IndexOptions) -> ExampleTable | None:
     """
     folder = Path(options.shards).expanduser()
     if options.output is None and not folder.is_dir():
-        raise DataError(
-            f"--output is missing; only where SHARDS is one folder, which {options.shards} is not, has it a default"
-        )
+        raise DataError(f"--output is required unless SHARDS is a single folder (got {options.shards})")
     output = options.output or folder / "index"
     with worker_pool(options.workers) as pool:
         if not pool.is_main:

@@ -30,14 +30,12 @@ sys.path.insert(0, str(ROOT))
 
 from trainer.config.cli import Parser, run_command  # noqa: E402
 
-SHOWN = 24
-"""Pictures on the sheet."""
-
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ds_config", default="ds_configs/zero3.json")
+    parser.add_argument("--recipe", default="recipes/quickstart.toml", help="of a captioner")
     parser.add_argument("--run_dir", type=Path, help="default runs/quickstart-DATE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(arguments)
@@ -60,7 +58,7 @@ def main() -> int:
         "--ds_config",
         options.ds_config,
         "--recipe",
-        "recipes/quickstart.toml",
+        options.recipe,
     ]
     code = _run([*train, "--run_dir", str(run_dir), *options.overrides])
     if code != 0:
@@ -129,26 +127,22 @@ def _commands(run_dir: Path, heldout: str | None) -> list[str]:
 
 def _captions_right(run_dir: Path) -> tuple[float | None, str | None]:
     """The share of public held-out pictures that the model describes as the truth does, and their shards; writes the sheet."""
-    from data.examples.tokenizer import CaptionTokenizer
-    from evaluation.answers import answer_sheet, greedy_answers
-    from models.captioner import Captioner
+    from evaluation.captions import captions, says
+    from evaluation.options import CaptionsOptions
     from trainer.config.recipe import load_config
-    from trainer.tasks.captioning import CaptioningTask
-    from trainer.weights.open_model import open_model
 
     heldout = load_config(run_dir / "config.toml").heldout
     if heldout is None or not heldout.is_public:
         print("held-out data are not declared public, so nothing is said about them (heldout.is_public)")
         return None, None
-    opened = open_model(run_dir)
-    assert isinstance(opened.task, CaptioningTask) and isinstance(opened.model, Captioner)
-    tokenizer = CaptionTokenizer.from_file(opened.task.tokenizer_path)
-    answers = greedy_answers(opened.model, tokenizer, heldout.shards, cache=run_dir / "private")
-    right = sum(answer.is_right for answer in answers) / len(answers)
-    said = f"{right:.1%} of {len(answers):,} captions are exactly right"
     sheet = run_dir / "evaluation" / "answers.png"
-    answer_sheet(answers[:SHOWN], f"{said}; the first {min(SHOWN, len(answers))}:").save(sheet)
-    print(f"{said}; pictures with the model's captions and the truth: {sheet}")
+    source = f"shards:{heldout.shards}"
+    options = CaptionsOptions(
+        checkpoint=run_dir, data=source, data_is_public=True, cache=run_dir / "private", batch_size=250, grid=sheet
+    )
+    rows = [row for row in captions(options).details["captions"] if "references" in row]
+    right = sum(says(row["caption"], row["references"][0]) for row in rows) / len(rows)
+    print(f"{right:.1%} of {len(rows):,} captions are exactly right; the first pictures with both: {sheet}")
     return right, heldout.shards
 
 

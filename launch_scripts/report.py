@@ -1,8 +1,8 @@
 """Privacy card of a run: what it guarantees, recomputed from its ledger.
 
-    python launch_scripts/report.py --run_dir runs/quickstart [--json] [--publish published] [--wandb FOLDER]
+    python launch_scripts/report.py --run_dir runs/quickstart [--json] [--publish published]
 
-Writes RUN_DIR/report/privacy_card.json, .md and .html (one file with plots, nothing external). Works while the run goes
+Writes RUN_DIR/report/privacy_card.json, .md and .html (one file, nothing external). Works while the run goes
 on: it takes no lock and changes nothing else. --publish copies what may be published into a new folder, the newest checkpoint
 included, without the times of files, and names what it leaves out. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
 """
@@ -32,8 +32,6 @@ class ReportOptions(Options):
     """run folder that holds ledger.jsonl"""
     publish: Path | None = None
     """copy the public files of the run into this new folder"""
-    wandb: Path | None = None
-    """write the public metrics as an offline Weights & Biases run into this new folder, for `wandb sync`"""
     no_checkpoints: bool = False
     """publish no checkpoint; otherwise the newest whole one goes with the other files"""
     as_json: bool = Field(False, alias="json")
@@ -52,7 +50,6 @@ def report(options: ReportOptions) -> "PrivacyCard":
     from privacy.errors import say
     from trainer.publish import publish
     from trainer.report import build_card
-    from trainer.tracking import write_wandb
 
     card = build_card(options.run_dir)
     paths = write_card(options.run_dir, card)
@@ -67,10 +64,6 @@ def report(options: ReportOptions) -> "PrivacyCard":
     if options.publish is not None:  # before anything is printed: a refusal is one line
         ledger = card.provenance.ledger
         lines += publish(options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints)
-    if options.wandb is not None:
-        lines.append(
-            f"public metrics of {write_wandb(options.run_dir, options.wandb)} steps: wandb sync {options.wandb}"
-        )
     say(*[card.to_json()] if options.as_json else summary)
     say(*lines, file=sys.stderr if options.as_json else sys.stdout)
     return card

@@ -67,13 +67,12 @@ def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
     from trainer.studies.executors import Trainer, exit_code, run_local, submit_array
     from trainer.studies.folder import StudyFolder
-    from trainer.studies.grid import expand, load_study
+    from trainer.studies.grid import load_study
     from trainer.studies.points import plan_points
 
     study = load_study(options.study)
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
-    points = expand(study, f"study {options.study}")
-    planned = plan_points(study, points, ROOT, folder.shared_ledger)
+    planned = plan_points(study, f"study {options.study}", ROOT)
     trainer = Trainer(ROOT, study.ds_config, study.engine)
     with folder.locked():
         late = folder.prepare(study, options.study.read_text(), planned)
@@ -101,16 +100,16 @@ def report(options: ReportOptions) -> int:
     """Writes study_dir/report/ from what the runs left behind, finished or not."""
     from trainer.studies.collect import collect
     from trainer.studies.folder import StudyFolder
-    from trainer.studies.grid import expand, load_study
-    from trainer.studies.page import write_report
+    from trainer.studies.grid import load_study
     from trainer.studies.points import plan_points
+    from trainer.studies.report import write_report
 
     folder = StudyFolder(options.study_dir)
     study = load_study(folder.definition)
-    points = expand(study, f"study {folder.definition}")
-    results, missing = collect(folder, plan_points(study, points, ROOT, folder.shared_ledger))
+    planned = plan_points(study, f"study {folder.definition}", ROOT)
+    results, missing = collect(folder, planned)
     page = write_report(folder, study, results, missing)
-    say(f"{len(results) - sum(r.progress != 'finished' for r in results)} of {len(points)} points are done; {page}")
+    say(f"{sum(result.progress == 'finished' for result in results)} of {len(planned)} points are done; {page}")
     return 0
 
 

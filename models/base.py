@@ -1,10 +1,12 @@
-"""What all models around a vision transformer share: how their weights are drawn, on whatever device."""
+"""What all models around a vision transformer share: how their weights are drawn, on whatever device; and an encoder alone."""
 
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from models.config import VitConfig
 from models.initialization import EMBEDDING_STD, After, init_weights
 from models.vit import VisionTransformer
 
@@ -60,3 +62,29 @@ class VisionModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The repeated units, in order of use, for activation checkpointing and sharding."""
         return [*self.encoder.blocks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """The configuration of an encoder and nothing else."""
+
+    encoder: VitConfig
+
+
+class ImageEncoder(VisionModel):
+    """What other projects release without its decoder, for features; there is no loss to train it by.
+
+    Parameters live in `encoder`, under the names that they have in every other model.
+    """
+
+    config: EncoderConfig
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
+        self.encoder = VisionTransformer(config.encoder)
+        self._init_unless_meta()
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Normalised tokens (B, T, D), the class token first."""
+        tokens_BTD: Tensor = self.encoder(images_BCHW)
+        return tokens_BTD

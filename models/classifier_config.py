@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from models.config import SIZES, VitConfig, check_fields, named_size, with_overrides
-from models.errors import ModelConfigError
+from models.config import SIZES, ModelConfigError, VitConfig, check_fields, named_size, with_overrides
 from models.mae_config import MAE_SIZES
 
 Features = Literal["class_token", "pooled"]

@@ -13,15 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from models.errors import ModelConfigError
-
 Config = TypeVar("Config", bound=Any)
+
+
+class ModelConfigError(ValueError):
+    """The requested model cannot be built: unknown size or field, or values that do not fit together. The way out is one line."""
+
+    exit_code = 2
+
 
 PositionKind = Literal["sincos", "learned"]
 NormPosition = Literal["pre", "post"]
 Activation = Literal["gelu", "relu"]
-ForeignActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu"]
-"""What other projects' vision transformers have in their MLPs; ours have "gelu", the exact one."""
 Foreign = Literal["vip", "dpcap", "hf", "safetensors"]
 """Formats of other projects' weights that `models.converters` reads."""
 

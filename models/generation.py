@@ -1,7 +1,7 @@
-"""Captions from a captioner: greedy through `forward`, and by beams or sampling with keys and values kept.
+"""Captions from a captioner: greedy through `forward`, and by beams with keys and values kept.
 
-`greedy_captions` calls the model as training does, so a sharded model gathers its weights. The others need a model that lies
-whole in one process: `IncrementalDecoder` computes each token once and keeps its keys and values.
+`greedy_captions` calls the model as training does, so a sharded model gathers its weights. `beam_captions` needs a model that
+lies whole in one process: `IncrementalDecoder` computes each token once and keeps its keys and values.
 
 Shapes: B images, C H W image, K beams, L tokens so far, n new tokens per image, S tokens on the path before a new one, M tokens
 that fit, D width, V vocabulary.
@@ -25,24 +25,21 @@ def _check(max_tokens: int, num_tokens: int) -> None:
 
 
 @torch.no_grad()
-def greedy_captions(
-    model: nn.Module, images_BCHW: Tensor, *, max_tokens: int, config: CaptionerConfig | None = None
-) -> Tensor:
+def greedy_captions(model: nn.Module, images_BCHW: Tensor, *, max_tokens: int) -> Tensor:
     """The most likely next token, again and again, until `eos_id`; `pad_id` afterwards.
 
     `model` is called exactly `max_tokens` times whatever it says, because ranks that share a sharded model must call
     it equally often. No keys are cached: the whole prefix is computed each time.
 
     Args:
-        model: a `Captioner`, or a wrapper that calls one.
+        model: a `Captioner`, or a wrapper that calls one and has its `config`.
         images_BCHW: normalised pixels.
         max_tokens: tokens to generate, at most `config.num_tokens - 1` (the first token is given).
-        config: the captioner's configuration; default `model.config`. Needed where a wrapper hides it.
 
     Returns:
         Tokens (B, max_tokens), int64, without the first token (`bos_id`).
     """
-    config = cast(CaptionerConfig, model.config) if config is None else config
+    config = cast(CaptionerConfig, model.config)
     _check(max_tokens, config.num_tokens)
     device = images_BCHW.device
     tokens_BL = torch.full((images_BCHW.shape[0], 1), config.bos_id, dtype=torch.int64, device=device)
@@ -168,59 +165,6 @@ def beam_captions(
         path_BKS = torch.cat([_picked(path_BKS, parent_BK), numbers_K[parent_BK][:, :, None]], dim=2)
         tokens_BKL = torch.cat([_picked(tokens_BKL, parent_BK), last_BK[:, :, None]], dim=2)
     return Generated(tokens_BKL[:, 0], log_probs_BK[:, 0])
-
-
-@torch.no_grad()
-def sampled_captions(
-    model: Captioner,
-    images_BCHW: Tensor,
-    *,
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Generated:
-    """Captions drawn token by token.
-
-    Args:
-        temperature: divides the scores; above 0.
-        top_p: draws among the likeliest tokens whose probabilities, at this temperature, just reach top_p (Holtzman et al.
-            2020, https://arxiv.org/abs/1904.09751).
-        generator: on the CPU, so that a seed gives the same captions on every device.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-    config = model.config
-    _check(max_tokens, config.num_tokens)
-    if not (temperature > 0 and 0 < top_p <= 1):
-        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}")
-    decoder = IncrementalDecoder(model.decoder, model.encode(images_BCHW), max_tokens)
-    device, batch = images_BCHW.device, len(images_BCHW)
-    last_B1 = torch.full((batch, 1), config.bos_id, device=device)
-    drawn: list[Tensor] = []
-    log_probs_B = torch.zeros(batch, device=device)
-    ended_B1 = torch.zeros_like(last_B1, dtype=torch.bool)
-    for place in range(max_tokens):
-        path_B1S = torch.arange(place, device=device).expand(batch, 1, -1)
-        logits_BV = model.decoder.head(decoder.step(last_B1, path_B1S))[:, 0].float()
-        chances_BV = nucleus((logits_BV / temperature).softmax(-1), top_p)
-        last_B1 = torch.multinomial(chances_BV.cpu(), 1, generator=generator).to(device)
-        last_B1 = last_B1.masked_fill(ended_B1, config.pad_id)
-        own_B = logits_BV.log_softmax(-1).gather(1, last_B1)[:, 0]
-        log_probs_B = log_probs_B + own_B.masked_fill(ended_B1[:, 0], 0)
-        ended_B1 = ended_B1 | (last_B1 == config.eos_id)
-        drawn.append(last_B1)
-    return Generated(torch.cat(drawn, dim=1), log_probs_B)
-
-
-def nucleus(chances_BV: Tensor, top_p: float) -> Tensor:
-    """The smallest set of likeliest tokens that reaches top_p, renormalised (B, V); others get 0."""
-    sorted_BV, order_BV = chances_BV.sort(dim=-1, descending=True)
-    before_BV = sorted_BV.cumsum(-1) - sorted_BV
-    kept_BV = sorted_BV.masked_fill(before_BV >= top_p, 0)
-    kept_BV = kept_BV / kept_BV.sum(-1, keepdim=True)
-    return torch.zeros_like(chances_BV).scatter(1, order_BV, kept_BV)
 
 
 def _picked(x_BKS: Tensor, parent_BK: Tensor) -> Tensor:

@@ -8,8 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import PositionKind, VitConfig, check_fields, check_transformer, named_size, with_overrides
-from models.errors import ModelConfigError
+from models.config import (
+    ModelConfigError,
+    PositionKind,
+    VitConfig,
+    check_fields,
+    check_transformer,
+    named_size,
+    with_overrides,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,12 @@ C <- C exp(-eta_C (b~ - gamma)), kept within a factor RANGE of its first value.
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from .errors import PrivacyConfigError
+from .limits import MAX_COUNT
 
 RANGE = 1e4
 """C_t stays between C_0 / RANGE and C_0 RANGE, so that no noise, however unlikely, makes it 0, infinite or NaN."""
@@ -90,3 +94,24 @@ class AdaptiveClipping:
         logarithm = math.log(bound) - self.clipbound_learning_rate * (noised_fraction - self.target_unclipped_quantile)
         low, high = initial_bound / RANGE, initial_bound * RANGE
         return min(max(math.exp(min(max(logarithm, math.log(low)), math.log(high))), low), high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveKeys:
+    """The keys of adaptive clipping in a recipe; None is the default."""
+
+    target_unclipped_quantile: Annotated[float | None, Field(ge=0, le=1)] = None
+    """Adaptive clipping: the fraction of examples that C should leave unclipped; default 0.5."""
+    clipbound_learning_rate: Annotated[float | None, Field(gt=0, le=1e6)] = None
+    """Adaptive clipping: eta_C of the geometric update; default 0.2."""
+    unclipped_num_std: Annotated[float | None, Field(gt=0, le=MAX_COUNT)] = None
+    """Adaptive clipping: sigma_b, the noise on the count of unclipped examples; default expected_batch_size / 20."""
+
+    def constants(self, expected_batch_size: int) -> AdaptiveClipping:
+        """The constants, defaults filled in."""
+        quantile, rate, std = self.target_unclipped_quantile, self.clipbound_learning_rate, self.unclipped_num_std
+        return AdaptiveClipping(
+            target_unclipped_quantile=0.5 if quantile is None else quantile,
+            clipbound_learning_rate=0.2 if rate is None else rate,
+            unclipped_num_std=expected_batch_size / 20 if std is None else std,
+        )

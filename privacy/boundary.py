@@ -28,7 +28,6 @@ class Reason(Enum):
     SETTINGS = "it is computed from public settings"
     CHARGED = "it is computed from the ledger"
     DECLARED = "whoever names the data declares them public"
-    PUBLISHED = "it is read from a file of the run that is public"
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

@@ -7,6 +7,9 @@ import errno
 import os
 from typing import NamedTuple, TextIO
 
+DONE, BUDGET_SPENT, STOPPED_EARLY = 0, 3, 7
+"""How the steps of a run end, as exit codes: all are done; the budget is spent and steps remain; stopped on request."""
+
 
 class PrivacyConfigError(ValueError):
     """The privacy parameters, or the model they shall protect, are refused."""

@@ -6,21 +6,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from .accounting.epsilon_table import EpsilonTable
 from .accounting.group_privacy import noise_tail_of_plan
 from .accounting.rounding import rounded_up, useless_delta
-from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
+from .adaptive_clipping import AdaptiveClipping
 from .errors import PrivacyConfigError
 from .lattice import Lattice
 from .limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
-from .plan_request import ARITHMETIC_MODES, CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
-from .sampling.cyclic import CyclicPoissonSampler
+from .options import OPTIONS, Arithmetic, Clipping, Option, Sampling, options_of, require_compatible
+from .plan_request import PlanChoices, PlanRequest, require_types
 from .sampling.poisson import PoissonSampler, Sampler, default_cap
-from .sampling.shuffle import ShuffleSampler
 
 if TYPE_CHECKING:
     import torch
@@ -47,95 +48,54 @@ class PrivacyPlan(PlanChoices):
         warnings: lines to print; no part of the plan's identity.
     """
 
-    noise_multiplier: float
-    target_delta: float
-    reserved_attempts: int
-    cap: int | None
+    noise_multiplier: Annotated[float, Field(ge=0, le=MAX_NOISE_MULTIPLIER)]
+    target_delta: Annotated[float, Field(gt=0, lt=1)]
+    reserved_attempts: Annotated[int, Field(ge=0, le=MAX_COUNT)]
+    cap: Annotated[int | None, Field(ge=1)]
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        least_counts = {"num_examples": 1, "expected_batch_size": 1, "num_steps": 1, "reserved_attempts": 0}
-        for name, least in least_counts.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
-                raise PrivacyConfigError(f"{name} must be an integer from {least} to {MAX_COUNT:,}, not {value!r}")
+        require_types(self)
         if self.expected_batch_size > self.num_examples:
             raise PrivacyConfigError(
                 f"expected_batch_size {self.expected_batch_size} is larger than the data ({self.num_examples} examples)"
             )
-        for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack", "target_delta"):
-            if not math.isfinite(getattr(self, name)):
-                raise PrivacyConfigError(f"{name} must be finite, not {getattr(self, name)}")
-        if not 0 <= self.noise_multiplier <= MAX_NOISE_MULTIPLIER:
-            raise PrivacyConfigError(
-                f"noise_multiplier must not be negative, and at most {MAX_NOISE_MULTIPLIER:g}, not {self.noise_multiplier:g}"
-            )
-        if not SMALLEST_BOUND <= self.max_grad_norm <= LARGEST_BOUND:
-            raise PrivacyConfigError(
-                f"max_grad_norm must be between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, not {self.max_grad_norm:g}"
-            )
-        if not 0 < self.target_delta < 1:
-            raise PrivacyConfigError(f"target_delta must be between 0 and 1, not {self.target_delta:g}")
-        if self.target_epsilon is not None and not 0 < self.target_epsilon < math.inf:
-            raise PrivacyConfigError(f"target_epsilon must be positive, not {self.target_epsilon:g}")
-        if self.cap is not None and self.cap < 1:
-            raise PrivacyConfigError(f"cap must be positive, not {self.cap}")
-        choices = {
-            "arithmetic": ARITHMETIC_MODES,
-            "clipping_function": CLIPPING_FUNCTIONS,
-            "sampling": SAMPLING,
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise PrivacyConfigError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
-        self.require_correlatable(self.noise_multiplier if self.enabled else 0.0)
-        self.require_even_groups(self.cap)
-        if self.arithmetic == "certified":
-            self._require_certifiable()
-        if self.adaptive_clipping is not None and self.clipping_function != "flat":
-            raise PrivacyConfigError(
-                f"adaptive clipping is flat, so clipping_function cannot be {self.clipping_function!r}"
-            )
+        self.require_strategy()
+        require_compatible(self)
+        for option in self.options.values():
+            option.check(self)
         if self.accounted_delta <= 0:
             raise PrivacyConfigError(
                 f"target_delta {self.target_delta:g} is below the tail that the noise source cannot reach "
                 f"({self.noise_tail_delta:.2g})"
             )
         effective_noise_multiplier(self.noise_multiplier, self.sensitivity_slack)  # refuses a slack above 1e-3
-        if self.adaptive_clipping is not None:
-            self.adaptive_clipping.require_feasible(self.noise_multiplier, self.max_grad_norm)
 
-    def _require_certifiable(self) -> None:
-        if not self.enabled or self.noise_multiplier == 0:
-            raise PrivacyConfigError(
-                "arithmetic 'certified' is for runs with noise: take 'floating', or enabled = true and noise"
-            )
-        if self.adaptive_clipping is not None:
-            raise PrivacyConfigError(
-                "arithmetic 'certified' needs a constant C, because its lattice is fixed in advance: take clipping_function "
-                "'flat' rather than adaptive clipping, or arithmetic 'floating'"
-            )
-        if self.sensitivity_slack != 0:
-            raise PrivacyConfigError(
-                f"arithmetic 'certified' rounds nothing up, so its sensitivity_slack is 0, not {self.sensitivity_slack:g}"
-            )
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """Kind -> the plan's option of it; what they say of themselves is in privacy/options.py."""
+        return options_of(self)
+
+    @cached_property
+    def arithmetic_option(self) -> Arithmetic:
+        option = self.options["arithmetic"]
+        assert isinstance(option, Arithmetic)
+        return option
 
     @cached_property
     def lattice(self) -> Lattice | None:
         """Where contributions, sums and noise lie in certified arithmetic; None in floating point."""
-        if self.arithmetic != "certified":
-            return None
-        return Lattice.of(self.max_grad_norm, self.max_batch_size, self.noise_multiplier)
+        return self.arithmetic_option.lattice(self)
 
     @cached_property
     def sampler(self) -> Sampler:
         """The sampler whose rate and cap this plan is accounted with."""
-        if self.sampling == "shuffle":
-            return ShuffleSampler(self.num_examples, self.expected_batch_size)
-        return self._poisson if self.bands == 1 else CyclicPoissonSampler(self._poisson, self.bands)
+        option = self.options["sampling"]
+        assert isinstance(option, Sampling)
+        return option.sampler(self)
 
     @cached_property
-    def _poisson(self) -> PoissonSampler:
+    def coins(self) -> PoissonSampler:
         """The coins; under correlated noise only one group of a step's examples has them, at b times the rate."""
         return PoissonSampler.with_expected_batch(self.num_examples, self.bands * self.expected_batch_size, self.cap)
 
@@ -154,32 +114,27 @@ class PrivacyPlan(PlanChoices):
         from .clipping.accumulators import LocalSums  # planning needs no torch
         from .clipping.certified_sum import CertifiedSum
         from .clipping.clipped_sum import ClippedSum
-        from .clipping.functions import FUNCTIONS
+        from .clipping.functions import function_of
 
+        # Adaptive clipping is flat at every step; without privacy the bound is infinite, and any function would do.
+        option = OPTIONS["clipping_function"][self.clipping_function if self.enabled else "flat"]
+        assert isinstance(option, Clipping)
+        function, sums = function_of(option), accumulator or LocalSums
         if self.lattice is not None:
             return CertifiedSum(
                 model,
                 self.lattice,
                 shapes=shapes,
-                function=FUNCTIONS[self.clipping_function],
-                accumulator=accumulator or LocalSums,
+                function=function,
+                accumulator=sums,
                 device=device,
                 self_check=self_check,
             )
+        bound = self.max_grad_norm if self.enabled else math.inf
         return ClippedSum(
-            model,
-            self.max_grad_norm if self.enabled else math.inf,
-            shapes=shapes,
-            mode=mode,
-            function=FUNCTIONS[self.clipping_function if self.enabled else "flat"],
-            accumulator=accumulator or LocalSums,
-            cap=self.max_batch_size,
-            rows=rows,
-            has_noise=self.noise_multiplier > 0,
-            adaptive=self.adaptive_clipping,
-            device=device,
-            self_check=self_check,
-        )
+            model, bound, shapes=shapes, mode=mode, function=function, accumulator=sums, adaptive=self.adaptive_clipping,
+            cap=self.max_batch_size, rows=rows, has_noise=self.noise_multiplier > 0, device=device, self_check=self_check,
+        )  # fmt: skip
 
     def noise(self) -> NoiseSource:
         """A source of this process's noise."""
@@ -190,12 +145,12 @@ class PrivacyPlan(PlanChoices):
     @property
     def sample_rate(self) -> float:
         """q = floor(b B 2^64 / n) / 2^64, rounded up; what the accountant is charged with where sampling is Poisson."""
-        return self._poisson.sample_rate
+        return self.coins.sample_rate
 
     @property
     def max_batch_size(self) -> int:
         """The most examples that a step may hold: what buffers and micro-batch counts are sized for."""
-        cap = self.sampler.cap if self.sampling == "shuffle" else self.cap
+        cap = self.sampler.cap
         return self.group_size if cap is None else min(cap, self.group_size)
 
     @property
@@ -216,8 +171,7 @@ class PrivacyPlan(PlanChoices):
             reasons.append("privacy is disabled (privacy.enabled = false)")
         elif self.noise_multiplier == 0:
             reasons.append("the noise multiplier is 0")
-        if self.sampling == "shuffle":
-            reasons.append("sampling is 'shuffle', not Poisson")
+        reasons += [option.reason for option in self.options.values() if option.reason is not None]
         return (*reasons, *self.informal_reasons)
 
     @property
@@ -267,14 +221,14 @@ class PrivacyPlan(PlanChoices):
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
         frozen = {name: getattr(self, name) for name in _frozen_names()}
+        for option in self.options.values():
+            frozen |= option.frozen(self)
         return frozen | {
-            **self.frozen_correlation(),
             "adaptive_clipping": None if self.adaptive_clipping is None else asdict(self.adaptive_clipping),
             "informal_reasons": list(self.informal_reasons),
-            "lattice_exponent": None if self.lattice is None else self.lattice.exponent,
             "sample_rate": self.sample_rate,
             # As text: 64-bit integers do not survive JSON readers that use doubles.
-            "sampling_threshold": str(self._poisson.threshold),
+            "sampling_threshold": str(self.coins.threshold),
             "adjacency": ADJACENCY,
             "formal_guarantee": self.formal_guarantee,
         }
@@ -289,7 +243,10 @@ class PrivacyPlan(PlanChoices):
         adaptive = values["adaptive_clipping"]
         values["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
         values["informal_reasons"] = tuple(values["informal_reasons"])
-        plan = cls(**values, **cls.recorded_correlation(frozen))
+        for named in OPTIONS.values():
+            for option in named.values():
+                values |= option.recorded(frozen)
+        plan = cls(**values)
         require_equal(frozen, plan.frozen_fields(), "the recorded plan contradicts itself")
         return plan
 
@@ -313,9 +270,8 @@ def make_plan(
     Raises:
         PrivacyConfigError: with one line that names what is wrong.
     """
+    require_compatible(request)
     sigma, target = (request.noise_multiplier, request.target_epsilon) if request.enabled else (0.0, None)
-    if sigma == 0 and target is not None:
-        raise PrivacyConfigError("noise_multiplier 0 cannot reach a target_epsilon: remove one of them")
     if (sigma is None) == (target is None):
         raise PrivacyConfigError("give exactly one of noise_multiplier and target_epsilon")
     if sigma is not None and 0 < sigma < MIN_NOISE_MULTIPLIER and not request.allow_small_noise:
@@ -323,8 +279,6 @@ def make_plan(
             f"noise_multiplier {sigma:g} is below {MIN_NOISE_MULTIPLIER}, where epsilon explodes; "
             "allow it explicitly (allow_small_noise) if you mean it"
         )
-    if target is not None and request.sampling == "shuffle":
-        raise PrivacyConfigError("shuffled data meet no target_epsilon, because they claim none: give noise_multiplier")
     delta, reserve = request.target_delta, request.reserved_attempts
     cap, size = request.cap, request.expected_batch_size
     if cap == "default":

@@ -1,63 +1,101 @@
-"""What a plan is asked for, and what it has in common with its plan."""
+"""The choices behind a plan: those that a recipe states, and the request that `make_plan` turns into a plan."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from .adaptive_clipping import AdaptiveClipping
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+
+from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from .correlated.strategy import Strategy
 from .errors import PrivacyConfigError
-from .sampling.poisson import default_cap
+from .limits import MAX_COUNT
+from .options import OPTIONS
 
-SAMPLING = ("poisson", "shuffle")
-ARITHMETIC_MODES = ("floating", "certified")
-CLIPPING_FUNCTIONS = ("flat", "automatic", "per_layer", "grouped")
-STRATEGIES = ("square_root", "optimised")
 MOST_BANDS = 4096
 """More would help nobody: past noise takes 8 bytes a band and coordinate."""
-GROUP_OF_EXAMPLE = "its number modulo bands"
-GROUP_OF_ATTEMPT = "the number of attempts charged before it modulo bands"
+
+
+@functools.cache
+def _checks(kind: type) -> dict[str, TypeAdapter[Any]]:
+    """Field -> what checks its type; strict, so that "4", true and NaN are no numbers."""
+    strict, hints = ConfigDict(strict=True, allow_inf_nan=False), get_type_hints(kind, include_extras=True)
+    # A dataclass has a configuration of its own and takes none.
+    own = {name: hints[name] for name in (field.name for field in fields(kind)) if name != "adaptive_clipping"}
+    return {name: TypeAdapter(hint, config=strict) for name, hint in own.items()}
+
+
+def require_types(plan: Any) -> None:
+    """PrivacyConfigError naming the first field of a dataclass that its declared type does not take."""
+    for name, check in _checks(plan.__class__).items():
+        try:
+            check.validate_python(getattr(plan, name))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].replace("Input should be", "must be")
+            raise PrivacyConfigError(f"{name} {said}, not {getattr(plan, name)!r}") from error
+
+
+def _one_of(kind: str) -> AfterValidator:
+    """Refuses what is no option of that kind, in pydantic's own words for a Literal."""
+
+    def known(name: str) -> str:
+        if name not in OPTIONS[kind]:
+            raise PydanticCustomError(
+                "literal_error", "Input should be {expected}", {"expected": " or ".join(map(repr, OPTIONS[kind]))}
+            )
+        return name
+
+    return AfterValidator(known)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanChoices:
+class Choices:
+    """What a recipe states and its plan keeps: one declaration for the recipe's section, the request and the plan.
+
+    These types are checked where a recipe is loaded and where a plan is made.
+    """
+
+    enabled: bool = True
+    """False trains without any privacy."""
+    expected_batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    """B: the logical batch has B examples on average; each example is in it with probability q = B / n. Public."""
+    target_epsilon: Annotated[float | None, Field(gt=0)] = None
+    """What the noise multiplier is calibrated to; None where it is given."""
+    max_grad_norm: Annotated[float, Field(ge=SMALLEST_BOUND, le=LARGEST_BOUND)] = 1.0
+    """C, the L2 clipping bound of one example; under adaptive clipping the first one."""
+    clipping_function: Annotated[str, _one_of("clipping_function")] = "flat"
+    """Flat with constant C; adaptive: flat, with C that follows a quantile of the norms (Andrew et al. 2021); automatic:
+    normalised gradients (Bu et al. 2023); per_layer or grouped: one norm per layer, or per top-level part of the model."""
+    arithmetic: Annotated[str, _one_of("arithmetic")] = "floating"
+    """Certified: clipped gradients are whole numbers, so that no rounding moves a sum by more than C (docs/certified.md)."""
+    sampling: Annotated[str, _one_of("sampling")] = "poisson"
+    """Shuffled data are read epoch by epoch (privacy/sampling/shuffle.py), for public data: such a run claims nothing."""
+    bands: Annotated[int, Field(ge=1, le=MOST_BANDS)] = 1
+    """b of correlated noise: b groups of examples take turns, and a step's noise cancels that of the b - 1 steps before."""
+    strategy: Literal["square_root", "optimised"] = "square_root"
+    """Its coefficients; optimised for this recipe's schedule, weight decay and momentum (docs/correlated_noise.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoices(Choices):
     """What a request and its plan have in common.
 
     Attributes:
         num_examples: n, public under zero-out adjacency.
-        expected_batch_size: B = q n, public, the divisor of the noised sum.
         num_steps: planned optimizer steps.
-        target_epsilon: what sigma is calibrated to, or None where sigma is given.
-        max_grad_norm: C, the L2 clipping bound of one example; under adaptive clipping the first one.
-        clipping_function: a name of `privacy.clipping.functions.FUNCTIONS`.
         adaptive_clipping: C of flat clipping follows a quantile of the norms, whose release sigma pays for too; None where C is
             constant.
-        arithmetic: "floating", whose rounding `sensitivity_slack` pays for, or "certified": whole numbers, which need none
-            (docs/certified.md).
         sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
-        enabled: False trains without any privacy.
-        sampling: "poisson", or "shuffle", which makes no claim (privacy/sampling/shuffle.py).
-        bands: b of correlated noise (docs/correlated_noise.md); 1 is independent noise. An example may join one step in b, at b
-            times the rate: b groups take turns.
-        strategy: where its coefficients come from: "square_root", or "optimised" for the run's own schedule.
-        coefficients: the optimised ones, public and frozen; empty otherwise.
+        coefficients: the optimised ones of correlated noise, public and frozen; empty otherwise.
         informal_reasons: why the run makes no formal claim, as far as the plan does not see it by itself (contract, point 11).
     """
 
-    num_examples: int
-    expected_batch_size: int
-    num_steps: int
-    target_epsilon: float | None = None
-    max_grad_norm: float = 1.0
-    clipping_function: str = "flat"
+    num_examples: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    num_steps: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     adaptive_clipping: AdaptiveClipping | None = None
-    arithmetic: str = "floating"
-    sensitivity_slack: float = 0.0
-    enabled: bool = True
-    sampling: str = "poisson"
-    bands: int = 1
-    strategy: str = "square_root"
+    sensitivity_slack: Annotated[float, Field(ge=0, le=1e-3)] = 0.0
     coefficients: tuple[float, ...] = ()
     informal_reasons: tuple[str, ...] = ()
 
@@ -66,98 +104,25 @@ class PlanChoices:
         """The coefficients of the noise; 1 alone with one band."""
         return Strategy(self.coefficients) if self.coefficients else Strategy.square_root(self.bands)
 
-    def frozen_correlation(self) -> dict[str, Any]:
-        """What a ledger's `open` record says about correlated noise, under `correlated`; nothing where noise is independent."""
-        if self.bands == 1:
-            return {}
-        return {
-            "correlated": {
-                "bands": self.bands,
-                "strategy": self.strategy,
-                "coefficients": list(self.noise_strategy.coefficients),
-                "group_of_example": GROUP_OF_EXAMPLE,
-                "group_of_attempt": GROUP_OF_ATTEMPT,
-            }
-        }
-
-    @staticmethod
-    def recorded_correlation(frozen: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of this class that `frozen_correlation` described; PrivacyConfigError for a record of another form."""
-        if "correlated" not in frozen:
-            return {}
-        recorded = frozen["correlated"]
-        names = {"bands", "strategy", "coefficients", "group_of_example", "group_of_attempt"}
-        if not isinstance(recorded, dict) or recorded.keys() != names:
-            raise PrivacyConfigError(
-                f"the recorded plan's correlated holds {', '.join(sorted(names))}, and nothing else"
-            )
-        coefficients = recorded["coefficients"]
-        if not isinstance(coefficients, list) or not all(type(c) is float for c in coefficients):
-            raise PrivacyConfigError("the recorded plan's coefficients must be a list of numbers with a decimal point")
-        given = tuple(coefficients) if recorded["strategy"] == "optimised" else ()
-        return {"bands": recorded["bands"], "strategy": recorded["strategy"], "coefficients": given}
-
     @property
     def group_size(self) -> int:
         """Examples of the largest of the groups that take turns: ceil(n / b)."""
         return -(-self.num_examples // self.bands)
 
-    def require_even_groups(self, cap: int | None) -> None:
-        """PrivacyConfigError for a cap that cuts batches of unequal groups: the smaller could cost more than is charged."""
-        least = min(default_cap(self.expected_batch_size), self.group_size)
-        if self.num_examples % self.bands and cap is not None and cap < least:
-            raise PrivacyConfigError(
-                f"cap {cap} would cut batches, and {self.bands} groups of unequal size then differ: take {least} or more"
-            )
-
     def participations(self, intents: int) -> int:
         """How many of these intents the group with most of them has: ceil(intents / b), since the groups take turns."""
         return -(-intents // self.bands)
 
-    def require_correlatable(self, noise_multiplier: float) -> None:
-        """
-        Args:
-            noise_multiplier: 0 without noise.
-
-        Raises:
-            PrivacyConfigError: the bands do not fit the data or the steps, or what goes with independent noise only.
-        """
-        if not isinstance(self.bands, int) or isinstance(self.bands, bool) or not 1 <= self.bands <= MOST_BANDS:
-            raise PrivacyConfigError(f"bands must be an integer from 1 to {MOST_BANDS:,}, not {self.bands!r}")
-        if self.strategy not in STRATEGIES:
-            raise PrivacyConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
-        if (self.strategy == "optimised") != bool(self.coefficients) or len(self.coefficients) not in (0, self.bands):
+    def require_strategy(self) -> None:
+        """PrivacyConfigError for bands, strategy and coefficients that contradict each other."""
+        bands, count = self.bands, len(self.coefficients)
+        if (self.strategy == "optimised") != bool(count) or count not in (0, bands):
             raise PrivacyConfigError(
-                f"strategy {self.strategy!r} with {self.bands} bands and {len(self.coefficients)} coefficients: optimised ones "
-                "are as many as the bands, and square-root ones are not listed"
+                f"strategy {self.strategy!r} with {bands} bands and {count} coefficients: optimised ones are as many as the "
+                "bands, and square-root ones are not listed"
             )
-        if self.bands == 1:
-            if self.strategy != "square_root":
-                raise PrivacyConfigError("strategy 'optimised' is for bands above 1: one band has nothing to choose")
-            return
-        if noise_multiplier == 0:
-            raise PrivacyConfigError(
-                "bands above 1 correlate the noise, and this run has none and makes no formal claim: take bands 1"
-            )
-        if self.bands > self.num_steps:
-            raise PrivacyConfigError(
-                f"bands {self.bands} are more than the {self.num_steps} steps that they take turns in"
-            )
-        if self.bands * self.expected_batch_size > self.num_examples:
-            raise PrivacyConfigError(
-                f"bands {self.bands} need a sample rate above 1 in each group: bands x expected_batch_size must be at most "
-                f"{self.num_examples} examples, so take {self.num_examples // self.expected_batch_size} bands or fewer"
-            )
-        if self.sampling != "poisson":
-            raise PrivacyConfigError(f"bands above 1 need sampling 'poisson', not {self.sampling!r}")
-        if self.arithmetic != "floating":
-            raise PrivacyConfigError("bands above 1 need arithmetic 'floating': the lattice holds no correlated noise")
-        if self.adaptive_clipping is not None:
-            raise PrivacyConfigError(
-                "bands above 1 need a constant C, because past noise is in units of C: take clipping_function 'flat' rather "
-                "than adaptive clipping"
-            )
-        _ = self.noise_strategy  # refuses coefficients that an example would be undercharged with
+        if bands == 1 and self.strategy != "square_root":
+            raise PrivacyConfigError("strategy 'optimised' is for bands above 1: one band has nothing to choose")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,11 +36,6 @@ def test_the_same_numbers_and_each_computed_once(tmp_path: Path, monkeypatch: py
     assert len(calls) == 2
 
 
-def test_a_folder_that_takes_nothing_costs_nothing_but_time(tmp_path: Path) -> None:
-    kept = shared(ANEW["from_gaussian_mechanism"], tmp_path / "nowhere")
-    assert kept(**ARGUMENTS).get_epsilon_for_delta(1e-5) > 0
-
-
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_this_process_and_its_forks_share_them(name: str) -> None:
     assert getattr(pld, name) is not ANEW[name]

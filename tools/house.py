@@ -105,12 +105,22 @@ def fields_of(tree: ast.Module) -> dict[str, list[tuple[str, str]]]:
 
 
 def recipe_keys(trees: Iterable[ast.Module], root: str = "RunConfig") -> list[str]:
-    """Leaf keys of the recipe, `section.key`, read from the classes of trainer/config; nothing is imported."""
+    """Leaf keys of the recipe, `section.key`, read from its classes and those that they extend; nothing is imported."""
+    trees = list(trees)
     classes = {name: fields for tree in trees for name, fields in fields_of(tree).items()}
+    extended = {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def fields(name: str) -> list[tuple[str, str]]:
+        return [*(pair for base in extended.get(name, []) for pair in fields(base)), *classes.get(name, [])]
 
     def leaves(name: str, prefix: str) -> Iterator[str]:
-        for field, annotation in classes[name]:
-            section = next((word for word in re.findall(r"\w+", annotation) if classes.get(word)), None)
+        for field, annotation in fields(name):
+            section = next((word for word in re.findall(r"\w+\b(?!\()", annotation) if classes.get(word)), None)
             yield from leaves(section, f"{prefix}{field}.") if section else [f"{prefix}{field}"]
 
     return list(leaves(root, ""))
@@ -167,7 +177,7 @@ def measure(root: Path) -> dict[str, object]:
     plan_fields = [
         field
         for module in ("privacy.plan", "privacy.plan_request")
-        for name in ("PlanChoices", "PrivacyPlan")
+        for name in ("Choices", "PlanChoices", "PrivacyPlan")
         for field, _ in fields_of(trees[module]).get(name, [])
     ]
     named_in = {field: sum(bool(re.search(rf"\b{field}\b", text)) for text in source.values()) for field in plan_fields}
@@ -188,7 +198,9 @@ def measure(root: Path) -> dict[str, object]:
         ),
         "words_of_pages": sum(len((root / name).read_text().split()) for name in pages),
         "root_files": sum("/" not in name for name in files),
-        "recipe_keys": len(recipe_keys(tree for name, tree in trees.items() if name.startswith("trainer.config"))),
+        "recipe_keys": len(
+            recipe_keys(tree for name, tree in trees.items() if name.startswith(("trainer.config", "privacy.")))
+        ),
         "source_files_that_name_a_plan_field": {
             "median": statistics.median(named_in.values()),
             **dict(sorted(named_in.items(), key=lambda item: -item[1])),

@@ -39,9 +39,9 @@ API = {
     "step": ("One step", "privacy.step.step privacy.step.engine privacy.checkpoints.read privacy.checkpoints.write"),
     "recipe": (
         "Recipe and machine",
-        "trainer.config.recipe trainer.config.optimizer trainer.config.training trainer.config.machine",
+        "trainer.config.recipe trainer.config.optimizer trainer.config.machine",
     ),
-    "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base trainer.tracking"),
+    "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base"),
     "models": (
         "Models",
         "models.config models.vit models.captioner models.masked_autoencoder models.classifier models.adapters",

@@ -30,7 +30,6 @@ from data.files import named_when_whole
 from data.importers.sources import Item, ListedPart, RowGroupPart
 from data.index.tar_writer import Example, write_shard
 
-SIDES = ("shortest", "longest")
 FORMATS = ("jpg", "webp", "png")
 DIGEST_BYTES = 16
 MAX_DISTANCE = 10
@@ -52,8 +51,7 @@ class Settings:
 
     Attributes:
         source_format: what the provenance calls the source.
-        size: pixels of the side that `side` names; smaller images stay as they are.
-        side: shortest or longest.
+        size: pixels of the shorter side; smaller images stay as they are.
         min_side: images with a shorter side below this are dropped.
         image_format: one of FORMATS.
         quality: 1 to 100, where the format is jpg or webp.
@@ -69,7 +67,6 @@ class Settings:
 
     source_format: str
     size: int = 256
-    side: str = "shortest"
     min_side: int = 16
     image_format: str = "jpg"
     quality: int = 90
@@ -85,8 +82,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.size < 1 or self.min_side < 1 or self.max_megapixels < 1 or not 1 <= self.quality <= 100:
             raise DataError("sizes must be at least 1 and the quality from 1 to 100")
-        if self.side not in SIDES or self.image_format not in FORMATS:
-            raise DataError(f"the side must be one of {', '.join(SIDES)}, the format one of {', '.join(FORMATS)}")
+        if self.image_format not in FORMATS:
+            raise DataError(f"the format must be one of {', '.join(FORMATS)}")
         if self.duplicate_distance is not None and not 0 <= self.duplicate_distance <= MAX_DISTANCE:
             raise DataError(f"the duplicate distance is {self.duplicate_distance}; it must be 0 to {MAX_DISTANCE}")
         if self.max_per_owner is not None and self.max_per_owner < 1:
@@ -192,7 +189,7 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dic
         raise ReadError(f"cannot read {stored!s}: {error.strerror or error}") from error
     captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
     try:
-        image = resized(data, settings.size, settings.side, settings.max_megapixels * 10**6)
+        image = resized(data, settings.size, settings.max_megapixels * 10**6)
     except PixelsError:
         return "large_image"
     except DecodeError:
@@ -235,29 +232,27 @@ def clean_caption(text: str) -> str | None:
     return text if any(c.isalpha() for c in text) else None
 
 
-def resized(data: bytes, size: int, side: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """RGB, upright, its shorter or longer side at most `size` pixels; never enlarged.
+def resized(data: bytes, size: int, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """RGB, upright, its shorter side at most `size` pixels; never enlarged.
 
     Args:
         data: an encoded image.
         size: in pixels.
-        side: "shortest" or "longest".
         max_pixels: the most that are decoded; of a JPEG these are fewer than it has, where twice the size is enough.
 
     Raises:
         PixelsError: more of them.
         DecodeError: the bytes are no usable image.
     """
-    reference = min if side == "shortest" else max
 
     def shrunk(image: Image.Image) -> Image.Image:
-        scale = min(1.0, size / reference(image.size))
+        scale = min(1.0, size / min(image.size))
         if image.format in ("JPEG", "MPO") and scale < 0.5:  # phones write MPO: a JPEG with others behind it
             image.draft(None, (math.ceil(image.width * scale * 2), math.ceil(image.height * scale * 2)))
         if image.width * image.height > max_pixels:
             raise PixelsError
         rgb = to_rgb(ImageOps.exif_transpose(image))
-        scale = min(1.0, size / reference(rgb.size))
+        scale = min(1.0, size / min(rgb.size))
         if scale == 1.0:
             return rgb.copy()
         shape = (max(1, round(rgb.width * scale)), max(1, round(rgb.height * scale)))

@@ -28,7 +28,7 @@ from data.index.shards import ShardSet
 from data.index.tar_index import FORMAT_VERSION, ExampleTable, manifest_digest, write_manifest
 from data.reading.pool import run_all
 from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
-from data.reading.storage import open_storage
+from data.reading.storage import local_copy, open_storage
 
 BAD_SHARDS = "bad-shards.txt"
 """File in the folder of the index that lists what a build refused."""
@@ -121,7 +121,7 @@ def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) 
     """One job: what is known of a shard, or why it cannot be indexed."""
     storage = open_storage(root, remote)
     try:
-        with storage.local_copy(name) as path:
+        with local_copy(storage, name) as path:
             shard = index_file(path, name, f"{root}/{name}", status.version)
         if shard.entry.size != status.size:
             raise DataError(f"the shard {root}/{name} changed while it was indexed; try again when its writer is done")

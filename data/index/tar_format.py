@@ -1,17 +1,17 @@
-"""A header walk over tar archives that never touches payloads.
+"""A walk over the members of a tar archive that never touches payloads, and the rules by which names are grouped to examples.
 
-The standard `tarfile` builds an object per member and follows links; an index over hundreds of millions of members
-needs neither. The same walk serves the index (over a file) and the reader (over one example in memory), so that both
-always agree on what a member is.
+`tarfile` parses the headers. What it forgives is refused here: an archive without its end, a header that was overwritten, names
+that were lost. The same walk serves the index (over a file) and the reader (over one example in memory), so that both always
+agree on what a member is.
 
-GNU long names and pax headers (`path`, `size`) are understood. Names stay bytes: their encoding is nobody's business
-here. A name never becomes a path on this machine, so one that climbs (`../x`) is a key like any other. Who walks passes
-over what is no regular file: a link is never followed.
+Names stay bytes: their encoding is nobody's business here. A name never becomes a path on this machine, so one that climbs
+(`../x`) is a key like any other. Who walks passes over what is no regular file: a link is never followed.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import tarfile
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple, Self
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp"})
 OTHER_PICTURES = frozenset({"gif", "bmp", "tif", "tiff", "avif", "heic", "heif", "jp2"})
@@ -20,16 +20,18 @@ BLOCK = 512
 MAX_NAME_BYTES = 1 << 20
 _NO_EXAMPLE = re.compile(rb"^__[^/]*__(/|\Z)|(^|/)PaxHeaders(\.[^/]*)?/")
 """webdataset's own names, and where an old tar unpacks attributes: each file's name once more."""
-_REGULAR = frozenset(b"\x000" + b"7")
-_NO_PAYLOAD = frozenset(b"123456")
-_ZERO_BLOCK = bytes(BLOCK)
 _MOST_RECORD_BLOCKS = 20
 """tar and its kin pad an archive to whole records of at most this many blocks, unless an option says otherwise."""
 _SCAN_BYTES = 1 << 16
+_EXTENDED = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
 TEXTS = ("txt", "json", "cls")
 """Last part of the extensions of what belongs to a picture; the first kind that an example has counts."""
-
-ReadAt = Callable[[int, int], bytes]
 
 
 class TarFormatError(ValueError):
@@ -86,12 +88,29 @@ def is_image(extension: str) -> bool:
     return extension.rpartition(".")[2] in IMAGE_EXTENSIONS
 
 
-def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool, first: int = 0) -> Iterator[Member]:
-    """Walks the headers.
+class _Header(tarfile.TarInfo):
+    """A header whose size cannot take all memory or lead backwards, and whose name is what tar wrote.
+
+    `tarfile` believes any size, and takes the times that GNU tar keeps in incremental archives for the start of a name.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        most = MAX_NAME_BYTES if header.type in _EXTENDED else 1 << 62
+        if not 0 <= header.size < most:
+            raise tarfile.HeaderError(f"{header.size} bytes stated")
+        if buf[257:263] != b"ustar\0":
+            header.name = bytes(buf[:100]).partition(b"\0")[0].decode(encoding, errors)
+        return header
+
+
+def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool, first: int = 0) -> Iterator[Member]:
+    """Walks the headers. Each member begins where the one before it ends, so that no byte between them is left out.
 
     Args:
-        read_at: `read_at(offset, length)` returns exactly `length` bytes.
-        total_bytes: length of the archive, or of the piece of it.
+        file: the archive, or a piece of it; read from where the walk needs it.
+        total_bytes: its length.
         needs_end: True for a whole archive: it has an end marker (a zero block), and only padding follows. False for an
             extent cut out of one, which holds members to its last byte.
         first: byte at which the first header begins.
@@ -104,55 +123,47 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool, first: i
         TarFormatError: a bad checksum, other bytes behind the end marker, a sparse member.
     """
     position = first
-    start: int | None = None
-    long_name: bytes | None = None
-    pax: dict[bytes, bytes] = {}
-    while position + BLOCK <= total_bytes:
-        header = read_at(position, BLOCK)
-        if header == _ZERO_BLOCK:
-            if start is not None or not needs_end:
-                raise TarFormatError(f"zeros at byte {position} stand where a member should begin")
-            require_padding(read_at, position, total_bytes, first)
-            return
-        if not has_checksum(header, position):
-            raise TarFormatError(f"no tar header at byte {position} (checksum)")
-        kind = header[156]
-        if kind == ord("S"):
-            raise TarFormatError(f"the member at byte {position} is sparse; write it as an ordinary file")
-        size = int(pax[b"size"]) if b"size" in pax else _number(header[124:136], position)
-        payload = position + BLOCK
-        start = position if start is None else start
-        position = payload if kind in _NO_PAYLOAD else payload + _round_up(size)
-        if position > total_bytes:
-            raise CutOffError(
-                f"the member {shown(header[:100].rstrip(bytes(1)))} at byte {start} reaches past the end at byte {total_bytes}"
-            )
-        if kind in b"LKxg":
-            if size > MAX_NAME_BYTES:
-                raise TarFormatError(f"the extended header at byte {payload - BLOCK} is {size} bytes long")
-            body = read_at(payload, size) if size else b""
-            if kind == ord("L"):
-                long_name = body.split(b"\0", 1)[0]
-                if not long_name:
-                    raise TarFormatError(f"the long name at byte {start} is empty")
-            elif kind in b"xg":
-                records = _parse_pax(body, start)
-                if kind == ord("g") and (b"path" in records or b"size" in records):
-                    raise TarFormatError(
-                        "a global pax header sets a path or a size for all members; write the archive without it"
-                    )
-                if kind == ord("x"):
-                    pax |= {key: records[key] for key in (b"path", b"size") if key in records}
-            continue
-        short_name = header[:100].split(b"\0", 1)[0]
-        if header[257:263] == b"ustar\0" and (prefix := header[345:500].split(b"\0", 1)[0]):
-            short_name = prefix + b"/" + short_name
-        name = pax.get(b"path") or long_name or short_name
-        yield Member(name, start, payload, 0 if kind in _NO_PAYLOAD else size, kind in _REGULAR)
-        start, long_name, pax = None, None, {}
-    if needs_end:
+    try:
+        file.seek(first)
+        tar = tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape", tarinfo=_Header)  # noqa: SIM115
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # it keeps every member that it has seen
+            if member.issparse():
+                raise TarFormatError(f"the member at byte {position} is sparse; write it as an ordinary file")
+            if {"path", "size"} & tar.pax_headers.keys():
+                raise TarFormatError(
+                    "a global pax header sets a path or a size for all members; write the archive without it"
+                )
+            name = member.name.encode("utf-8", "surrogateescape")
+            if member.offset_data - position > BLOCK:
+                # Only headers have a checksum. Where zeros took the place of a long name, tarfile goes on without it.
+                file.seek(position)
+                is_pax = file.read(BLOCK)[156:157] == tarfile.XHDTYPE
+                if not name or (is_pax and not member.pax_headers):
+                    raise TarFormatError(f"the long name at byte {position} is empty")
+            has_payload = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
+            found = Member(name, position, member.offset_data, member.size if has_payload else 0, member.isreg())
+            if member.size < 0 or found.end_offset > total_bytes:
+                raise CutOffError(
+                    f"the member {shown(name)} at byte {position} reaches past the end at byte {total_bytes}"
+                )
+            yield found
+            position = found.end_offset
+    except (TarFormatError, OSError):
+        raise
+    except (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError) as error:
+        kind = CutOffError if total_bytes - position < BLOCK else TarFormatError
+        raise kind(f"no tar header at byte {position} ({error})") from error
+    # `tarfile` ends at the first block that is no header, whatever it is.
+    file.seek(position)
+    following = file.read(BLOCK)
+    if following == bytes(BLOCK) and needs_end:
+        require_padding(file, position, total_bytes, first)
+    elif len(following) == BLOCK:
+        raise TarFormatError(f"no tar header at byte {position} (checksum)")
+    elif needs_end:
         raise CutOffError(f"there is no end marker before its end at byte {total_bytes}")
-    if position != total_bytes or start is not None:
+    elif position != total_bytes:
         raise TarFormatError("the piece does not end with a whole member")
 
 
@@ -161,19 +172,7 @@ def shown(name: bytes) -> str:
     return repr(name.decode("utf-8", "backslashreplace")[:100])
 
 
-def has_checksum(header: bytes, position: int) -> bool:
-    """Whether a block of 512 bytes, at `position`, is a header with the checksum that it states.
-
-    Raises:
-        TarFormatError: it states none.
-    """
-    stored = _number(header[148:156], position)
-    unsigned = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    # Some old programs added signed bytes; that sum is slow, and seldom needed.
-    return stored == unsigned or stored == unsigned - 256 * sum(byte > 127 for byte in header)
-
-
-def require_padding(read_at: ReadAt, end: int, total_bytes: int, first: int = 0) -> None:
+def require_padding(file: BinaryIO, end: int, total_bytes: int, first: int = 0) -> None:
     """Accepts an end marker of one or two zero blocks, and zeros up to a whole record behind one of two blocks.
 
     A longer run of zeros is what a download leaves that took its place on the disk before its bytes came. Within the last
@@ -187,8 +186,9 @@ def require_padding(read_at: ReadAt, end: int, total_bytes: int, first: int = 0)
     Raises:
         TarFormatError: other bytes than zeros, or more zeros than tar writes.
     """
+    file.seek(end)
     for at in range(end, total_bytes, _SCAN_BYTES):
-        piece = read_at(at, min(_SCAN_BYTES, total_bytes - at))
+        piece = file.read(min(_SCAN_BYTES, total_bytes - at))
         if rest := piece.lstrip(b"\0"):
             raise TarFormatError(
                 f"a zero block at byte {end} ends it, but other bytes follow from byte {at + len(piece) - len(rest)}: a "
@@ -202,39 +202,6 @@ def require_padding(read_at: ReadAt, end: int, total_bytes: int, first: int = 0)
             f"{_MOST_RECORD_BLOCKS} blocks, so members may be missing (if tar -t lists all of them, then "
             f"truncate -s {end + 2 * BLOCK} mends it)"
         )
-
-
-def _number(field: bytes, position: int) -> int:
-    """An octal or (first bit set) base-256 number."""
-    if field[0] & 0x80:
-        value = int.from_bytes(field, "big") - (0x80 << (8 * len(field) - 8))
-    else:
-        digits = field.split(b"\0", 1)[0].strip()
-        if digits and not (digits.isdigit() and b"8" not in digits and b"9" not in digits):
-            raise TarFormatError(f"no tar header at byte {position} (number)")
-        value = int(digits or b"0", 8)
-    if not 0 <= value < 1 << 62:
-        raise TarFormatError(f"no tar header at byte {position} (number out of range)")
-    return value
-
-
-def _parse_pax(body: bytes, position: int) -> dict[bytes, bytes]:
-    """Records `length key=value newline`, where the length counts the whole record."""
-    records: dict[bytes, bytes] = {}
-    at = 0
-    while at < len(body):
-        digits, space, _ = body[at : at + 24].partition(b" ")
-        length = int(digits) if space and digits.isdigit() else 0
-        key, equals, value = body[at + len(digits) + 1 : at + length - 1].partition(b"=")
-        if not equals or length < len(digits) + 3 or at + length > len(body):
-            raise TarFormatError(f"malformed pax header at byte {position}")
-        records[key] = value
-        at += length
-    if not records.get(b"size", b"0").isdigit() or len(records.get(b"size", b"")) > 20:
-        raise TarFormatError(f"malformed pax header at byte {position}")
-    if int(records.get(b"size", b"0")) >= 1 << 62 or any(key.startswith(b"GNU.sparse.") for key in records):
-        raise TarFormatError(f"the member at byte {position} is sparse or too large; write it as an ordinary file")
-    return records
 
 
 def _round_up(size: int) -> int:

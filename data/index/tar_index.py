@@ -115,7 +115,9 @@ class ExampleTable:
         Raises:
             DataError: an id below 0 or not below len(self).
         """
-        ids_K = self._checked(ids)
+        ids_K = np.atleast_1d(np.asarray(ids, dtype=np.int64))
+        if ids_K.size and (ids_K.min() < 0 or ids_K.max() >= len(self)):
+            raise DataError(f"example ids run from 0 to {len(self) - 1}; got {ids_K.min()} to {ids_K.max()}")
         rows_K = self._rows_N[ids_K]
         return Extents(
             np.searchsorted(self._last_S, ids_K, side="right"),
@@ -229,7 +231,7 @@ class ExampleTable:
         if lacking:
             halves = (
                 "; halves of a pair are two examples: they need one shard, and the same path and name, letter by letter, up to "
-                "the first dot; prepare.py repack brings those together that lie in several shards"
+                "the first dot; unpack shards that hold halves into one folder, and write that by tar --sort=name"
             ) * (no_picture > 0)
             yield (
                 f"{no_text} of {len(self)} examples have a picture without caption or label, {no_picture} have no picture, in "
@@ -239,12 +241,6 @@ class ExampleTable:
     def manifest_digest(self) -> bytes:
         """SHA-256 over names, sizes, hashes and counts of all shards: 32 bytes, private, equal for equal data."""
         return manifest_digest(self.entries)
-
-    def _checked(self, ids: np.ndarray | Sequence[int] | int) -> np.ndarray:
-        ids_K = np.atleast_1d(np.asarray(ids, dtype=np.int64))
-        if ids_K.size and (ids_K.min() < 0 or ids_K.max() >= len(self)):
-            raise DataError(f"example ids run from 0 to {len(self) - 1}; got {ids_K.min()} to {ids_K.max()}")
-        return ids_K
 
 
 def manifest_digest(entries: Sequence[ShardEntry]) -> bytes:

@@ -14,7 +14,7 @@ from data.index.tar_index import ExampleTable
 from data.reading.pool import run_all
 from data.reading.reader import MAX_EXAMPLE_BYTES, RawExample, TarReader
 from data.reading.records import RemoteOptions
-from data.reading.storage import open_storage, require_present
+from data.reading.storage import local_copy, open_storage, require_present
 
 STATES = (
     "usable", "without image", "undecodable image", "labelled without caption", "without caption or label", "too large",
@@ -49,7 +49,7 @@ def hash_one(root: str, name: str, remote: RemoteOptions) -> tuple[str, str]:
     """One job: (name, SHA-256 in hex)."""
     storage = open_storage(root, remote)
     try:
-        with storage.local_copy(name) as path:
+        with local_copy(storage, name) as path:
             return name, hash_file(path)
     except ReadError:
         raise

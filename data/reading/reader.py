@@ -5,6 +5,7 @@ step must not be taken. Whatever is wrong inside well-read bytes (no image, a ca
 becomes a zero gradient later.
 """
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -101,7 +102,7 @@ def parse_example(extent: bytes) -> RawExample:
     """
     image: bytes | None = None
     fields: dict[str, bytes] = {}
-    for member in iter_members(lambda at, length: extent[at : at + length], len(extent), needs_end=False):
+    for member in iter_members(io.BytesIO(extent), len(extent), needs_end=False):
         split = split_key(member.name) if member.is_regular else None
         if split is None:
             continue

@@ -10,12 +10,10 @@ import functools
 import inspect
 import os
 import random
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -56,7 +54,7 @@ class RemoteStorage:
         self.root = root
         self._options = options
         parts = urlsplit(root)
-        if _is_exposed(parts.scheme, parts.hostname, options.allow_plain_http):
+        if parts.scheme == "http" and parts.hostname not in _LOOPBACK and not options.allow_plain_http:
             raise DataError(
                 f"{root} is not encrypted: whoever sees the requests knows who is in every batch; use https, or set "
                 "data.remote.allow_plain_http = true where the whole network may know"
@@ -75,17 +73,8 @@ class RemoteStorage:
 
         return self._ahead(names, status_or_error, lambda _name: 0)
 
-    @contextmanager
-    def local_copy(self, name: str) -> Iterator[Path]:
-        """A private temporary file; the disk must hold one shard per worker."""
-        status = self._status(name)
-        with tempfile.TemporaryDirectory(prefix="shard-") as folder:
-            path = Path(folder) / "shard.tar"
-            self.fetch(name, status, path)
-            yield path
-
     def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
-        url = self._url(name)
+        url = f"{self.root}/{name}"
 
         def whole() -> None:
             self._filesystem.get_file(url, str(path), **self._if_match(status.version))
@@ -96,7 +85,7 @@ class RemoteStorage:
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
         def read(request: ReadRequest) -> bytes:
-            url = self._url(request.shard.name)
+            url = f"{self.root}/{request.shard.name}"
             return self._retry(url, lambda: fetch(url, request))
 
         def fetch(url: str, request: ReadRequest) -> bytes:
@@ -143,11 +132,8 @@ class RemoteStorage:
             for future, _ in pending:
                 future.cancel()
 
-    def _url(self, name: str) -> str:
-        return f"{self.root}/{name}"
-
     def _status(self, name: str) -> ShardStatus:
-        url = self._url(name)
+        url = f"{self.root}/{name}"
         try:
             info = self._retry(url, lambda: self._filesystem.info(url, **self._timeout()))
         except ReadError as error:
@@ -221,11 +207,6 @@ def _final_reason(error: BaseException | None) -> str | None:
     if isinstance(error, FileNotFoundError):
         return _GONE if error.__cause__ is None else None
     return "access is refused" if isinstance(error, PermissionError) else None
-
-
-def _is_exposed(scheme: str, host: str | None, allow_plain_http: bool) -> bool:
-    """Whether the network sees what is asked for at an address without permission."""
-    return scheme == "http" and host not in _LOOPBACK and not allow_plain_http
 
 
 @functools.cache

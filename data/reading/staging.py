@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -102,9 +102,6 @@ class StagedStorage:
 
     def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
         return self._source.status(names)
-
-    def local_copy(self, name: str) -> AbstractContextManager[Path]:
-        return self._source.local_copy(name)
 
     def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
         self._source.fetch(name, status, path)

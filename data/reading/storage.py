@@ -7,9 +7,10 @@ the checksum in the index before anything else sees it, wherever it came from.
 import os
 import shutil
 import stat
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -31,9 +32,6 @@ class Storage(Protocol):
         Raises:
             ReadError: the place does not answer.
         """
-
-    def local_copy(self, name: str) -> AbstractContextManager[Path]:
-        """The whole shard as a local file, for as long as the context lasts."""
 
     def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
         """Writes the whole shard, which should have this size and version, to a file.
@@ -75,10 +73,6 @@ class LocalStorage:
                 yield DataError(f"missing or empty shards: {path} is empty or no file; fetch it again")
             else:
                 yield ShardStatus(status.st_size, f"mtime_ns:{status.st_mtime_ns}")
-
-    @contextmanager
-    def local_copy(self, name: str) -> Iterator[Path]:
-        yield Path(self.root, name)
 
     def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
         try:
@@ -138,6 +132,24 @@ class LocalStorage:
                 os.close(self._descriptors.popitem(last=False)[1])
         self._descriptors[shard.name] = descriptor
         return descriptor
+
+
+@contextmanager
+def local_copy(storage: Storage, name: str) -> Iterator[Path]:
+    """The whole shard as a local file, for as long as the context lasts: of a remote one a private temporary copy.
+
+    Raises:
+        DataError: it is missing or empty.
+        ReadError: it cannot be had.
+    """
+    if isinstance(storage, LocalStorage):
+        yield Path(storage.root, name)
+        return
+    [status] = require_present(storage.status([name]))
+    with tempfile.TemporaryDirectory(prefix="shard-") as folder:  # The disk must hold one shard per worker.
+        path = Path(folder) / "shard.tar"
+        storage.fetch(name, status, path)
+        yield path
 
 
 def require_present(statuses: Iterable[ShardStatus | DataError]) -> Iterator[ShardStatus]:

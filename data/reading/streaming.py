@@ -105,35 +105,6 @@ def _in_order(shards: Sequence[str]) -> Iterator[tuple[str, RawExample]]:
             raise ReadError(f"cannot read a shard: {error.strerror}: {path}") from error
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """How many examples each micro-batch of a step has on one rank.
-
-    Attributes:
-        num_examples: how many this rank takes in a step.
-        micro_batch_size: rows of every micro-batch.
-        num_micro_batches: the same on every rank; the last ones may be padded.
-    """
-
-    num_examples: int
-    micro_batch_size: int
-    num_micro_batches: int
-
-    @classmethod
-    def of(cls, batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> "StepShape":
-        """Splits a logical batch of exactly `batch_size` examples over ranks."""
-        if batch_size < 1 or micro_batch_size < 1:
-            raise DataError("the batch size and the micro-batch size must be at least 1")
-        most = -(-batch_size // world_size)
-        mine = batch_size // world_size + (rank < batch_size % world_size)
-        return cls(mine, micro_batch_size, -(-most // micro_batch_size))
-
-    def size(self, ordinal: int) -> int:
-        """Examples in the micro-batch with this number, counted over all steps."""
-        start = ordinal % self.num_micro_batches * self.micro_batch_size
-        return max(0, min(self.micro_batch_size, self.num_examples - start))
-
-
 class StreamingLoader(Prefetched):
     """Micro-batches of a stream, step by step: the counterpart of `loader.Loader` for public data."""
 
@@ -143,7 +114,7 @@ class StreamingLoader(Prefetched):
         make_example: MakeExample,
         *,
         micro_batch_size: int,
-        batch_size: int | None = None,
+        batch_size: int,
         num_workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -151,63 +122,68 @@ class StreamingLoader(Prefetched):
         prefetch_micro_batches: int = 8,
         pin_memory: bool = False,
     ):
-        """Prepares the stream; workers start with `steps` or `batches`.
+        """Prepares the stream; workers start with `steps`.
 
         Args:
-            stream: shards, seed and epochs; which reader is set here.
+            stream: shards and seed; which reader is set here.
             make_example: picklable; see `data.examples`.
-            micro_batch_size: B.
-            batch_size: exact size of the logical batch over all ranks. None: all micro-batches are full, but for the last.
+            micro_batch_size: rows of every micro-batch; the last ones of a step may be padded.
+            batch_size: exact size of the logical batch over all ranks.
             num_workers: worker processes of this rank.
             rank: this process's.
-            world_size: number of ranks.
+            world_size: number of ranks; each has equally many micro-batches.
             start_step: number of steps that an earlier run has consumed.
             prefetch_micro_batches: as for Loader.
             pin_memory: page-locked tensors.
 
         Raises:
-            DataError: a number out of range, no shards, or a logical batch of a stream that ends.
+            DataError: a number out of range, no shards, or a stream that ends.
         """
         if not stream.shards:
             raise DataError("there are no shards to stream")
-        if batch_size is not None and stream.epochs is not None:
+        if batch_size < 1 or micro_batch_size < 1:
+            raise DataError("the batch size and the micro-batch size must be at least 1")
+        if stream.epochs is not None:
             raise DataError("steps of a fixed batch size need a stream without end (epochs = None)")
-        whole_batch = micro_batch_size * world_size if batch_size is None else batch_size
-        self._shape = StepShape.of(whole_batch, micro_batch_size, rank, world_size)
-        first = start_step * self._shape.num_micro_batches
+        mine = batch_size // world_size + (rank < batch_size % world_size)
+        most = -(-batch_size // world_size)
+        starts = range(0, -(-most // micro_batch_size) * micro_batch_size, micro_batch_size)
+        self._sizes = [max(0, min(micro_batch_size, mine - start)) for start in starts]
         whole = replace(stream, reader=rank * max(num_workers, 1), num_readers=world_size * max(num_workers, 1))
-        self._dataset = _MicroBatchStream(whole, make_example, self._shape, first)
+        first = start_step * len(self._sizes)
+        self._dataset = _MicroBatchStream(whole, make_example, micro_batch_size, self._sizes, first)
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.prefetch_factor = -(-prefetch_micro_batches // num_workers) if num_workers else None
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
-        """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream."""
-        batches = self.batches()
+        """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream.
+
+        Raises:
+            DataError: a damaged shard, or none that holds an example.
+            ReadError: a shard cannot be read, or a worker died.
+        """
+        results = iter(data_loader(self._dataset, None, self._num_workers, self.prefetch_factor, self._pin_memory))
+        batches = iter(lambda: self.next_batch(results), None)
         for plan in plans:
             self.data_wait = 0.0
-            mine = itertools.islice(batches, self._shape.num_micro_batches)
+            mine = itertools.islice(batches, len(self._sizes))
             nobody = plan._replace(example_ids=plan.example_ids[:0], example_keys=plan.example_keys[:0])
             yield nobody, mine
             for _ in mine:
                 pass
 
-    def batches(self) -> Generator[Batch, None, None]:
-        """Micro-batches; after a last epoch, the last ones are padded and ranks may have different numbers of them.
-
-        Raises:
-            DataError: a damaged shard.
-            ReadError: a shard cannot be read.
-        """
-        results = iter(data_loader(self._dataset, None, self._num_workers, self.prefetch_factor, self._pin_memory))
-        while (batch := self.next_batch(results)) is not None:
-            yield batch
-
 
 class _MicroBatchStream(IterableDataset):
-    """The micro-batches of one worker: those whose number leaves its remainder."""
+    """The micro-batches of one worker: those whose number leaves its remainder.
 
-    def __init__(self, stream: Stream, make_example: MakeExample, shape: StepShape, first: int):
-        self._stream, self._make_example, self._shape, self._first = stream, make_example, shape, first
+    `sizes` says how many examples each micro-batch of a step has, and `first` which one comes first over all steps.
+    """
+
+    def __init__(
+        self, stream: Stream, make_example: MakeExample, micro_batch_size: int, sizes: Sequence[int], first: int
+    ):
+        self._stream, self._make_example, self._first = stream, make_example, first
+        self._micro_batch_size, self._sizes = micro_batch_size, sizes
 
     def __iter__(self) -> Iterator[Batch | Failure]:
         info = get_worker_info()
@@ -217,12 +193,9 @@ class _MicroBatchStream(IterableDataset):
         examples = replace(self._stream, reader=self._stream.reader + turn).examples()
         try:
             for ordinal in itertools.count(turn, num_workers):
-                size = self._shape.size(ordinal)
-                rows = list(itertools.islice(examples, size))
-                if size and not rows:
-                    return
-                if ordinal >= self._first:
-                    yield shared(stack_examples(rows, self._make_example, self._shape.micro_batch_size))
+                rows = list(itertools.islice(examples, self._sizes[ordinal % len(self._sizes)]))
+                if ordinal >= self._first:  # What an earlier run consumed is passed over without decoding it.
+                    yield shared(stack_examples(rows, self._make_example, self._micro_batch_size))
         except (DataError, ReadError) as error:
             yield Failure(type(error), str(error))
         except MemoryError:

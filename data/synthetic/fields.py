@@ -176,35 +176,18 @@ def kaleidoscope(x: Array, y: Array, a: Array, px: float) -> Array:
     return 0.5 + 0.5 * sin(TAU * (a[2] * n + a[3] * r))
 
 
-def escape(x: Array, y: Array, cx: Array | float, cy: Array | float, scale: float) -> Array:
+def julia(x: Array, y: Array, a: Array, px: float) -> Array:
     """Bands of the number of steps after which a point leaves the circle of radius 4, which it never enters again."""
-    steps = np.zeros(x.shape, dtype=np.uint8)
+    u, v = rotated(x - 0.5, y - 0.5, a[3])
+    u, v = u * a[2], v * a[2]
+    steps = np.zeros(u.shape, dtype=np.uint8)
     with np.errstate(over="ignore", invalid="ignore"):  # points outside grow without limit
         for _ in range(48):
-            x, y = x * x - y * y + cx, 2 * x * y + cy
-            steps += x * x + y * y <= 16
-    brightness = 0.5 - 0.5 * cos(scale * np.sqrt(np.arange(49, dtype=np.float32)))
+            u, v = u * u - v * v + a[0], 2 * u * v + a[1]
+            steps += u * u + v * v <= 16
+    brightness = 0.5 - 0.5 * cos(a[4] * np.sqrt(np.arange(49, dtype=np.float32)))
     brightness[48] = 1
     return brightness.take(steps)
-
-
-def julia(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = rotated(x - 0.5, y - 0.5, a[3])
-    return escape(u * a[2], v * a[2], a[0], a[1], a[4])
-
-
-def mandelbrot(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = rotated(x - 0.5, y - 0.5, a[3])
-    return escape(np.zeros_like(u), np.zeros_like(v), u * a[2] + a[0], v * a[2] + a[1], a[4])
-
-
-def carpet(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = fract(x * a[1] + a[2]), fract(y * a[1] + a[3])
-    hole = np.zeros((len(y), len(x)), dtype=bool)
-    for _ in range(int(a[0])):
-        u, v = fract(u) * 3, fract(v) * 3
-        hole |= (np.floor(u) == 1) & (np.floor(v) == 1)
-    return hole.astype(np.float32)
 
 
 def bricks(x: Array, y: Array, a: Array, px: float) -> Array:
@@ -229,48 +212,9 @@ def zigzag(x: Array, y: Array, a: Array, px: float) -> Array:
     return bands((v + a[1] * np.abs(fract(u * a[2]) - 0.5)) * a[0], 1.5 * a[0] * px)
 
 
-def plaid(x: Array, y: Array, a: Array, px: float) -> Array:
-    return 0.5 * (bands(x * a[0], a[0] * px) + bands(y * a[1], a[1] * px))
-
-
 def gradient(x: Array, y: Array, a: Array, px: float) -> Array:
     u = length(x - 0.5, y - 0.5) * 1.4 if a[0] > 8 else rotated(x - 0.5, y - 0.5, a[0])[0] + 0.5
     return np.clip((u - a[1]) / a[2], 0, 1)
-
-
-def ripples(x: Array, y: Array, a: Array, px: float) -> Array:
-    return edge(sin(length(x - a[0], y - a[1]) * a[4]) + sin(length(x - a[2], y - a[3]) * a[4]), 0.6)
-
-
-def loops(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = x * a[0] + a[6], y * a[0] + a[7]
-    i, j = np.floor(u), np.floor(v)
-    f, g = u - i, v - j
-    f = np.where(noise_table()[0].take(cell_index(i, j)) > 0.5, 1 - f, f)
-    d = np.minimum(np.abs(length(f, g) - 0.5), np.abs(length(f - 1, g - 1) - 0.5))
-    return edge(a[1] - d, a[0] * px)
-
-
-def contours(x: Array, y: Array, a: Array, px: float) -> Array:
-    u = fbm(x * a[0] + a[6], y * a[0] + a[7]) * a[1]
-    return edge(a[2] - np.abs(fract(u) - 0.5), 0.15)
-
-
-def wood(x: Array, y: Array, a: Array, px: float) -> Array:
-    u = x * a[0] + a[1] * noise(x * 3 + a[6], y * a[2] + a[7])
-    return smooth(0, 1, np.abs(2 * fract(u) - 1))
-
-
-def scales(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = x * a[0], y * a[0] * 2
-    row = np.floor(v)
-    best: Array = np.zeros((1, 1), dtype=np.float32)
-    for k in (1, 0):
-        r = row - k
-        d = length(fract(u + 0.5 * (r % 2)) - 0.5, (v - r) * 0.5) - 0.5
-        cover = edge(-d, a[0] * px)
-        best = best * (1 - cover) + edge(a[1] - np.abs(d + a[1]), a[0] * px) * cover
-    return best
 
 
 def grid(x: Array, y: Array, a: Array, px: float) -> Array:
@@ -278,35 +222,10 @@ def grid(x: Array, y: Array, a: Array, px: float) -> Array:
     return edge(a[1] - np.minimum(np.abs(fract(u * a[0]) - 0.5), np.abs(fract(v * a[0]) - 0.5)), a[0] * px)
 
 
-def triangles(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = x * a[0], y * a[0] * 1.1547
-    return edge(1 - fract(u - 0.5 * v) - fract(v), 1.5 * a[0] * px)
-
-
-def rosette(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = x - 0.5, y - 0.5
-    r = length(u, v) / (1 + a[2] * cos(a[0] * atan2(v, u) + a[3]))
-    return bands(r * a[1], 1.6 * a[1] * px)
-
-
-def basket(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = x * a[0], y * a[0]
-    across = (np.floor(u) + np.floor(v)) % 2 < 0.5
-    return bands(np.where(across, fract(u), fract(v)) * a[1], a[0] * a[1] * px)
-
-
-def specks(x: Array, y: Array, a: Array, px: float) -> Array:
-    u, v = x * a[0] + a[6], y * a[0] + a[7]
-    i, j = np.floor(u), np.floor(v)
-    across, down = (noise_table().take(cell_index(i, j), axis=1) - 0.5) * (1 - 2 * a[1])
-    return edge(a[1] - length(u - i - 0.5 - across, v - j - 0.5 - down), a[0] * px)
-
-
 FIELD_BY_NAME: dict[str, Field] = {
     field.__name__: field
     for field in (
-        *(stripes, checkerboard, dots, rings, spiral, rays, mosaic, cracks, clouds, marble),
-        *(swirls, kaleidoscope, julia, mandelbrot, carpet, bricks, honeycomb, zigzag, plaid, gradient),
-        *(ripples, loops, contours, wood, scales, grid, triangles, rosette, basket, specks),
+        *(stripes, checkerboard, dots, rings, spiral, rays, mosaic, cracks, clouds),
+        *(marble, swirls, kaleidoscope, julia, bricks, honeycomb, zigzag, gradient, grid),
     )
 }

@@ -13,7 +13,7 @@ from data.synthetic.render import draw
 from data.synthetic.scene import CONTENTS, Scene
 from data.synthetic.statement import Statement
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 """Changes whenever any example of any seed does."""
 
 

@@ -77,7 +77,6 @@ def _offset(rng: Rng, *values: float) -> Values:
 
 # fmt: off
 _JULIA = ((-0.8, 0.156), (-0.4, 0.6), (0.285, 0.01), (-0.7018, -0.3842), (-0.835, -0.2321), (-0.7269, 0.1889), (0.355, 0.355))
-_MANDELBROT = ((-0.6, 0.0, 2.8), (-0.6, 0.0, 2.2), (-1.25, 0.02, 0.8), (-0.75, 0.1, 0.7), (0.3, 0.0, 1.0), (-0.15, 0.95, 0.8))
 KINDS: dict[str, Kind] = {
     "stripes": Kind(
         _stripes,
@@ -137,12 +136,6 @@ KINDS: dict[str, Kind] = {
         lambda rng: (*_JULIA[rng.integers(len(_JULIA))], rng.uniform(1.8, 3.0), rng.uniform(0, 2 * pi),
             rng.uniform(2.5, 5)),
         ("a {c} Julia set", "a {c} Julia fractal", "a swirling fractal in {c}", "a {c} fractal with curls")),
-    "mandelbrot": Kind(
-        lambda rng: (*_MANDELBROT[rng.integers(len(_MANDELBROT))], 0.0, rng.uniform(2.5, 5)),
-        ("the Mandelbrot set in {c}", "a Mandelbrot fractal in {c}", "a detailed {c} fractal")),
-    "carpet": Kind(
-        lambda rng: (_whole(rng, 2, 5), _pick(rng, 1, 2), 0.0, 0.0),
-        ("a Sierpinski carpet in {c}", "a fractal of {c1} squares cut out of {c0}", "nested {c1} square holes in {c0}")),
     "bricks": Kind(
         lambda rng: (_whole(rng, 5, 13), rng.uniform(0.07, 0.12)),
         ("a {c0} brick wall with {c1} mortar", "{adj} {c0} bricks with {c1} joints",
@@ -157,52 +150,17 @@ KINDS: dict[str, Kind] = {
         lambda rng: (rng.uniform(4, 10), rng.uniform(0.15, 0.3), _whole(rng, 3, 7), _pick(rng, 0, pi / 2)),
         ("{adj} {c} zigzag stripes", "{adj} {c} chevrons", "a herringbone of {c}", "{adj} jagged lines of {c}"),
         adjectives=lambda v: (_direction(pi / 2 - v[3]),)),
-    "plaid": Kind(
-        lambda rng: (rng.uniform(3, 9), rng.uniform(3, 9)),
-        ("{c} plaid", "a {c} tartan", "a {c} gingham cloth", "woven {c} checks"),
-        3),
     "gradient": Kind(
         lambda rng: (_pick(rng, 0, pi / 2, pi / 4, 9), 0.1, 0.8),
         ("a {adj} gradient from {c0} to {c1}", "a smooth {adj} blend of {c0} into {c1}",
          "a {adj} fade between {c0} and {c1}"),
         adjectives=lambda v: ("radial" if v[0] > 8 else _direction(pi / 2 - v[0]),)),
-    "ripples": Kind(
-        lambda rng: (rng.uniform(0.1, 0.4), rng.uniform(0.1, 0.9), rng.uniform(0.6, 0.9), rng.uniform(0.1, 0.9),
-            rng.uniform(40, 90)),
-        ("{c} interference of two waves", "overlapping {c} ripples from two points", "a moire pattern in {c}")),
-    "loops": Kind(
-        lambda rng: _offset(rng, rng.uniform(4, 11), rng.uniform(0.1, 0.16)),
-        ("winding {c1} loops on {c0}", "a maze of curved {c1} paths on {c0}", "{c1} Truchet arcs on {c0}",
-         "tangled {c1} tubes over {c0}")),
-    "contours": Kind(
-        lambda rng: _offset(rng, rng.uniform(1.5, 3.5), rng.uniform(6, 12), 0.15),
-        ("{c1} contour lines on {c0}", "a topographic map in {c0} with {c1} lines", "{c1} height lines over {c0}")),
-    "wood": Kind(
-        lambda rng: _offset(rng, rng.uniform(5, 12), rng.uniform(1.5, 3), rng.uniform(0.8, 2)),
-        ("{c} wood grain", "a {c} wooden board", "planks with {c} grain")),
-    "scales": Kind(
-        lambda rng: (_whole(rng, 4, 10), rng.uniform(0.05, 0.08)),
-        ("{c0} fish scales with {c1} rims", "overlapping {c0} scales edged in {c1}", "{c0} roof tiles with {c1} edges")),
     "grid": Kind(
         lambda rng: (_whole(rng, 4, 12), rng.uniform(0.06, 0.12), _pick(rng, 0, 0, pi / 4)),
         ("a {adj} grid of {c1} lines on {c0}", "a {adj} {c1} lattice over {c0}",
          "a {adj} {c1} net on a {c0} background"),
         adjectives=lambda v: (*_band(v[0], 6, 9, "wide", "fine"), *(("diagonal",) if v[2] else ()))),
-    "triangles": Kind(
-        lambda rng: (_whole(rng, 3, 9),),
-        ("{c} triangle tiles", "a {adj} tiling of {c} triangles", "rows of {adj} {c} triangles"),
-        adjectives=_scale(4.5, 6.5, "large", "small")),
-    "rosette": Kind(
-        lambda rng: (_whole(rng, 3, 9), rng.uniform(4, 8), rng.uniform(0.25, 0.4), rng.uniform(0, 6)),
-        ("a {c} rosette with {n} petals", "a {c} flower pattern with {n} petals",
-         "nested {c} outlines of a flower with {n} petals"),
-        number=_first_number),
-    "basket": Kind(
-        lambda rng: (_whole(rng, 3, 8), _whole(rng, 2, 5)),
-        ("a {c} basket weave", "{c} woven straw", "a wickerwork of {c} strands", "a {c} parquet floor")),
-    "specks": Kind(
-        lambda rng: _offset(rng, rng.uniform(5, 14), rng.uniform(0.16, 0.26)),
-        ("scattered {c1} specks on {c0}", "{c1} confetti on {c0}", "{c1} snow over {c0}", "{c0} night with {c1} stars")),
+
 }
 # fmt: on
 _PLACE_OF_COLOURS = {"mosaic": 1, "stripes": 4}
@@ -244,7 +202,7 @@ def random_texture(
     names = list(kinds or KINDS)
     name = names[rng.integers(len(names))]
     kind = KINDS[name]
-    count = 3 if kind.max_colours == 3 and (name == "plaid" or rng.random() < 0.4) else 2
+    count = 3 if kind.max_colours == 3 and rng.random() < 0.4 else 2
     colours = random_colours(rng, count, avoid=avoid, contrast=contrast)
     values = list(kind.values(rng))
     if name in _PLACE_OF_COLOURS:

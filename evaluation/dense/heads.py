@@ -2,14 +2,17 @@
 
 Shapes: B batch, D width, h w cells of the token map, S side of the picture in pixels, C classes, N pictures.
 The boxes are those of FCOS (Tian et al. 2019, https://arxiv.org/abs/1904.01355) on one scale: a cell inside of a box predicts its
-class and its distances to the four sides. Average precision is as COCO's own code computes it (Lin et al. 2014,
-https://arxiv.org/abs/1405.0312; `pycocotools`, an extra against which a test compares): thresholds 0.50 to 0.95, 101 recalls, at
-most 100 boxes per picture and class, any size.
+class and its distances to the four sides. COCO's own code computes their average precision (Lin et al. 2014,
+https://arxiv.org/abs/1405.0312; `pycocotools`, an extra): thresholds 0.50 to 0.95, 101 recalls, at most 100 boxes per picture
+and class, any size.
 """
 
+import contextlib
+import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.errors import DataError, DecodeError
-from evaluation.dense.sources import IGNORED, DensePictures, Objects, open_dense
+from evaluation.dense.sources import IGNORED, DensePictures, Objects, open_dense, require_pycocotools
 from evaluation.encoder import encoder_of, token_maps
 from evaluation.features import open_checkpoint
 from evaluation.options import DenseOptions
@@ -25,23 +28,12 @@ from evaluation.results import DataUse, ModelFacts, Results
 from evaluation.sources import whole_image
 from trainer.errors import ConfigError
 
-HeadKind = Literal["linear", "conv"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(a head's values for some pictures, the rows of these pictures) -> mean loss."""
 BATCH_SIZE = 16
 NMS_OVERLAP = 0.5
 LEAST_SCORE = 0.05
-THRESHOLDS = np.linspace(0.5, 0.95, 10)
-RECALLS = np.linspace(0, 1, 101)
 MOST_BOXES = 100
-
-
-class Training(NamedTuple):
-    """How a head is trained: `linear` is one layer on each token, `conv` two convolutions at twice the resolution."""
-
-    head: HeadKind = "conv"
-    epochs: int = 30
-    lr: float = 2e-3
 
 
 @dataclass(frozen=True)
@@ -63,18 +55,14 @@ class Detections(NamedTuple):
 
 
 @torch.no_grad()
-def prepare(model: nn.Module, source: DensePictures, image_size: int | None = None) -> DenseSet:
-    """Runs the encoder over all pictures of a source; the maps stay in memory.
-
-    Args:
-        image_size: to which whole pictures are brought, square; None: the model's.
+def prepare(model: nn.Module, source: DensePictures, side: int) -> DenseSet:
+    """Runs the encoder over all pictures of a source, brought to squares of `side` pixels; the maps stay in memory.
 
     Raises:
         DataError: a picture that cannot be decoded.
         ConfigError: a size that is no whole number of patches.
     """
     encoder = encoder_of(model)
-    side = image_size or encoder.config.image_size
     device = encoder.class_token.device
     maps, masks, objects = [], [], []
     for index in range(len(source)):
@@ -91,19 +79,7 @@ def prepare(model: nn.Module, source: DensePictures, image_size: int | None = No
     return DenseSet(torch.cat(maps), masks, objects if len(objects) == len(masks) else None, side)
 
 
-def dense_head(width: int, num_values: int, kind: HeadKind) -> nn.Sequential:
-    """Token maps (B, D, h, w) -> values of every cell, (B, num_values, h, w) or at twice the resolution for "conv"."""
-    norm, hidden = nn.BatchNorm2d(width, affine=False), 128
-    if kind == "linear":
-        return nn.Sequential(norm, nn.Conv2d(width, num_values, 1))
-    return nn.Sequential(
-        norm, nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(),
-        nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(),
-        nn.Conv2d(hidden, num_values, 1),
-    )  # fmt: skip
-
-
-def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Training) -> dict[str, float]:
+def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
     """Trains a segmentation head and scores it at the resolution of the test masks: mean IoU, accuracy of pixels."""
     targets = []
     for mask_HW in train.masks:  # the nearest pixel of each of S x S
@@ -121,17 +97,12 @@ def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: 
         for values, mask_HW in zip(_values(head, test), test.masks, strict=True):
             logits = F.interpolate(values[None], size=mask_HW.shape, mode="bilinear", align_corners=False)
             counts += confusion(mask_HW, logits[0].argmax(0).cpu().numpy(), num_classes)
-    return {"mean_iou": mean_iou(counts), "pixel_accuracy": pixel_accuracy(counts)}
+    return pixel_scores(counts)
 
 
-def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Training) -> dict[str, float]:
-    """Trains a detection head and gives COCO's AP, AP50 and AP75 on the test pictures.
-
-    Raises:
-        DataError: a source without boxes.
-    """
-    if train.objects is None or test.objects is None:
-        raise DataError("detection needs boxes; this source has masks only")
+def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
+    """Trains a detection head and gives COCO's AP, AP50 and AP75 on the test pictures."""
+    assert train.objects is not None and test.objects is not None
     factor = 2 if how.head == "conv" else 1
     cells = train.maps_NDhw.shape[2] * factor
     targets = [cell_targets(objects, cells, train.side, num_classes) for objects in train.objects]
@@ -150,11 +121,19 @@ def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Tra
     return average_precision(test.objects, detected, num_classes)
 
 
-def _train(train: DenseSet, num_values: int, loss: Loss, how: Training) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(0)
+def _train(train: DenseSet, num_values: int, loss: Loss, how: DenseOptions) -> nn.Sequential:
+    """A head from token maps (B, D, h, w) to values of every cell: `linear` is one layer on each token, (B, num_values, h, w);
+    `conv` two convolutions at twice the resolution."""
+    generator, width, hidden = torch.Generator().manual_seed(0), train.maps_NDhw.shape[1], 128
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        head = dense_head(train.maps_NDhw.shape[1], num_values, how.head).to(train.maps_NDhw.device)
+        layers: list[nn.Module] = [nn.Conv2d(width, num_values, 1)]
+        if how.head == "conv":
+            layers = [
+                nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(), nn.Upsample(scale_factor=2, mode="bilinear"),
+                nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(), nn.Conv2d(hidden, num_values, 1),
+            ]  # fmt: skip
+        head = nn.Sequential(nn.BatchNorm2d(width, affine=False), *layers).to(train.maps_NDhw.device)
     count = len(train.maps_NDhw)
     optimizer = torch.optim.AdamW(head.parameters(), lr=how.lr, weight_decay=1e-4)
     steps = how.epochs * -(-count // BATCH_SIZE)
@@ -208,8 +187,11 @@ def boxes_of(values: np.ndarray, side: int, num_classes: int) -> Detections:
         cells_left = cells_left[np.argsort(-of_cell[cells_left], kind="stable")]
         while len(cells_left):
             kept.append((boxes[cells_left[0]], kind, float(of_cell[cells_left[0]])))
-            overlap = overlaps(boxes[cells_left[:1]], boxes[cells_left[1:]])[0]
-            cells_left = cells_left[1:][overlap <= NMS_OVERLAP]
+            best, others = boxes[cells_left[0]], boxes[cells_left[1:]]
+            low, high = np.maximum(best[:2], others[:, :2]), np.minimum(best[2:], others[:, 2:])
+            shared = np.clip(high - low, 0, None).prod(-1)
+            whole = (best[2:] - best[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(-1) - shared
+            cells_left = cells_left[1:][shared <= NMS_OVERLAP * whole]
     kept.sort(key=lambda one: -one[2])
     kept = kept[:MOST_BOXES]
     return Detections(
@@ -226,85 +208,53 @@ def confusion(mask_HW: np.ndarray, predicted_HW: np.ndarray, num_classes: int) -
     return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
-def mean_iou(counts_CC: np.ndarray) -> float:
-    """Over the classes that occur in the masks or the predictions."""
+def pixel_scores(counts_CC: np.ndarray) -> dict[str, float]:
+    """Mean IoU over the classes that occur in the masks or the predictions, and the share of right pixels."""
     both = np.diag(counts_CC)
     either = counts_CC.sum(0) + counts_CC.sum(1) - both
-    return float((both[either > 0] / either[either > 0]).mean())
-
-
-def pixel_accuracy(counts_CC: np.ndarray) -> float:
-    return float(np.diag(counts_CC).sum() / max(counts_CC.sum(), 1))
-
-
-def overlaps(boxes_M4: np.ndarray, others_K4: np.ndarray, is_crowd_K: np.ndarray | None = None) -> np.ndarray:
-    """(M, K) intersection over union; over the first box's own area for a crowd."""
-    low = np.maximum(boxes_M4[:, None, :2], others_K4[None, :, :2])
-    high = np.minimum(boxes_M4[:, None, 2:], others_K4[None, :, 2:])
-    shared = np.clip(high - low, 0, None).prod(-1)
-    own, theirs = ((b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1]) for b in (boxes_M4, others_K4))
-    whole = own[:, None] + theirs[None] - shared
-    if is_crowd_K is not None:
-        whole = np.where(is_crowd_K[None], own[:, None], whole)
-    return np.divide(shared, whole, out=np.zeros_like(shared), where=whole > 0)
+    mean_iou = float((both[either > 0] / either[either > 0]).mean())
+    return {"mean_iou": mean_iou, "pixel_accuracy": float(both.sum() / max(counts_CC.sum(), 1))}
 
 
 def average_precision(truth: Sequence[Objects], detected: Sequence[Detections], num_classes: int) -> dict[str, float]:
-    """AP (mean over thresholds and classes with objects), AP50 and AP75; NaN without objects."""
-    by_class = [_one_class(truth, detected, kind) for kind in range(num_classes)]
-    table = np.array([row for row in by_class if row is not None])
-    if not len(table):
-        return {"AP": np.nan, "AP50": np.nan, "AP75": np.nan}
-    means = table.mean(axis=0)
-    return {"AP": float(means.mean()), "AP50": float(means[0]), "AP75": float(means[5])}
+    """AP (mean over thresholds and classes with objects), AP50 and AP75 by COCO's own code; NaN without objects."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
 
-
-def _one_class(truth: Sequence[Objects], detected: Sequence[Detections], kind: int) -> np.ndarray | None:
-    """Average precision by threshold (10,); None where no picture has such an object (crowds do not count).
-
-    Boxes of a picture, best score first, take the free object that they overlap most; what overlaps none but a crowd is not
-    counted.
-    """
-    scores, hits, ignored, total = [], [], [], 0
-    for objects, detections in zip(truth, detected, strict=True):
-        here, mine = objects.classes_M == kind, detections.classes_M == kind
-        order = np.argsort(-detections.scores_M[mine], kind="stable")[:MOST_BOXES]
-        boxes, crowd_K = objects.boxes_M4[here], objects.is_crowd_M[here]
-        iou_MK = overlaps(detections.boxes_M4[mine][order], boxes, crowd_K)
-        total += int((~crowd_K).sum())
-        hit_TM, ignored_TM = (np.zeros((len(THRESHOLDS), len(iou_MK)), dtype=bool) for _ in range(2))
-        for t, threshold in enumerate(THRESHOLDS):
-            free_K = ~crowd_K
-            for m, iou_K in enumerate(iou_MK):
-                candidates_K = np.where(free_K, iou_K, -1.0)
-                if len(candidates_K) and candidates_K.max() >= min(threshold, 1 - 1e-10):
-                    hit_TM[t, m] = True
-                    free_K[np.flatnonzero(candidates_K == candidates_K.max())[-1]] = (
-                        False  # COCO takes the last of equals
-                    )
-                else:
-                    ignored_TM[t, m] = bool((iou_K[crowd_K] >= threshold).any())
-        scores.append(detections.scores_M[mine][order])
-        hits.append(hit_TM)
-        ignored.append(ignored_TM)
-    if not total:
-        return None
-    order = np.argsort(-np.concatenate(scores), kind="stable")
-    hit_TN, ignored_TN = np.concatenate(hits, axis=1)[:, order], np.concatenate(ignored, axis=1)[:, order]
-    areas = []
-    for hit_N, ignored_N in zip(hit_TN, ignored_TN, strict=True):
-        right = np.cumsum(hit_N[~ignored_N])
-        recall, precision = right / total, right / np.arange(1, len(right) + 1)
-        best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
-        # Mean over 101 recalls of the best precision from there on.
-        areas.append(float(best[np.searchsorted(recall, RECALLS, side="left")].mean()))
-    return np.array(areas)
+    annotations: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
+    for number, (objects, found) in enumerate(zip(truth, detected, strict=True)):
+        rows = zip(objects.boxes_M4.tolist(), objects.classes_M.tolist(), objects.is_crowd_M.tolist(), strict=True)
+        for (left, top, right, bottom), kind, is_crowd in rows:
+            box = [left, top, right - left, bottom - top]
+            annotations.append({
+                "id": len(annotations) + 1, "image_id": number, "category_id": kind, "bbox": box, "iscrowd": int(is_crowd),
+                "area": box[2] * box[3],
+            })  # fmt: skip
+        rows = zip(found.boxes_M4.tolist(), found.classes_M.tolist(), found.scores_M.tolist(), strict=True)
+        for (left, top, right, bottom), kind, score in rows:
+            box = [left, top, right - left, bottom - top]
+            answers.append({"image_id": number, "category_id": kind, "bbox": box, "score": score})
+    names = ("AP", "AP50", "AP75")
+    if all(annotation["iscrowd"] for annotation in annotations):
+        return dict.fromkeys(names, math.nan)
+    if not answers:  # of which COCO's code makes an error
+        return dict.fromkeys(names, 0.0)
+    with contextlib.redirect_stdout(io.StringIO()):  # the package prints
+        coco = COCO()
+        pictures, categories = ([{"id": number} for number in range(count)] for count in (len(truth), num_classes))
+        coco.dataset = {"info": {}, "images": pictures, "annotations": annotations, "categories": categories}
+        coco.createIndex()
+        judge = COCOeval(coco, coco.loadRes(answers), "bbox")
+        judge.evaluate()
+        judge.accumulate()
+        judge.summarize()
+    return dict(zip(names, map(float, judge.stats), strict=False))
 
 
 def dense(options: DenseOptions) -> Results:
     """The command; see its options."""
     opened = open_checkpoint(options)
-    how = Training(options.head, options.epochs, options.lr)
     side = options.image_size or encoder_of(opened.model).config.image_size
     sources = {"train": open_dense(options.train, side), "test": open_dense(options.test, side)}
     classes = sources["train"]
@@ -312,11 +262,13 @@ def dense(options: DenseOptions) -> Results:
         raise ConfigError("--train and --test have other classes")
     if options.task == "detection" and not classes.object_classes:
         raise ConfigError(f"detection needs boxes, and {classes.name} has masks only")
+    if options.task == "detection":
+        require_pycocotools()  # here, since the encoder's way over all pictures is long
     train, test = (prepare(opened.model, source, side) for source in sources.values())
     if options.task == "segmentation":
-        scores = segmentation_scores(train, test, len(classes.mask_classes), how)
+        scores = segmentation_scores(train, test, len(classes.mask_classes), options)
     else:
-        scores = detection_scores(train, test, len(classes.object_classes), how)
+        scores = detection_scores(train, test, len(classes.object_classes), options)
     uses = [DataUse(role, source.name, len(source)) for role, source in sources.items()]
     scalars = {f"{options.task}/{name}": value for name, value in scores.items()}
     facts = ModelFacts.of(opened.path, opened.manifest)

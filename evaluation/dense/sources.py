@@ -2,14 +2,14 @@
 
     synthetic:SEED:COUNT               plain shapes that are drawn here: classes are background and kinds of shapes
     ade20k:DIR/training                images/SPLIT/*.jpg and annotations/SPLIT/*.png (0 is no class, 1 to 150 are)
-    coco:instances.json:IMAGES         COCO instances; polygons and run lengths, later objects over earlier ones
+    coco:instances.json:IMAGES         COCO instances (needs pycocotools, an extra), later objects over earlier ones
 
 Shapes: H W pixels; boxes are left, top, right, bottom in pixels of the picture as stored.
 """
 
-import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import contextlib
+import io
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
 from data.synthetic.shapes import SIMPLE
 from evaluation.sources import bytes_of, encode_png
+from trainer.errors import ConfigError
 
 IGNORED = -1
 
@@ -112,22 +113,24 @@ class Ade20k:
 
 
 class Coco:
-    """COCO instances (Lin et al. 2014, https://arxiv.org/abs/1405.0312); categories in the order of their ids."""
+    """COCO instances (Lin et al. 2014, https://arxiv.org/abs/1405.0312), read by COCO's own code; categories by their ids."""
 
     def __init__(self, annotations: Path, images: Path) -> None:
         """
         Raises:
+            ConfigError: COCO's own code is not installed.
             DataError: no such file, or no instances in it.
         """
+        require_pycocotools()
+        from pycocotools.coco import COCO
+
         self.name = f"coco:{annotations}"
         try:
-            record = json.loads(annotations.read_text())
-            categories = sorted(record["categories"], key=lambda category: category["id"])
-            self._images: list[dict[str, Any]] = sorted(record["images"], key=lambda image: image["id"])
-            self._of_image: Mapping[int, list[dict[str, Any]]] = defaultdict(list)
-            for annotation in record["annotations"]:
-                self._of_image[annotation["image_id"]].append(annotation)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            with contextlib.redirect_stdout(io.StringIO()):  # the package prints
+                self._coco = COCO(str(annotations))
+            categories = sorted(self._coco.dataset["categories"], key=lambda category: category["id"])
+            self._images: list[dict[str, Any]] = sorted(self._coco.dataset["images"], key=lambda image: image["id"])
+        except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
             raise DataError(f"{annotations} holds no COCO instances: {type(error).__name__} {error}") from error
         if not self._images:
             raise DataError(f"{annotations} lists no images")
@@ -148,18 +151,18 @@ class Coco:
         image = self._images[index]
         boxes, classes, crowd = [], [], []
         try:
-            size = (image["height"], image["width"])
-            mask_HW = np.zeros(size, dtype=np.int64)
-            for annotation in self._of_image[image["id"]]:
+            mask_HW = np.zeros((image["height"], image["width"]), dtype=np.int64)
+            for annotation in self._coco.imgToAnns[image["id"]]:
                 kind = self._number[annotation["category_id"]]
                 is_crowd = bool(annotation.get("iscrowd", 0))
-                mask_HW[decode_segmentation(annotation["segmentation"], size)] = IGNORED if is_crowd else 1 + kind
+                covered_HW = self._coco.annToMask(annotation).astype(bool)
+                mask_HW[covered_HW] = IGNORED if is_crowd else 1 + kind
                 left, top, width, height = annotation["bbox"]
                 boxes.append((left, top, left + width, top + height))
                 classes.append(kind)
                 crowd.append(is_crowd)
             return DensePicture(bytes_of(self._folder / image["file_name"]), mask_HW, _objects(boxes, classes, crowd))
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # COCO's code raises what it runs into, plain Exceptions too
             if hasattr(error, "exit_code"):
                 raise
             problem = f"{type(error).__name__} {error}"
@@ -168,37 +171,17 @@ class Coco:
             ) from error
 
 
-def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:
-    """(H, W) bool of COCO's `segmentation`: a list of polygons, or run lengths down the columns.
-
-    Raises:
-        DataError: neither.
+def require_pycocotools() -> None:
     """
-    if isinstance(segmentation, list):
-        covered_HW = np.zeros(size, dtype=bool)
-        for polygon in segmentation:
-            _fill(covered_HW, np.asarray(polygon, dtype=np.float64).reshape(-1, 2))
-        return covered_HW
-    counts = segmentation.get("counts") if isinstance(segmentation, dict) else None
-    if not isinstance(counts, list) or sum(counts) != size[0] * size[1]:
-        raise DataError(
-            "a COCO segmentation is neither polygons nor run lengths of its picture (a list: pycocotools' compressed text is "
-            "not read)"
-        )
-    values = np.arange(len(counts)) % 2 == 1
-    return np.repeat(values, counts).reshape(size[1], size[0]).T
-
-
-def _fill(covered_HW: np.ndarray, corners_P2: np.ndarray) -> None:
-    """Sets the pixels whose centres lie inside of the polygon: an odd number of its edges is right of them."""
-    low = np.clip(np.floor(corners_P2.min(0)), 0, covered_HW.shape[::-1]).astype(int)
-    high = np.clip(np.ceil(corners_P2.max(0)), 0, covered_HW.shape[::-1]).astype(int)
-    x_W, y_H1 = np.arange(low[0], high[0]) + 0.5, np.arange(low[1], high[1])[:, None] + 0.5
-    inside = np.zeros((y_H1.size, x_W.size), dtype=bool)
-    for (x0, y0), (x1, y1) in zip(corners_P2, np.roll(corners_P2, -1, axis=0), strict=True):
-        if y0 != y1:
-            inside ^= ((y0 <= y_H1) != (y1 <= y_H1)) & (x_W < x0 + (y_H1 - y0) * (x1 - x0) / (y1 - y0))
-    covered_HW[low[1] : high[1], low[0] : high[0]] |= inside
+    Raises:
+        ConfigError: COCO's own code, an extra, is not installed.
+    """
+    try:
+        import pycocotools  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "detection and coco: sources need the package pycocotools: pip install '.[evaluation]'"
+        ) from error
 
 
 DensePictures = SyntheticShapes | Ade20k | Coco

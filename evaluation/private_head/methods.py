@@ -1,4 +1,4 @@
-"""DP-LS, DP-Newton, DP-FC and one-step DP-GD: weights of a linear head, argmax_l w_l . x, from a few noised statistics.
+"""DP-LS, DP-Newton and DP-FC: weights of a linear head, argmax_l w_l . x, from a few noised statistics.
 
 Shapes: N examples, B of them in a block, D features, L classes, K of them in a chunk, W weights (L, D). Each method first says
 which statistics it will ask for, with their sensitivities for one example there or zeroed out, so that the ledger has them before
@@ -25,8 +25,6 @@ from privacy.errors import PrivacyConfigError
 CHUNK_BYTES = 1 << 27
 """Second moments or Hessians of several classes that are held at once, in fp64. Speed and memory only."""
 LARGEST_WEIGHT = 1e100
-LONGEST_ROW = 1e150
-"""Where a method bounds gradients alone; the square of a longer row would overflow."""
 
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
 """Far from where squares of it, or their inverses, leave the range of fp64: a deviation of zero would be no noise."""
@@ -194,10 +192,6 @@ class FeatureCovariance:
         steps = [Statistic(f"gradient[{step}]", self.max_grad_norm, share) for step in range(self.num_steps)]
         return [Statistic("second_moment", self.max_norm**2, self.covariance_share), *steps]
 
-    def residuals(self, scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
-        """The loss's derivative by each score, (B, L)."""
-        return softmax_residuals(scores_BL, labels_B)
-
     def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
         moment_DD = budget.release_symmetric("second_moment", _second_moment(rows, self.max_norm))
         ridge = self.ridge * rows.num_examples * self.max_norm**2
@@ -205,7 +199,7 @@ class FeatureCovariance:
         for step in range(self.num_steps):
 
             def gradient(x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD) -> np.ndarray:
-                return _clipped(self.residuals(x_BD @ weights_LD.T, labels_B), x_BD, self.max_grad_norm)
+                return _clipped(_softmax_residuals(x_BD @ weights_LD.T, labels_B), x_BD, self.max_grad_norm)
 
             gradient_LD = rows.sum(gradient, self.max_norm, f"gradient, step {step + 1} of {self.num_steps}")
             gradient_LD = budget.release(f"gradient[{step}]", gradient_LD)
@@ -213,42 +207,7 @@ class FeatureCovariance:
         return weights_LD
 
 
-@method_options
-class BinaryFeatureCovariance(FeatureCovariance):
-    """DP-FC with the loss of its publication (Mehta et al. 2022, arXiv 2211.13403, and its code): one logistic loss per class.
-
-    The sum over classes is taken, where the code takes their mean: only the units of lr and of max_grad_norm differ.
-
-    Attributes:
-        bias: added to every score in training, not in prediction. -10 makes every class improbable at first, so that the
-            first gradients are those of an example's own class; 0 would have all other classes outweigh it.
-    """
-
-    bias: Annotated[float, Field(ge=-1000, le=1000)] = -10.0
-
-    def residuals(self, scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
-        residual_BL = expit(scores_BL + self.bias)
-        residual_BL[np.arange(len(labels_B)), labels_B] -= 1
-        return np.asarray(residual_BL)
-
-
-@method_options
-class OneStep:
-    """DP-GD: one full-batch gradient step from zero weights, which is a noised class mean (arXiv 2205.02973)."""
-
-    max_grad_norm: Positive = 1.0
-
-    def statistics(self, num_classes: int) -> list[Statistic]:
-        return [Statistic("gradient", self.max_grad_norm)]
-
-    def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
-        def gradient(x_BD: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
-            return _clipped(softmax_residuals(np.zeros((len(x_BD), num_classes)), labels_B), x_BD, self.max_grad_norm)
-
-        return -budget.release("gradient", rows.sum(gradient, LONGEST_ROW, "gradient"))
-
-
-def softmax_residuals(scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
+def _softmax_residuals(scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
     """softmax(scores) - y, (B, L)."""
     p_BL = np.exp(scores_BL - scores_BL.max(axis=1, keepdims=True))
     p_BL /= p_BL.sum(axis=1, keepdims=True)
@@ -263,12 +222,10 @@ def _clipped(residual_BL: np.ndarray, x_BD: np.ndarray, bound: float) -> np.ndar
     return np.asarray((residual_BL * factor_B[:, None]).T @ x_BD)
 
 
-HeadMethod = LeastSquares | Newton | FeatureCovariance | OneStep
+HeadMethod = LeastSquares | Newton | FeatureCovariance
 METHODS: Mapping[str, type[HeadMethod]] = {
     "dp-ls": LeastSquares,
     "dp-newton": Newton,
     "dp-fc": FeatureCovariance,
-    "dp-fc-bce": BinaryFeatureCovariance,
-    "dp-gd": OneStep,
 }
 """The methods by the names that the command uses."""

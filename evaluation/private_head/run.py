@@ -1,4 +1,4 @@
-"""One private head, from features to weights, with a ledger of its own, and what all heads of a folder cost together.
+"""The command `private-head`: one head, from features to weights, with a ledger of its own, and what all heads of a folder cost.
 
 The plan is charged before any noise is drawn.
 """
@@ -16,15 +16,20 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
+from evaluation.features import Features, device_of, load_inputs
+from evaluation.linear_probe import cross_validated_regression
+from evaluation.options import PrivateHeadOptions
 from evaluation.private_head.budget import Budget
-from evaluation.private_head.methods import METHODS, HeadMethod
+from evaluation.private_head.methods import METHODS, HeadMethod, accuracy
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
+from evaluation.results import PrivateRelease, Results
 from privacy import verify
-from privacy.card.composition import claim_of, states_behind
-from privacy.card.numbers import claimed_epsilon
+from privacy.accounting.accountants import claimed_epsilon
+from privacy.accounting.rounding import rounded_up
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.durable import make_directory
-from privacy.ledger.file_roles import require_apart
+from privacy.files.toml_text import toml_value
+from privacy.ledger.claim import claim_of, states_behind
+from privacy.ledger.durable import make_directory, require_apart
 from privacy.ledger.members import (
     FILE,
     LedgerMark,
@@ -39,7 +44,8 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, require_kept
+from trainer.errors import ConfigError
+from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, ledgers_of, require_kept
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 
@@ -202,18 +208,88 @@ def spent_in(folder: Path) -> Together:
     """
     # By the last line: heads on features of one encoder have the same ledgers behind them.
     states: dict[str, LedgerState] = {}
-    paths = sorted(folder.glob("*/ledger.jsonl"))
-    for path in paths:
+    heads: list[LedgerState] = []
+    for path in sorted(folder.glob("*/ledger.jsonl")):
         members = path.parent / "private" / FILE
         recorded = list(read_lines(members)) if members.is_file() else []
-        state = read_ledger(path)
+        heads.append(state := read_ledger(path))
         if (lost := not_in_ledger(recorded, state)) is not None:
             raise PrivacyStateRefused(f"{path} and {members} contradict each other: {lost}; restore both")
         states |= {one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))}
     groups = [group for state in states.values() for group in state.charged_groups()]
     if not groups:
         return Together(0, 0.0, 0.0)
-    delta = max(read_ledger(path).plan.target_delta for path in paths)
+    delta = max(state.plan.target_delta for state in heads)
     left = delta - math.fsum(state.plan.noise_tail_delta for state in states.values())
     value = claimed_epsilon(groups, left)[0] if left > 0 else math.inf
-    return Together(sum(read_ledger(path).num_charged for path in paths), value, delta)
+    return Together(sum(state.num_charged for state in heads), value, delta)
+
+
+def private_head(options: PrivateHeadOptions) -> Results | None:
+    """The command; see its options."""
+    output, method = options.output_folder, options.method
+    chosen = {name: toml_value(value) for name, _, value in (text.partition("=") for text in options.option)}
+    folder = options.heads or (None if output is None else output / "private_heads")
+    if folder is None:
+        raise ConfigError("give --output (or --heads), a folder for the head and its ledger")
+    make_method(method, chosen)  # refused before the features are computed
+    inputs = load_inputs(options, train=options.train, test=options.test)
+    if inputs is None:
+        return None
+    train, test = inputs.features["train"], inputs.usable("test")
+    num_classes = options.num_classes or len(train.class_names)
+    if not num_classes:
+        raise ConfigError(
+            "--num_classes is required: inferring it from the training labels would leak private information"
+        )
+    # The guarantee holds given what made the features; that has a guarantee of its own, or none.
+    behind: Sequence[LedgerBehind] = ()
+    if inputs.model is None or options.train.startswith("features:"):
+        given = "what made the features of each from that example alone"
+    elif inputs.model.formal_guarantee:
+        given = "nothing: what the encoder spent is composed with the head, in case it has seen them"
+        assert inputs.opened is not None
+        behind = ledgers_of(inputs.opened.path, inputs.opened.manifest)
+    else:
+        given = "the encoder, which has no formal guarantee: if it has seen them, none is left"
+    covers = f"the examples of {options.train}, given {given}"
+    spent_in(folder)  # a broken ledger in there would leave open what all heads together cost
+    rows, own = private_rows(train, num_classes), folder / f"{method}-epsilon-{options.target_epsilon:g}"
+    shared = None if options.shared_ledger is None else SharedTerms(options.shared_ledger, own.name)
+    head = train_head(
+        rows, num_classes, method, epsilon=options.target_epsilon, delta=options.delta, output=own, options=chosen,
+        shared=shared, covers=covers, behind=behind,
+    )  # fmt: skip
+    scalars = {f"{method}/epsilon-{options.target_epsilon:g}/accuracy": accuracy(head.weights_LD, *test)}
+    details: dict[str, Any] = {"options": chosen}
+    notes = []
+    together = spent_in(folder)
+    if together.num_releases > 1:
+        details["all_heads_together"] = together._asdict()
+        notes.append(
+            f"the {together.num_releases} releases in {folder}, earlier ones included, cost epsilon "
+            f"{rounded_up(together.epsilon, 4)} at delta {together.delta:.3g} together where they are of the same examples; "
+            "choosing a head by its accuracy costs the test data's privacy"
+        )
+    if options.compare:
+        used = rows.features_ND.any(axis=1)
+        x_ND, y_N = rows.features_ND[used], rows.labels_N[used]
+        plain, _ = cross_validated_regression(x_ND, y_N, num_classes, device=device_of(options))
+        weights_LD = without_noise(rows, num_classes, method, chosen)
+        scalars[f"{method}/without_privacy/accuracy"] = accuracy(weights_LD, *test)
+        scalars["regression/without_privacy/accuracy"] = plain.accuracy(*test)
+    released = []
+    if head.epsilon is not None:
+        what, ledger = f"weights of a {method} head", str(own / "ledger.jsonl")
+        released.append(PrivateRelease(what, ledger, head.epsilon, head.delta, covers))
+    return Results("private-head", scalars, inputs.uses(), inputs.model, (), details, released, notes=notes)
+
+
+def private_rows(train: Features, num_classes: int) -> Rows:
+    """Rows that are not usable, or whose label is out of range, become zero in their place, decided by each row alone.
+
+    They stay: how many rows there are must not follow from an example's bytes.
+    """
+    keep_N = train.is_usable_N & (train.labels_N >= 0) & (train.labels_N < num_classes)
+    train.values_ND[~keep_N] = 0  # a copy may take gigabytes
+    return Rows(train.values_ND, np.where(keep_N, train.labels_N, 0))

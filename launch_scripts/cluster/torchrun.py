@@ -18,7 +18,7 @@ from torch.distributed.run import main
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from trainer.loop.stopping import STOPPED_EARLY
+from privacy.errors import STOPPED_EARLY
 
 
 def run(arguments: list[str]) -> int:

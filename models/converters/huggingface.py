@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from models.base import EncoderConfig
 from models.config import VitConfig
 from models.converters.names import HUGGINGFACE
 from models.converters.native import encoder_as, parameters_from, with_tables
-from models.converters.weights import WeightsError, count_blocks, mlp_ratio, position_kind, read_weights, rename_back
-from models.image_encoder import EncoderConfig
+from models.converters.weights import WeightsError, mlp_ratio, position_kind, read_weights, rename_back
 from models.layers import image_sincos_table
 from models.mae_config import MaskedAutoencoderConfig, PixelDecoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
@@ -141,16 +141,14 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
     if act != "gelu":
         raise WeightsError(f"{what}: hidden_act {act!r} differs from ours, gelu")
     width, patch = _told(stated, "hidden_size", int, what), _told(stated, "patch_size", int, what)
-    image_size, depth = _told(stated, "image_size", int, what), _told(stated, "num_hidden_layers", int, what)
-    if (num_blocks := count_blocks(state, "encoder.layer.", what)) != depth:
-        raise WeightsError(f"{what}: {CONFIG} states {depth} layers, but the weights have {num_blocks}")
+    image_size = _told(stated, "image_size", int, what)
     table, grid = "embeddings.position_embeddings", image_size // patch
     encoder = VitConfig(
         image_size=image_size,
         patch_size=patch,
         num_channels=_told(stated, "num_channels", int, what),
         width=width,
-        depth=depth,
+        depth=_told(stated, "num_hidden_layers", int, what),
         num_heads=_told(stated, "num_attention_heads", int, what),
         mlp_ratio=mlp_ratio(_told(stated, "intermediate_size", int, what), width),
         position=position_kind(state, table, image_sincos_table, grid, width, what),

@@ -8,14 +8,13 @@ import argparse
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.config import Activation, ForeignActivation, PositionKind
+from models.config import PositionKind
 from models.converters.names import Names, theirs
 
 _MOST_NAMES = 16
@@ -27,46 +26,6 @@ class WeightsError(ValueError):
     """A weight file is not what it should be; the message says which file, what and how to mend it."""
 
     exit_code = 2
-
-
-class Unstated(NamedTuple):
-    """What no tensor tells, under the name of the option that states it; None is not stated."""
-
-    num_heads: int | None = None
-    decoder_heads: int | None = None
-    decoder_activation: Activation | None = None
-    norm_eps: float | None = None
-    normalise_pixels: bool | None = None
-    activation: ForeignActivation | None = None
-
-    def decided(self, asked: Iterable[str], published: "Unstated | None", what: str) -> dict[str, Any]:
-        """The values of `asked`: as stated, or else as in the published model that has exactly these shapes and biases.
-
-        Args:
-            published: None where there is no such model.
-            what: the file, for errors.
-
-        Raises:
-            WeightsError: one of them is neither stated nor published, or another is stated, which nothing would use; or the
-                activation is none that our vision transformers have.
-        """
-        asked, stated = list(asked), {name: value for name, value in self._asdict().items() if value is not None}
-        idle = sorted(stated.keys() - set(asked))
-        if idle:
-            raise WeightsError(f"{what}: --{idle[0]} decides nothing here: leave it out")
-        values = {**(published._asdict() if published is not None else {}), **stated}
-        missing = [f"--{name}" for name in asked if values.get(name) is None]
-        if missing:
-            raise WeightsError(
-                f"{what}: no tensor tells {', '.join(missing)}, and its shapes and biases are those of no published model: "
-                "state them as in the code that trained it (docs/models.md)"
-            )
-        if "activation" in asked and values["activation"] != "gelu":
-            raise WeightsError(
-                f"{what}: a vision transformer with --activation {values['activation']} cannot be imported: ours have the exact "
-                "gelu, which computes other features from these weights"
-            )
-        return {name: values[name] for name in asked}
 
 
 _WRAPPERS = ("module.", "_module.", "_orig_mod.")
@@ -186,37 +145,16 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
     save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, path, {"format": "pt"})
 
 
-def count_blocks(state: Mapping[str, Tensor], prefix: str, what: str) -> int:
-    """How many blocks `prefix`0., `prefix`1., ... there are.
-
-    Raises:
-        WeightsError: none, or numbers that do not count from 0.
-    """
-    blocks = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
-    numbers = sorted(int(number) for number in blocks if number.isdecimal())
-    if not numbers or numbers != list(range(len(numbers))) or len(numbers) != len(blocks):
-        raise WeightsError(f"{what} lacks {prefix}0, {prefix}1, ...: its blocks {sorted(blocks)} do not count from 0")
-    return len(numbers)
-
-
-def shape_of(state: Mapping[str, Tensor], name: str, num_dims: int, what: str) -> tuple[int, ...]:
-    """
-    Raises:
-        WeightsError: no such tensor, or another number of dimensions.
-    """
-    if name not in state:
-        raise WeightsError(f"{what} lacks {name}: it is not of the expected structure")
-    shape = tuple(state[name].shape)
-    if len(shape) != num_dims:
-        raise WeightsError(f"{what}: {name} has shape {shape}, but {num_dims} dimensions were expected")
-    return shape
-
-
 def position_kind(
     state: Mapping[str, Tensor], name: str, fixed: Callable[[int, int], Tensor], size: int, width: int, what: str
 ) -> PositionKind:
-    """ "sincos" if the table is `fixed(size, width)`, else "learned", of a wrong shape too, which `rename` reports."""
-    shape_of(state, name, 3, what)
+    """ "sincos" if the table is `fixed(size, width)`, else "learned", of a wrong shape too, which `rename` reports.
+
+    Raises:
+        WeightsError: no such table.
+    """
+    if name not in state:
+        raise WeightsError(f"{what} lacks {name}: it is not of the expected structure")
     table = fixed(size, width)[None] if width % 4 == 0 else None
     if table is None or state[name].shape != table.shape:
         return "learned"

@@ -29,6 +29,9 @@ from ..errors import PrivacyConfigError
 PLD_SMALLEST_DELTA = 1e-12
 FINE_INTERVAL = 1e-4
 COARSE_INTERVAL = 1e-3
+# Beyond this nothing is protected: the claim is given on a coarser grid, and what surrounds it is left out, because the
+# grids would grow into minutes and gigabytes.
+LARGEST_DETAILED_EPSILON = 50.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,28 @@ def epsilon(groups: Groups, delta: float) -> float:
     if delta < PLD_SMALLEST_DELTA:
         return epsilon_rdp_capped(groups, delta)
     return epsilon_pld(groups, delta)
+
+
+def claimed_epsilon(groups: Sequence[ReleaseGroup], delta: float) -> tuple[float, float | None]:
+    """(epsilon, value interval of the grid): `epsilon`, in bounded time however hopeless it is.
+
+    The grid has about epsilon / interval points (minutes at sigma 0.1), so that above LARGEST_DETAILED_EPSILON the
+    interval grows with epsilon. A coarser grid still gives an upper bound. The interval is None for the accountants
+    that have none.
+    """
+    unsampled = all(group.sample_rate == 1 and group.cap is None for group in groups)
+    if unsampled or delta < PLD_SMALLEST_DELTA:
+        return epsilon(groups, delta), None
+    upper = epsilon_rdp(groups, delta)
+    if upper <= LARGEST_DETAILED_EPSILON:
+        return epsilon(groups, delta), FINE_INTERVAL
+    if not math.isfinite(upper):
+        return upper, None
+    interval = FINE_INTERVAL * 10 ** math.ceil(math.log10(upper / LARGEST_DETAILED_EPSILON))
+    claim = epsilon_pld(groups, delta, interval)
+    if claim <= LARGEST_DETAILED_EPSILON:
+        return epsilon(groups, delta), FINE_INTERVAL
+    return claim, interval
 
 
 def epsilon_gaussian(groups: Groups, delta: float) -> float:

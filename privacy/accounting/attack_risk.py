@@ -8,7 +8,6 @@ the same inequality holds for no alarm and with D and D' exchanged; all eps toge
 Roth and Su 2022, proposition 2.13).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,15 @@ FALSE_POSITIVE_RATES = (1e-3, 1e-2)
 _EPSILONS = np.concatenate([np.linspace(0, 10, 1001), np.linspace(10.1, 60, 500)])
 
 
-def risk_of(whole: PrivacyLossDistribution, rates: Sequence[float] = FALSE_POSITIVE_RATES) -> dict[str, Any]:
-    """{"advantage", "true_positive_rates": [[false-positive rate, bound], ...]} of everything released."""
-    deltas = np.asarray(whole.get_delta_for_epsilon(_EPSILONS))
-    bounds = [[rate, true_positive_bound(rate, _EPSILONS, deltas)] for rate in rates]
-    return {"advantage": min(1.0, float(deltas[0])), "true_positive_rates": bounds}
+def risk_of(whole: PrivacyLossDistribution, tail: float = 0.0) -> dict[str, Any]:
+    """{"advantage", "true_positive_rates": [[false-positive rate, bound], ...]} of everything released.
+
+    Args:
+        tail: delta that the bounded support of the noise costs, added to every delta.
+    """
+    deltas = np.minimum(np.asarray(whole.get_delta_for_epsilon(_EPSILONS)) + tail, 1.0)
+    bounds = [[rate, true_positive_bound(rate, _EPSILONS, deltas)] for rate in FALSE_POSITIVE_RATES]
+    return {"advantage": float(deltas[0]), "true_positive_rates": bounds}
 
 
 def true_positive_bound(rate: float, epsilons: Floats, deltas: Floats) -> float:

@@ -35,14 +35,12 @@ class EpsilonTable:
         max_intents: int,
         num_steps: int | None = None,
         bands: int = 1,
-        interval: float = COARSE_INTERVAL,
     ) -> None:
         """Args:
         group: one release of the schedule; its count is ignored.
         bands: number of groups of examples that take turns; the group with most of k intents has ceil(k / bands).
-        interval: the coarse discretisation, for grid points other than `num_steps` and `max_intents`.
         """
-        self._group, self._delta, self._bands, self._interval = group.times(1), delta, bands, interval
+        self._group, self._delta, self._bands = group.times(1), delta, bands
         most = self._turns(max_intents)
         self._fine = sorted({most, most if num_steps is None else self._turns(num_steps)})
         # All counts up to 64; beyond that 64 equal strides and the powers of two, so that the start is fine too.
@@ -64,11 +62,6 @@ class EpsilonTable:
             fine = [self.exact(later * self._bands) for later in self._fine if later >= count]
             self._values[count] = fine[0] if count in self._fine else min(self._coarse(count), *fine)
         return self._values[count]
-
-    @property
-    def counts(self) -> list[int]:
-        """The grid points, in charged intents."""
-        return [count * self._bands for count in self._counts]
 
     def count_for(self, num_charged: int) -> int:
         """The count whose epsilon stands for that of `num_charged` intents: the next one that the table has."""
@@ -92,7 +85,7 @@ class EpsilonTable:
         group, delta = self._group.times(count), self._delta
         if delta < PLD_SMALLEST_DELTA or group.noise_multiplier == 0:
             return epsilon([group], delta)
-        composed = one_step_distribution(self._group.without_cap(), self._interval).self_compose(count)
+        composed = one_step_distribution(self._group.without_cap(), COARSE_INTERVAL).self_compose(count)
         tau = overflow_probability([group])
         bound = float(composed.get_epsilon_for_delta(delta * (1 - _OVERFLOW_SHARE)))
         if tau * (1 + math.exp(min(bound, 700.0))) <= _OVERFLOW_SHARE * delta:
@@ -100,5 +93,5 @@ class EpsilonTable:
         bound = with_overflow(lambda left: float(composed.get_epsilon_for_delta(left)), tau, delta)
         if tau * (1 + math.exp(min(bound, 700.0))) <= 0.01 * delta:
             return bound
-        capped = one_step_distribution(self._group, self._interval).self_compose(count)
+        capped = one_step_distribution(self._group, COARSE_INTERVAL).self_compose(count)
         return min(bound, float(capped.get_epsilon_for_delta(delta)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
     """What the bounded support of a plan's noise costs `copies` examples in delta, over all `max_intents`."""
     # Nothing is paid where nothing is claimed, nor in certified arithmetic, whose sampler is exact.
-    if not plan.formal_guarantee or plan.arithmetic == "certified":
+    if not plan.formal_guarantee or not plan.arithmetic_option.has_an_edge:
         return 0.0
     one = plan.release_group(plan.max_intents)
     cuts = 0.0

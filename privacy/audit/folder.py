@@ -40,11 +40,13 @@ def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditRepo
         ConfigError: no ledger there, or a folder that cannot be judged.
     """
     ledger, before = _ledger(run_dir), recorded_attempts(run_dir)
+    # The record of attempts is read before the ledger and again after it, since a run in progress writes both.
     try:
         _, found = verify.verify(run_dir, None)
     except verify.BadInput as error:
         raise ConfigError(str(error)) from error
     checks = [Check(one["name"], one["outcome"], one["sentence"]) for one in found["checks"]]
+    # The trainer's own reader judges too: a ledger that one of the two readers refuses is refused.
     try:
         snapshot = read_snapshot(ledger)
     except PrivacyStateRefused as error:
@@ -57,7 +59,7 @@ def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditRepo
         attempts_check(run_dir, state, before),
         _mirror_check(run_dir, ledger, state),
     ]
-    claim = {name: found.get(name) for name in ("formal_guarantee", "epsilon", "delta", "fingerprint")}
+    claim = {name: found.get(name) for name in ("formal_guarantee", "epsilon", "delta")}
     return AuditReport.of("ledger", checks, attempts_charged=state.num_charged, **claim)
 
 
@@ -69,6 +71,7 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
         PrivacyStateRefused: a broken ledger, or no key that fits it.
     """
     before = recorded_attempts(run_dir)
+    # The key must be the one to which the ledger was committed before the first coin: another one would make other coins.
     folder, snapshot = RunFolder(run_dir), read_snapshot(_ledger(run_dir))
     key = SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
     after, recorded = recorded_attempts(run_dir), None
@@ -126,6 +129,7 @@ def clipping_bound_check(records: Sequence[Mapping[str, Any]], metrics: Sequence
         if not any(math.isclose(bound, said, rel_tol=FP32) for said in stated.get(step, []))
     ]
     rate, quantile = constants["clipbound_learning_rate"], constants["target_unclipped_quantile"]
+    # The same update as in training (privacy/adaptive_clipping.py), from numbers that were published, which are rounded.
     low, high = plan["max_grad_norm"] / RANGE, plan["max_grad_norm"] * RANGE
     for (step, bound, fraction), (following, after, _) in itertools.pairwise(published):
         exponent = min(max(-rate * (fraction - quantile), -50.0), 50.0)
@@ -156,6 +160,7 @@ def _mirror_check(run_dir: Path, ledger: Path, state: LedgerState) -> Check:
     if not state.mirrored:
         sentence = "the ledger has no mirror: a rollback of the whole run folder cannot be detected"
         return fact("mirror", True, sentence)
+    # The recipe in the folder says where it is; an auditor on another machine may not reach it.
     name, mirror = read_recipe(run_dir).get("privacy", {}).get("ledger_mirror"), None
     if isinstance(name, str) and name:
         with contextlib.suppress(OSError):

@@ -2,7 +2,7 @@
 
 Three witnesses are compared: the product's sampler, a second one that shares no code with it (second_sampler.py), and the private
 record of what the ranks were dealt. What they agree on is then tested as chance, which would also find a mistake that all three
-share: sizes of batches, how often each example is in one, and pairs of examples.
+share: sizes of batches, and how often each example is in one.
 
 Inside the trust boundary only: who was in which batch is what amplification by sampling keeps secret.
 """
@@ -19,12 +19,10 @@ from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
 from . import statistics as st
 from .report import AuditReport, Check, fact, random_check, undecided
-from .second_sampler import Attempt, SecondSampler, count_attempts, places_in_group
+from .second_sampler import Attempt, SecondSampler, count_attempts
 
 MAX_COINS = 10**9
 """Coins that one audit tosses again, twice each (about 20 s); a longer run is audited on a part of its attempts."""
-_WINDOW = 1 << 17
-_MAX_ENTRIES = 1 << 24  # memory: attempts times ids of the tables in which pairs of examples are counted
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ def audit_schedule(
         dependent = (
             f"the run samples by {plan.sampling!r}: its coins are meant to depend on each other and are not tested"
         )
-        return AuditReport.of("schedule", [undecided("sampling", dependent), _recorded(attempts, recorded)])
+        return AuditReport.of("schedule", [undecided("sampling", dependent)])
+    # Two derivations from the same key, by code that has nothing in common; the run itself is the third witness, below.
     sampler = plan.sampler
     second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
     drawn, differing = [], 0
@@ -69,8 +68,6 @@ def audit_schedule(
         for mine, other in ((chosen, decided.ids), (members, sampler.merge([decided]))):
             differing += 0 if np.array_equal(mine, other) else max(1, len(np.setxor1d(mine, other)))
         drawn.append(_Drawn(attempt, decided.ids, sampler.merge([decided]), members))
-    repeated = len(attempts) - len(set(attempts))
-    earlier = f"{repeated} of {len(attempts)} attempts have session nonce, step and attempt number of an earlier one"
     misnumbered = sum(a != b for a, b in zip(attempts, count_attempts(attempts), strict=True))
     numbers = (
         f"{misnumbered} of {len(attempts)} attempts have another number than that of earlier charges of their step"
@@ -79,11 +76,9 @@ def audit_schedule(
         f"{differing} examples are members by one of two independent derivations of coins and cap, and not by the other"
     )
     checks = [
-        fact("coins_never_repeat", repeated == 0, earlier, statistic=repeated, threshold=0),
         fact("attempt_numbers", misnumbered == 0, numbers, statistic=misnumbered, threshold=0),
         fact("second_derivation", differing == 0, coins, statistic=differing, threshold=0),
         *_chance(plan, drawn),
-        _recorded(attempts, recorded),
         _trained(second, drawn, recorded),
     ]
     return AuditReport.of("schedule", checks, attempts_charged=len(attempts), attempts_recomputed=len(drawn))
@@ -93,6 +88,7 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
     """All, or the retried steps and an even choice of the others, in order."""
     if len(attempts) <= count:
         return list(attempts)
+    # Coins of a retry are what a program that forgets its attempts gets wrong, so retried steps have half of the room.
     steps: dict[int, list[int]] = defaultdict(list)
     for index, attempt in enumerate(attempts):
         steps[attempt.step].append(index)
@@ -102,63 +98,43 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
 
 
 def _chance(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
-    """Sizes of batches, how often each example is in one, and how often two are together, against independent coins."""
-    q, cap = plan.sample_rate, plan.cap
-    # As chance: where members stand in their group, which is the member itself where there is one group.
-    n = plan.num_examples // plan.bands
-    chosen, members = (
-        [places_in_group(ids, plan.num_examples, plan.bands) for ids in batches]
-        for batches in ([item.chosen for item in drawn], [item.members for item in drawn])
-    )
-    counts = np.array([len(ids) for ids in chosen])
-    total, expected = int(counts.sum()), n * len(counts) * q
-    inclusions = f"{total} inclusions in {len(counts)} attempts of {n} examples, {expected:.0f} expected"
+    """Sizes of batches, and how often each example is in one, against independent coins.
+
+    Where groups of examples take turns, their coins are independent, so that batches are independent samples of places in a
+    group, as they are of all examples where there is one. The last place, which not every group has, is left out.
+    """
+    n, q, cap = plan.num_examples // plan.bands, plan.sample_rate, plan.cap
+
+    def places(ids: Ids) -> Ids:
+        found = ids // plan.bands
+        return found[found < n]
+
+    chosen, members = [places(item.chosen) for item in drawn], [places(item.members) for item in drawn]
+    sizes = [len(ids) for ids in members]
+    total, expected = sum(map(len, chosen)), n * len(chosen) * q
+    inclusions = f"{total} inclusions in {len(chosen)} attempts of {n} examples, {expected:.0f} expected"
+    ratio, spread_p = st.size_spread_p(sizes, n, q, cap)
+    varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
     window = min(n, 1 << 22)  # memory: one counter per example
     times = np.zeros(window, dtype=np.int64)
-    for ids in chosen:
-        times[ids[ids < window]] += 1
+    for ids, kept in zip(chosen, members, strict=True):
+        # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
+        taken = kept if cap is None or len(ids) <= cap else ids
+        times[taken[taken < window]] += 1
     spread = (
         f"how often each of {window} examples was chosen ({times.min()} to {times.max()} times) is spread as "
         "Binomial(attempts, q)"
     )
-    largest = max(map(len, members))
+    largest = max(sizes)
     capped = f"the largest batch has {largest} examples, the cap is {cap}"
-    total_p = float(st.binomial_p(total, n * len(counts), q))
-    ratio, spread_p = st.size_spread_p([len(ids) for ids in members], n, q, cap)
-    varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
-    # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
-    taken = [kept if cap is None or len(ids) <= cap else ids for ids, kept in zip(chosen, members, strict=True)]
-    width = min(n, _WINDOW)
-    rows = np.zeros((min(len(taken), _MAX_ENTRIES // width), width), dtype=bool)
-    for row, ids in zip(rows, taken, strict=False):
-        row[ids[ids < width]] = True
-    distance, apart = st.members_at_a_distance_p(rows, q)
-    pairs = (
-        f"two examples at any distance below {width} are together as often as independent coins put them there "
-        f"(furthest from it: distance {distance})"
-    )
+    # Each of the three sees what the others do not: a wrong rate, sizes that are too even, favourites among the examples.
+    total_p = float(st.binomial_p(total, n * len(chosen), q))
     return [
-        random_check("batch_size_total", total_p, inclusions, statistic=float(counts.mean())),
+        random_check("batch_size_total", total_p, inclusions, statistic=total / len(chosen)),
         random_check("batch_size_spread", spread_p, varied, statistic=ratio),
-        random_check("inclusion_per_example", st.binomial_counts_p(times, len(counts), q), spread),
-        random_check("pairs_at_a_distance", apart, pairs, statistic=distance),
+        random_check("inclusion_per_example", st.binomial_counts_p(times, len(chosen), q), spread),
         fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
     ]
-
-
-def _recorded(attempts: Sequence[Attempt], recorded: Mapping[tuple[str, int, int], MembersRecord] | None) -> Check:
-    """Charges without a record, and records without a charge: a program that dies may leave its last one uncharged."""
-    if recorded is None:
-        return undecided("recorded_attempts", "the run kept no record of its attempts (private/members.jsonl)")
-    charged = {(item.nonce.hex(), item.step, item.attempt) for item in attempts}
-    last = {name[0]: name for name in recorded}  # of each session, in the order of the file
-    unrecorded = charged - recorded.keys()
-    uncharged = [name for name in recorded if name not in charged and last[name[0]] != name]
-    sentence = (
-        f"{len(unrecorded)} of {len(charged)} charges have no record of their attempt, and {len(uncharged)} recorded attempts "
-        "that others followed were never charged"
-    )
-    return fact("recorded_attempts", not unrecorded and not uncharged, sentence, statistic=len(uncharged), threshold=0)
 
 
 def _trained(
@@ -174,6 +150,7 @@ def _trained(
         if record is None:
             continue
         compared += 1
+        # The record holds digests under the key, so the deal is made again and its digests are compared.
         world_size, members = len(record.digests), item.second
         numbers = list(dict.fromkeys(record.nodes))
         fits = not numbers or (len(record.nodes) == world_size and numbers == list(range(len(numbers))))

@@ -66,16 +66,6 @@ def count_attempts(attempts: Sequence[Attempt]) -> list[Attempt]:
     return counted
 
 
-def places_in_group(ids: Ids, num_examples: int, bands: int) -> Ids:
-    """Where members stand in the group whose turn it was: from 0 to num_examples // bands - 1.
-
-    Groups that take turns have independent coins, so that batches are independent samples of places, as they are of all examples
-    where there is one group. The last place, which not every group has, is left out.
-    """
-    places = ids // bands
-    return places[places < num_examples // bands]
-
-
 @dataclass(frozen=True)
 class SecondSampler:
     """Who is in which batch, from the sampling key's 32 bytes and public numbers."""

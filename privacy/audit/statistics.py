@@ -71,13 +71,6 @@ def tail_p(z: ArrayLike, edges: Sequence[float] = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
     return bonferroni([binomial_p(int((values > edge).sum()), values.size, 2 * stats.norm.sf(edge)) for edge in edges])
 
 
-def clopper_pearson(successes: int, trials: int, alpha: float) -> tuple[float, float]:
-    """Two one-sided bounds on a probability, each wrong with probability at most alpha (Clopper and Pearson 1934)."""
-    low = 0.0 if successes == 0 else float(stats.beta.ppf(alpha, successes, trials - successes + 1))
-    high = 1.0 if successes == trials else float(stats.beta.isf(alpha, successes + 1, trials - successes))
-    return low, high
-
-
 def count_duplicates(values: ArrayLike) -> int:
     """How many values equal an earlier one, bit by bit."""
     flat = np.asarray(values, dtype=np.float64).ravel()
@@ -88,13 +81,6 @@ def single_precision_fraction(values: ArrayLike) -> float:
     """Fraction of doubles that are floats in disguise: about 2^-29 for doubles, 1 for noise drawn in fp32."""
     flat = np.asarray(values, dtype=np.float64).ravel()
     return float((flat.astype(np.float32) == flat).mean()) if flat.size else 0.0
-
-
-def holds_nan(arrays: Sequence[Floats]) -> bool:
-    return any(bool(np.isnan(array).any()) for array in arrays)
-
-
-# Sizes of batches, and who is in them together
 
 
 def size_spread_p(sizes: ArrayLike, trials: int, probability: float, cap: int | None = None) -> tuple[float, float]:
@@ -131,34 +117,3 @@ def size_spread_p(sizes: ArrayLike, trials: int, probability: float, cap: int | 
         beyond = side * ((support if cap is None else np.minimum(support, cap)) - mean) > 0.5
         p_values.append(float(binomial_p((side * (counts - mean) > 0.5).sum(), counts.size, single[beyond].sum())))
     return float(((counts - mean) ** 2).mean() / variance), max(bonferroni(p_values), 1e-10)
-
-
-def two_classes_p(count: ArrayLike, first: ArrayLike, second: ArrayLike, probability: float) -> Floats:
-    """p of the sum of Binomial(first, probability) and Binomial(second, probability), whatever their joint law.
-
-    A sum that reaches s has a part that reaches its share of s, so the two parts' exact tails add up to a bound.
-    """
-    s, a, b = (np.asarray(value, dtype=np.int64) for value in (count, first, second))
-    whole = np.maximum(a + b, 1)
-    upper, lower = np.zeros(s.shape), np.zeros(s.shape)
-    for part in (a, b):
-        upper += np.where(part > 0, stats.binom.sf(-(-s * part // whole) - 1, part, probability), 0)
-        lower += np.where(part > 0, stats.binom.cdf(s * part // whole, part, probability), 0)
-    return np.where(a + b > 0, two_sided(np.minimum(lower, 1), np.minimum(upper, 1)), 1.0)
-
-
-def members_at_a_distance_p(rows_TN: NDArray[np.bool_], probability: float) -> tuple[int, float]:
-    """(distance, p) of the ids i and i + d that are together in batches too often or too rarely, over all d > 0.
-
-    Pairs (i, i + d) with floor(i / d) even have no id in common, so they are independent; likewise those with it odd.
-    """
-    num_rows, n = rows_TN.shape
-    if n < 2:
-        return 0, 1.0
-    length = fft.next_fast_len(2 * n, real=True)
-    power = sum(np.abs(fft.rfft(row.astype(float), length)) ** 2 for row in rows_TN)
-    together = fft.irfft(power, length).round().astype(np.int64)[1:n]
-    d = np.arange(1, n)
-    even = (n - d) // (2 * d) * d + np.minimum((n - d) % (2 * d), d)
-    p_values = two_classes_p(together, num_rows * even, num_rows * (n - d - even), probability**2)
-    return int(d[p_values.argmin()]), bonferroni(p_values)

@@ -3,10 +3,13 @@
 Headings and their order follow the reporting checklist of "How to DP-fy ML" (Ponomareva et al. 2023, arXiv 2303.00654). The JSON
 holds facts, and each one that does not come from the ledger names its file; sentences that every card repeats stand on the pages
 alone. A statement is one line of text in which backticks mark names of files; privacy/card/render.py makes pages of a card.
+
+python -m privacy.card.model > docs/schemas/privacy_card.schema.json
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -89,36 +92,11 @@ class UnitOfPrivacy(Part):
 
 
 class AdaptiveBound(Part):
-    """Constants of adaptive clipping, and how far C has moved (privacy/adaptive_clipping.py)."""
+    """How far the C of adaptive clipping has moved (privacy/adaptive_clipping.py)."""
 
-    target_unclipped_quantile: float = Field(description="gamma, the fraction of examples to leave unclipped.")
-    clipbound_learning_rate: float = Field(description="eta_C of the geometric update.")
-    unclipped_num_std: float = Field(description="Standard deviation of the noise on the count of unclipped examples.")
-    gradient_noise_multiplier: float = Field(description="Noise multiplier of the clipped sum alone.")
     smallest_bound: float | None = Field(description="The smallest C of all attempts; null before the first.")
     largest_bound: float | None = Field(description="The largest C of all attempts.")
     last_bound: float | None = Field(description="C of the newest attempt.")
-
-
-class CorrelatedNoise(Part):
-    """How the noise of a step depends on that of the steps before (docs/correlated_noise.md)."""
-
-    bands: int = Field(description="b: noise depends on that of the b - 1 steps before in the same segment.")
-    strategy: str = Field(description="Where the coefficients come from: square_root or optimised.")
-    coefficients: tuple[float, ...] = Field(description="c_0, ..., c_(b-1); the sum of their squares is at most 1.")
-    segments: int = Field(description="Starts of the program; each begins without past noise.")
-
-
-class Groups(Part):
-    """Groups of examples that take turns."""
-
-    number: int = Field(description="b, the number of groups.")
-    of_example: str = Field(description="Which group an example is in.")
-    of_attempt: str = Field(description="Which group an attempt draws from.")
-    largest: int = Field(description="Examples of the largest group.")
-    turns_charged: int = Field(
-        description="Charged attempts of the group with most of them: what epsilon is computed from."
-    )
 
 
 class Release(Part):
@@ -146,17 +124,11 @@ class Mechanism(Part):
 
     name: str = Field(description="The mechanism and its source.")
     head: Head | None = Field(description="The private head that was trained; null for DP-SGD.")
-    clipping_function: str | None = Field(description="How an example's norm becomes a factor; null for a head.")
-    max_grad_norm: float | None = Field(description="C, under adaptive clipping the first one; null for a head.")
     adaptive_clipping: AdaptiveBound | None = Field(description="null where C is constant.")
-    arithmetic: str = Field(description="floating, whose rounding r pays for, or certified: whole numbers, with r = 0.")
-    lattice_exponent: int | None = Field(
-        description="f of certified arithmetic: sums are multiples of 2^-f; else null."
-    )
-    sensitivity_slack: float = Field(description="r: one example contributes at most C (1 + r).")
-    noise_multiplier: float = Field(description="sigma, the standard deviation of the noise over the sensitivity.")
     noise_multiplier_accounted: float = Field(description="sigma / (1 + r), which the accountant is charged with.")
-    correlated_noise: CorrelatedNoise | None = Field(None, description="null where the noise of steps is independent.")
+    settings: tuple[tuple[str, str], ...] = Field(
+        (), description="[what, value] of each option of the plan, as the page shows it."
+    )
     releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")
     statement: str = Field(description="The mechanism in words.")
 
@@ -165,12 +137,9 @@ class Sampling(Part):
     """Which examples take part in a step."""
 
     scheme: str = Field(description="poisson, shuffle or full batch.")
-    sample_rate: float = Field(description="q, the probability with which an example takes part.")
-    expected_batch_size: int = Field(
-        description="B = q n, or q n / b where b groups take turns; DP-SGD divides the noised sum by it."
+    turns_charged: int = Field(
+        description="Charged attempts that one example can be in: what epsilon is computed from. All, unless groups take turns."
     )
-    groups: Groups | None = Field(None, description="null where all examples can be in every attempt.")
-    cap: int | None = Field(description="The largest batch; null where there is none.")
     key_commitment_sha256: str = Field(description="Commitment to the secret sampling key.")
     data_hmac_sha256: str | None = Field(description="Identity of the data, as an HMAC under that key.")
     statement: str = Field(description="The scheme in words.")
@@ -181,7 +150,6 @@ class Attack(Part):
 
     advantage: float = Field(description="Upper bound of true-positive less false-positive rate.")
     true_positive: dict[str, float] = Field(description="False-positive rate -> upper bound of the true-positive rate.")
-    curve: tuple[tuple[float, float], ...] = Field(description="[false-positive rate, bound on the other].")
 
 
 class Attempts(Part):
@@ -216,7 +184,6 @@ class Accounting(Part):
     epsilon_group: dict[str, Epsilon] = Field(default_factory=dict, description="Number of copies -> epsilon.")
     max_examples_per_owner: int | None = Field(description="The most examples of one owner, as the recipe states.")
     epsilon_owner: Epsilon = Field(None, description="Epsilon of such an owner.")
-    epsilon_by_attempts: tuple[tuple[int, Epsilon], ...] = Field((), description="[attempts, upper bound of epsilon].")
     attack: Attack | None = Field(None, description="Bounds on membership inference.")
     attempts: Attempts = Field(description="What was charged.")
 
@@ -275,11 +242,6 @@ class LedgerFile(Part):
     lines: int = Field(description="Number of its lines.")
     last_line_sha256: str = Field(description="SHA-256 of the last whole line, to be kept elsewhere.")
     mirrored_sessions: int = Field(description="Number of sessions that wrote a mirror of it.")
-    signer_fingerprint: str | None = Field(
-        None, description="SHA-256 of the public key that signs it; null where nobody signs. Whoever kept it when the run began "
-        "knows the signer by it, and nobody else does."
-    )  # fmt: skip
-    signed_lines: int = Field(0, description="Number of its lines, from the first, that the newest signature covers.")
 
 
 class Session(Part):
@@ -344,7 +306,7 @@ class Utility(Part):
 class PrivacyCard(Part):
     """What a run guarantees, and everything that this depends on."""
 
-    card_format: Literal[1] = Field(1, description="Version of this format.")
+    card_format: Literal[2] = Field(2, description="Version of this format.")
     run_name: str | None = Field(None, description="Name of the run's folder; null for a card of a ledger alone.")
     formal_guarantee: bool = Field(description="Whether the run makes a formal claim.")
     reasons: tuple[str, ...] = Field(description="Why it makes none.")
@@ -361,6 +323,9 @@ class PrivacyCard(Part):
     unit_of_privacy: UnitOfPrivacy = Field(description="Section 3.")
     adjacency: Literal["zero_out"] = Field(
         "zero_out", description="Section 4: neighbours differ in one zeroed-out record."
+    )
+    plan: dict[str, JsonValue] = Field(
+        description="The plan, field by field as the first line of the ledger has it, but for its target_epsilon."
     )
     mechanism: Mechanism = Field(description="Section 5.")
     sampling: Sampling = Field(description="Section 6.")
@@ -388,3 +353,13 @@ class PrivacyCard(Part):
     def to_json(self, indent: int | None = None) -> str:
         """The published format, in ASCII."""
         return self.model_dump_json(indent=indent, ensure_ascii=True)
+
+
+def schema_text() -> str:
+    """The schema of the files `privacy_card.json`, in which every key is present."""
+    schema = PrivacyCard.model_json_schema(mode="serialization")
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    print(schema_text(), end="")

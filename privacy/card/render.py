@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ..accounting.rounding import percent, rounded_down, rounded_up
 from .model import STATEMENTS, PrivacyCard
-from .plots import plots
 from .text import cell, escape, one_line
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def to_markdown(card: PrivacyCard) -> str:
 
 
 def to_html(card: PrivacyCard, samples: bytes | None = None) -> str:
-    """The card as one HTML file: what `to_markdown(card)` says, with plots; no script, nothing to fetch.
+    """The card as one HTML file: what `to_markdown(card)` says; no script, nothing to fetch.
 
     Args:
         samples: the PNG that `utility.samples` names; it ends the section on utility.
@@ -93,9 +92,6 @@ def to_html(card: PrivacyCard, samples: bytes | None = None) -> str:
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    drawn, sections = plots(card), []
-    for text in re.split(r"(?m)^(?=## )", to_markdown(card)):
-        heading = text.partition("\n")[0].partition(". ")[2]
-        sections.append({"heading": heading, "html": markdown.render(text), "plots": drawn.get(heading, [])})
     picture = None if samples is None else base64.b64encode(samples).decode()
-    return _template("card.html.j2", is_html=True).render(card=card, sections=sections, picture=picture)
+    page = markdown.render(to_markdown(card))
+    return _template("card.html.j2", is_html=True).render(card=card, page=page, picture=picture)

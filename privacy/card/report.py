@@ -5,23 +5,29 @@ Nothing is written and no lock is taken, so a card can be made while the run goe
 
 from __future__ import annotations
 
+import contextlib
 import json
-from dataclasses import asdict, dataclass
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from ..accounting import accountants as accounting
+from ..accounting.attack_risk import risk_of
+from ..accounting.group_privacy import epsilon_of_several
 from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused
 from ..ledger.chain import TORN_MARK, hash_line, is_torn
+from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.records import LedgerState, noise_multiplier_of, read_state
-from ..ledger.signature import fingerprint
-from ..plan_request import GROUP_OF_ATTEMPT, GROUP_OF_EXAMPLE
+from ..options import Clipping
 from . import model
-from .composition import composition
 from .model import STATEMENTS, Head, PrivacyCard, Stated
-from .numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
+
+GROUP_SIZES = (2, 5)
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,8 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
             Stated(text=opened[key], file="ledger.jsonl", attested=True) if opened.get(key) else Stated()
             for key in ("deduplication", "tuning")
         )
-        carried = composition(snapshot.run_dir, state)
-        numbers = accounting_numbers(state, snapshot.num_torn, len(snapshot.of_type("done")))
+        carried = _composition(snapshot.run_dir, state)
+        numbers = _accounting(snapshot)
         # Without privacy the ledger records no steps, only that the run has finished.
         finished = plan.num_steps if state.closed == "finished" else None
         card = PrivacyCard(
@@ -116,6 +122,7 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
                 unit=opened.get("unit", "one image-text pair" if head is None else "one labelled example"),
                 num_examples=plan.num_examples, deduplication=deduplication,
             ),
+            plan={name: value for name, value in opened["plan"].items() if name != "target_epsilon"},
             mechanism=_mechanism(snapshot, head), sampling=_sampling(snapshot, head), accounting=numbers,
             tuning=model.Tuning(stated=tuning, shared_ledger=opened.get("shared_ledger")), provenance=_provenance(snapshot),
         )  # fmt: skip
@@ -154,58 +161,128 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
         )
         for name, found in ratios.items()
     )
-    adaptive, constants = None, plan.adaptive_clipping
-    if constants is not None:
+    adaptive = None
+    if plan.options["clipping_function"].name == "adaptive":
         bounds = [intent["releases"][0]["sensitivity"] for intent in snapshot.of_type("intent")]
         adaptive = model.AdaptiveBound(
-            **asdict(constants), gradient_noise_multiplier=constants.gradient_noise_multiplier(plan.noise_multiplier),
-            smallest_bound=min(bounds, default=None), largest_bound=max(bounds, default=None),
+            smallest_bound=min(bounds, default=None),
+            largest_bound=max(bounds, default=None),
             last_bound=bounds[-1] if bounds else None,
-        )  # fmt: skip
+        )
     if head is not None:
         name, statement = f"{head.method}: a linear head from noised statistics of features", STATEMENTS["head"]
     elif plan.enabled:
         name = "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing"
-        statement = STATEMENTS["dp_sgd"].format(clipped=STATEMENTS["clipped"][plan.clipping_function])
-        statement += f" {STATEMENTS['adaptive']}" if adaptive else ""
-        statement += f" {STATEMENTS['correlated']}" if plan.bands > 1 else ""
-        statement += f" {STATEMENTS[plan.arithmetic]}"
+        clipping = plan.options["clipping_function"]
+        assert isinstance(clipping, Clipping)
+        sentences = [STATEMENTS["dp_sgd"].format(clipped=clipping.clipped)]
+        sentences += [option.statement for option in plan.options.values()]
+        statement = " ".join(filter(None, sentences))
     else:
         name, statement = "No mechanism", STATEMENTS["no_mechanism"]
     return model.Mechanism(
-        name=name, head=head, clipping_function=plan.clipping_function if head is None else None,
-        max_grad_norm=plan.max_grad_norm if head is None else None, adaptive_clipping=adaptive,
-        arithmetic=plan.arithmetic, lattice_exponent=None if plan.lattice is None else plan.lattice.exponent,
-        sensitivity_slack=plan.sensitivity_slack, noise_multiplier=plan.noise_multiplier,
-        noise_multiplier_accounted=plan.effective_noise_multiplier,
+        name=name, head=head, adaptive_clipping=adaptive, noise_multiplier_accounted=plan.effective_noise_multiplier,
+        settings=() if head is not None else [row for option in plan.options.values() for row in option.rows(plan)],
         releases=tuple(releases), statement=statement,
-        correlated_noise=None if plan.bands == 1 else model.CorrelatedNoise(
-            bands=plan.bands, strategy=plan.strategy, coefficients=plan.noise_strategy.coefficients,
-            segments=len(snapshot.of_type("session")),
-        ),
     )  # fmt: skip
 
 
 def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
-    plan, opened, groups = snapshot.state.plan, snapshot.state.opened, None
-    if plan.bands > 1:
-        turns = plan.participations(snapshot.state.num_charged)
-        groups = model.Groups(
-            number=plan.bands, of_example=GROUP_OF_EXAMPLE, of_attempt=GROUP_OF_ATTEMPT, largest=plan.group_size,
-            turns_charged=turns,
-        )  # fmt: skip
+    plan, opened = snapshot.state.plan, snapshot.state.opened
+    turns = plan.participations(snapshot.state.num_charged)
     if head is not None:
         statement = STATEMENTS["full_batch"]
-    elif plan.sampling == "poisson":
-        unsure = "" if plan.formal_guarantee else "The plan says this, unless a reason above says otherwise. "
-        who = "each example" if groups is None else "each example of the group whose turn it is"
-        statement = unsure + STATEMENTS["poisson"].format(who=who) + (f" {STATEMENTS['cyclic']}" if groups else "")
     else:
-        statement = f"The scheme is {plan.sampling}, not Poisson."
+        unsure = "" if plan.formal_guarantee else "The plan says this, unless a reason above says otherwise."
+        who = "each example" if plan.group_size == plan.num_examples else "each example of the group whose turn it is"
+        sentences = [option.sampling_statement.format(who=who) for option in reversed(plan.options.values())]
+        statement = " ".join(filter(None, [unsure, *sentences]))
     return model.Sampling(
-        scheme=plan.sampling if head is None else "full batch", sample_rate=plan.sample_rate,
-        expected_batch_size=plan.expected_batch_size, groups=groups, cap=plan.cap,
+        scheme=plan.options["sampling"].name if head is None else "full batch", turns_charged=turns,
         key_commitment_sha256=opened["key_commitment"], data_hmac_sha256=opened.get("data_hmac"), statement=statement,
+    )  # fmt: skip
+
+
+def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
+    """Epsilons of everything charged; all of them None without a formal guarantee."""
+    state, plan = snapshot.state, snapshot.state.plan
+    delta, tail = plan.accounted_delta, plan.noise_tail_delta
+    used = "by_rdp" if delta < accounting.PLD_SMALLEST_DELTA else "by_pld"
+    attempts = model.Attempts(
+        charged=state.num_charged, allowed=plan.max_intents, done=len(snapshot.of_type("done")), torn_lines=snapshot.num_torn,
+        repeats=sum(intent.attempt > 0 for intent in state.intents), torn_lines_charged=state.charged_torn,
+    )  # fmt: skip
+    numbers = model.Accounting(
+        delta=plan.target_delta, attempts=attempts,
+        accountant_at_opening=state.opened.get("accountant"), accountant=accounting.accountant_version(),
+        accountant_python=platform.python_version(), epsilon_group=dict.fromkeys(map(str, GROUP_SIZES)),
+        statement=STATEMENTS[used if plan.formal_guarantee else "no_account"],
+        max_examples_per_owner=state.opened.get("max_examples_per_owner"),
+    )  # fmt: skip
+    if not plan.formal_guarantee:
+        return numbers
+    groups = state.charged_groups()
+    claim, interval = accounting.claimed_epsilon(groups, delta)
+    planned, _ = accounting.claimed_epsilon([plan.release_group(plan.num_steps)], delta)
+    reserve, _ = accounting.claimed_epsilon([plan.release_group(plan.max_intents)], delta)
+    numbers = numbers.updated(
+        epsilon=claim, value_interval=interval, noise_tail_delta=tail, epsilon_target=plan.target_epsilon,
+        epsilon_planned=planned, epsilon_with_reserve=reserve, epsilon_rdp=accounting.epsilon_rdp(groups, delta),
+    )  # fmt: skip
+    if claim > accounting.LARGEST_DETAILED_EPSILON:
+        return numbers
+    if groups:
+        risk = risk_of(accounting.loss_distribution(groups, accounting.COARSE_INTERVAL), tail)
+        rates = {f"{rate:g}": bound for rate, bound in risk["true_positive_rates"]}
+        numbers = numbers.updated(attack=model.Attack(advantage=risk["advantage"], true_positive=rates))
+    # Below that delta the claim is by RDP, and the others are not trusted.
+    if delta < accounting.PLD_SMALLEST_DELTA:
+        return numbers
+    owner, bracket = numbers.max_examples_per_owner, None
+    with contextlib.suppress(accounting.CrossCheckUnavailable):
+        lower, _, upper = accounting.epsilon_prv(groups, delta)
+        bracket = (lower, upper)
+    # The grid of the guidance that surrounds the claim: still an upper bound, within 0.1 %, at a tenth of the time.
+    guide = min(max(claim / 400, accounting.COARSE_INTERVAL), 2e-2)
+    return numbers.updated(
+        epsilon_owner=None if owner is None else epsilon_of_several(plan, groups, owner, guide),
+        epsilon_replace_one=accounting.epsilon_replace_one(groups, delta, guide),
+        epsilon_group={str(size): epsilon_of_several(plan, groups, size, guide) for size in GROUP_SIZES},
+        epsilon_prv=bracket,
+        prv_accountant=f"prv-accountant {version('prv-accountant')}",
+    )
+
+
+def _composition(run_dir: Path, state: LedgerState) -> model.Composition | None:
+    """What the weights of a run carry; None where no private run is behind them, or nothing is claimed.
+
+    Args:
+        run_dir: holds the copies.
+        state: of the run's own ledger.
+
+    Raises:
+        PrivacyStateRefused: a copy is missing, broken, or makes no claim.
+    """
+    behind = state.opened.get("behind", ())
+    if not behind or not state.plan.formal_guarantee:
+        return None
+    states = [state, *states_behind(run_dir, state.opened)]
+    names = [("this run", "ledger.jsonl"), *((str(place["run"]), str(place["file"])) for place in behind)]
+    delta = min(before.plan.target_delta for before in states)
+    disjoint = [before.opened.get("disjoint_from_start") is True for before in states]
+    return model.Composition(
+        epsilon=composed_epsilon(states, delta),
+        delta=delta,
+        disjoint_by_declaration=any(disjoint[:-1]),
+        statement=STATEMENTS["composed"] + (f" {STATEMENTS['composed_disjoint']}" if any(disjoint[:-1]) else ""),
+        runs=tuple(
+            model.CarriedRun(
+                name=name, file=file, delta=before.plan.target_delta, attempts_charged=before.num_charged,
+                epsilon=accounting.claimed_epsilon(before.charged_groups(), before.plan.accounted_delta)[0],
+                disjoint_from_those_before=disjoint[number],
+            )
+            for number, ((name, file), before) in enumerate(zip(names, states, strict=True))
+        ),
     )  # fmt: skip
 
 
@@ -219,8 +296,6 @@ def _provenance(snapshot: LedgerSnapshot) -> model.Provenance:
     ledger = model.LedgerFile(
         format=opened["format"], lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash,
         mirrored_sessions=sum(session.mirror for session in sessions),
-        signer_fingerprint=None if snapshot.state.signer is None else fingerprint(snapshot.state.signer),
-        signed_lines=snapshot.state.num_signed,
     )  # fmt: skip
     return model.Provenance(
         commit=opened.get("commit"), opened_utc=opened["time_utc"], closed=snapshot.state.closed, ledger=ledger,
@@ -236,7 +311,7 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
         found.append(f"The {useless}.")
     if card.formal_guarantee and card.epsilon is None:
         found.append("The accountant finds no finite epsilon at this delta.")
-    if (card.epsilon or 0.0) > LARGEST_DETAILED_EPSILON:
+    if (card.epsilon or 0.0) > accounting.LARGEST_DETAILED_EPSILON:
         found.append("So large an epsilon protects nothing in practice; the card omits curves and other neighbours.")
     if numbers.epsilon is not None:
         # RDP >= claim >= PRV lower, with the slack of RDP's finite list of orders (a thousandth).

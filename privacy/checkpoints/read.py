@@ -232,7 +232,7 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
         ConfigError: there are checkpoints, but none is whole.
     """
     names = collectives.on_main(lambda: usable_names(folder))
-    for manifest in collectives.on_main(lambda: _readable_manifests(folder)):
+    for manifest in collectives.on_main(lambda: readable_manifests(folder)):
         if manifest.get("ledger"):
             remembered(manifest["ledger"])
     damaged: list[str] = []
@@ -266,7 +266,7 @@ def usable_names(folder: Path) -> list[str]:
     return [latest, *(name for name in names if name < latest)]
 
 
-def _readable_manifests(folder: Path) -> list[dict[str, Any]]:
+def readable_manifests(folder: Path) -> list[dict[str, Any]]:
     """Those of all checkpoints that are there, newer than LATEST or set aside: none of them remembers what never was."""
     manifests = []
     for path in sorted([*folder.glob("step-*"), *folder.glob("set-aside-step-*")], reverse=True):

@@ -1,4 +1,4 @@
-"""Holds a checkpoint against the ledger of its run: a manifest's seal has no key, and the ledger's records are signed."""
+"""Holds a checkpoint against the ledger of its run: anybody can seal a manifest anew, but the ledger's hash chain names one."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Flat per-example clipping by book-keeping: one forward, one backward for activations, no weight gradient twice."""
 
 from .clipped_sum import ClippedSum
-from .factors import MicroBatchStats
+from .norms import MicroBatchStats
 
 __all__ = ["ClippedSum", "MicroBatchStats"]

@@ -22,9 +22,9 @@ from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator
 from .checked import NotTaken, must_take, require_passed
 from .clipped_sum import ClippedSum, Parts, by_parameter
 from .contributions import in_full
-from .factors import Factors, MicroBatchStats, no_examples
 from .functions import ClippingFunction, flat
 from .integers import SquaredNorms, add_contributions, round_to_even
+from .norms import Factors, MicroBatchStats, no_examples
 from .precision import exact
 from .recorder import Task
 

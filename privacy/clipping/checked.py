@@ -1,15 +1,14 @@
-"""What a model that has passed the self-check (selfcheck.py) is compared with at every micro-batch, and tried on when it is new.
+"""Whether a model still is what passed the self-check (selfcheck.py), and whether its examples stay apart in a new shape.
 
-`ClippedSum` asks `require_passed` before every micro-batch. From ids and flags it reads whether the model is what it was. A
-micro-batch of a size, of shapes or under an autocast that this model has not met yet is tried on made-up examples first, because
-a model may take another way there (a limit, groups, a mask that is as long as the batch). It goes forward twice, with the run's
-own number of rows, shapes, precision and device: a third of the rows stay what they are and all others change. Kernels give
-equal bits for equal shapes, whatever the other rows hold, so what mixes is seen as long as rounding does not hide it; NaN,
-infinity and large numbers in some rows make that any strength, unless the model refuses them. Two forwards without gradients
-cost less than one micro-batch of training, wherever that runs.
+`ClippedSum` calls `require_passed` before every micro-batch. It reads ids and flags: parameters that were added, replaced,
+frozen or unfrozen, modes, and layers, hooks or adapters that were added or swapped. Values, closures, globals and other
+attributes are not compared (docs/guarantee.md states that assumption).
+
+A micro-batch of a new size or shape, or under a new autocast, may take another way through a model: a limit, groups, a mask as
+long as the batch. So made-up examples take it first, twice, with the run's number of rows, precision and device. A third of the
+rows stay and all others change. Kernels give equal bits for equal shapes, so a loss that changes has read another row.
 """
 
-import functools
 import inspect
 import math
 import random
@@ -17,15 +16,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from .sharded import is_of_fsdp, kind_of, put_away, whole
+from .sharded import is_of_fsdp, put_away, whole
 
 Task = Callable[..., Tensor]
 Inputs = dict[str, Tensor]
@@ -33,10 +31,7 @@ Place = tuple[str, str]
 """Path of a module, and an attribute of it."""
 Structure = dict[Place, object]
 T = TypeVar("T")
-_NOTHING = object()
 
-SIMPLE = frozenset([bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
-"""Values that hold nothing else."""
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
 LARGE = 1e4
@@ -49,8 +44,7 @@ HOW = (
 )
 
 
-@dataclass(frozen=True)
-class Passed:
+class Passed(NamedTuple):
     """What a model was when it passed.
 
     Attributes:
@@ -58,11 +52,11 @@ class Passed:
         moved: places that a forward changes itself, such as hooks that it adds when it is first called.
         task: a weak reference, because a task usually refers to its model.
         made_up: two or more made-up examples.
-        tried: shapes and autocasts (`_way`) in which made-up examples were tried.
+        tried: shapes and autocasts in which made-up examples were tried.
     """
 
     structure: Structure
-    moved: list[Place]
+    moved: set[Place]
     task: weakref.ref[Any]
     made_up: Inputs
     tried: set[object]
@@ -71,15 +65,17 @@ class Passed:
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Passed]] = weakref.WeakKeyDictionary()
 
 
-def note_passed(model: nn.Module, task: Task, made_up: Inputs, structure: Structure, moved: list[Place]) -> None:
-    """The model has passed with this task and these made-up examples; it had this structure, moved by its own forward there."""
+def note_passed(model: nn.Module, task: Task, made_up: Inputs, structure: Structure, moved: set[Place]) -> None:
+    """Remembers that the model has passed with this task and these made-up examples, and what it was then."""
     reference = weakref.WeakMethod(task) if inspect.ismethod(task) else weakref.ref(task)
     made_up = {name: x.detach().clone() for name, x in made_up.items()}
     _PASSED.setdefault(model, []).append(Passed(structure, moved, reference, made_up, set()))
 
 
 def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], made_for: list[object]) -> None:
-    """Only names, dtypes and shapes of the inputs are looked at, never their values.
+    """Requires that the model has passed with this task, is what it was then, and keeps examples apart in this shape.
+
+    It looks at names, dtypes and shapes of the inputs, never at their values.
 
     Args:
         made_for: `trained(model)` when the clipper was made.
@@ -101,45 +97,39 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
         )
     put_away(model)
     now = structure(model, task)
-    changed = [[place for place in changes(p.structure, now) if place not in p.moved] for p in passed]
+    changed = [changes(p.structure, now) - p.moved for p in passed]
     unchanged = [p for p, places in zip(passed, changed, strict=True) if not places]
     if not unchanged:
         raise PrivacyConfigError(
-            f"since the self-check, {'.'.join(changed[-1][0]).strip('.') or 'the model'} has changed (layers were exchanged, "
-            "frozen or unfrozen, given a hook or another setting, a buffer was written to, or model.train() or model.eval() "
-            f"was called): check the model as it is trained; {HOW}"
+            f"since the self-check, {'.'.join(min(changed[-1])).strip('.') or 'the model'} has changed (layers were exchanged, "
+            "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): check the model as it is trained; "
+            f"{HOW}"
         )
     if trained(model) != made_for:
         raise PrivacyConfigError(
             "since this sum was made, parameters of its model were frozen, unfrozen, exchanged or given another dtype: make a "
             "new one"
         )
-    way = _way(inputs)
-    if not any(way in p.tried for p in unchanged):
-        mine = max(unchanged, key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()))
-        made_up = {name: _stretched(mine.made_up[name], x) for name, x in inputs.items()}
-        with whole(model), nothing_is_small(model), untouched(model, task):
-            require_apart(task, made_up, len(next(iter(inputs.values()))))
-        mine.tried.add(way)
+    # Shapes, devices and autocasts may send a micro-batch another way through the model: a new way is tried once.
+    devices = sorted({"cpu", *(x.device.type for x in inputs.values())} - {"meta"})
+    autocasts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    way = (tuple((name, x.shape, x.device) for name, x in sorted(inputs.items())), *autocasts)
+    if any(way in p.tried for p in unchanged):
+        return
+    mine = max(unchanged, key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()))
+    made_up = {}
+    for name, x in inputs.items():  # cut, or their last entry repeated, in each dimension but the first
+        y = mine.made_up[name]
+        for dim in range(1, x.dim()):
+            y = y.index_select(dim, torch.arange(x.shape[dim], device=y.device).clamp(max=y.shape[dim] - 1))
+        made_up[name] = y.to(x.device)
+    with whole(model), nothing_is_small(model), untouched(model, task):
+        require_apart(task, made_up, len(next(iter(inputs.values()))))
+    mine.tried.add(way)
 
 
 def _kinds(inputs: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
     return {name: (x.dtype, x.dim()) for name, x in inputs.items()}
-
-
-def _way(inputs: Mapping[str, Tensor]) -> object:
-    """What may send a micro-batch of these kinds another way through a model: shapes, devices and autocasts."""
-    shapes = tuple((name, x.shape, x.device) for name, x in sorted(inputs.items()))
-    kinds = sorted({"cpu", *(x.device.type for x in inputs.values())} - {"meta"})
-    return shapes, tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-
-
-def _stretched(made_up: Tensor, like: Tensor) -> Tensor:
-    """Made-up examples of the shape of others: cut, or their last entry repeated, in each dimension but the first."""
-    for dim in range(1, like.dim()):
-        places = torch.arange(like.shape[dim], device=made_up.device).clamp(max=made_up.shape[dim] - 1)
-        made_up = made_up.index_select(dim, places)
-    return made_up.to(like.device)
 
 
 def _modules(model: nn.Module, task: object) -> list[tuple[str, nn.Module]]:
@@ -152,9 +142,9 @@ def _modules(model: nn.Module, task: object) -> list[tuple[str, nn.Module]]:
 def structure(model: nn.Module, task: object = None) -> Structure:
     """Reads, from ids and flags, what decides the way of a value or a gradient through the model; never values of tensors.
 
-    These are its registered modules with class, mode, hooks and an own `forward`, the settings of torch's layers (numbers,
-    flags, names), parameters with whether they are trained, and buffers; the same of a task that is another module; and
-    torch's global hooks. Hooks of clipping itself and of FSDP do not count.
+    These are the registered modules of the model, and of a task that is another module or a method of one: class, mode, hooks,
+    an own `forward`, and parameters with whether they are trained; and torch's global hooks. Hooks of clipping itself and of FSDP
+    do not count. Objects are compared by weak references: an id could be given out again.
     """
     found: Structure = {}
     for name, table in vars(torch.nn.modules.module).items():
@@ -162,41 +152,35 @@ def structure(model: nn.Module, task: object = None) -> Structure:
             found["", name] = _foreign(table)
     for path, module in _modules(model, task):
         found[path, ""] = (_Same(type(module)), _Same(module))
-        is_of_torch = kind_of(module).__module__.startswith("torch.nn.")
         for name, value in vars(module).items():
             if name.endswith(("ward_hooks", "ward_pre_hooks")):
                 found[path, name] = _foreign(value)
             elif name == "forward":
                 found[path, name] = _Same(value)
-            elif name == "training" or (is_of_torch and type(value) in SIMPLE):
-                found[path, name] = (type(value), value)
+        found[path, "training"] = module.training
         for name, p in module._parameters.items():
             if p is not None:
                 hooks = [_foreign(table) for table in (p._backward_hooks, p._post_accumulate_grad_hooks)]
                 found[path, name] = (_Same(p), p.requires_grad, p.dtype, hooks)
-        for name, x in module._buffers.items():
-            found[path, name] = None if x is None else (_Same(x), x.dtype, writes_to(x))
     return found
 
 
-def changes(before: Structure, now: Structure) -> list[Place]:
+def changes(before: Structure, now: Structure) -> set[Place]:
     """Where two structures differ."""
-    return [x for x in {**before, **now} if before.get(x, _NOTHING) != now.get(x, _NOTHING)]
+    return {place for place in {**before, **now} if before.get(place, ...) != now.get(place, ...)}
 
 
-def _foreign(hooks: Mapping[int, object] | None) -> list["_Same"]:
-    return [_Same(h) for h in (hooks or {}).values() if not (_is_ours(h) or is_of_fsdp(h))]
-
-
-def _is_ours(hook: object) -> bool:
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(function, "__module__", "")).startswith(f"{__package__}.")
+def _foreign(hooks: Mapping[int, Any] | None) -> list["_Same"]:
+    """The hooks that are neither clipping's nor FSDP's."""
+    of_modules = [(getattr(h, "func", h), h) for h in (hooks or {}).values()]  # clipping's may be partial
+    ours = f"{__package__}."
+    return [
+        _Same(h) for f, h in of_modules if not (str(getattr(f, "__module__", "")).startswith(ours) or is_of_fsdp(h))
+    ]
 
 
 class _Same:
     """Equal for one object only, which it does not keep alive, and never for another at its address."""
-
-    __slots__ = ("reference",)
 
     def __init__(self, x: object) -> None:
         try:
@@ -207,21 +191,13 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.reference is other.reference
 
-    def __hash__(self) -> int:
-        return id(self.reference)
-
 
 def trained(model: nn.Module) -> list[object]:
     """The parameters that a clipper of this model, as it is now, is made for."""
     return [(id(p), p.dtype) for p in model.parameters() if p.requires_grad]
 
 
-def writes_to(tensor: Tensor) -> int:
-    """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
-    return 0 if tensor.is_inference() else int(tensor._version)
-
-
-def require_apart(task: Task, inputs: Mapping[str, Tensor], size: int) -> None:
+def require_apart(task: Task, inputs: Inputs, size: int) -> None:
     """Tries made-up neighbours in one micro-batch; collective where `task` is.
 
     Args:
@@ -268,9 +244,7 @@ def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, where: s
         )
 
 
-def among_neighbours(
-    inputs: Mapping[str, Tensor], row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], T]
-) -> list[T]:
+def among_neighbours(inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], T]) -> list[T]:
     """What `run(micro_batch, is_hostile)` gives for examples that stay while the rows around them change, for two kinds of these.
 
     Args:
@@ -283,13 +257,16 @@ def among_neighbours(
     """
     kind_B = torch.arange(len(stays_B)) % 7
 
+    def in_rows(is_so_B: Tensor, like: Tensor) -> Tensor:
+        return is_so_B.to(like.device).view(-1, *[1] * (like.dim() - 1))
+
     def hostile(x_B: Tensor) -> Tensor:
         # A crowd of one example is for limits that count examples, a short one for lengths that are fitted to the longest.
-        y_B = torch.where(_as(kind_B > 4, x_B), x_B[:1], x_B.roll(1, 0))
-        y_B = torch.where(_as(kind_B == 4, x_B), shortened(x_B), y_B)
-        if x_B.is_floating_point():
+        y_B = torch.where(in_rows(kind_B > 4, x_B), x_B[:1], x_B.roll(1, 0))
+        y_B = torch.where(in_rows(kind_B == 4, x_B), shortened(x_B), y_B)
+        if x_B.is_floating_point():  # NaN and infinity carry over at any strength
             for kind, value in enumerate((torch.nan, -LARGE, torch.inf, LARGE)):
-                y_B = torch.where(_as(kind_B == kind, x_B), y_B * value, y_B)
+                y_B = torch.where(in_rows(kind_B == kind, x_B), y_B * value, y_B)
         return y_B
 
     kinds: list[Callable[[Tensor], Tensor]] = [
@@ -302,7 +279,7 @@ def among_neighbours(
     for change in kinds:
         rows = {name: x[row_B.to(x.device)] for name, x in inputs.items()}
         try:
-            micro_batch = {name: torch.where(_as(stays_B, x), x, change(x)) for name, x in rows.items()}
+            micro_batch = {name: torch.where(in_rows(stays_B, x), x, change(x)) for name, x in rows.items()}
             found.append(run(micro_batch, change is hostile))
         except NotTaken:  # the model refuses such values itself; it is tried on those that it takes
             if change is kinds[-1]:
@@ -310,11 +287,6 @@ def among_neighbours(
         if len(found) == 2:
             break
     return found
-
-
-def _as(is_so_B: Tensor, like: Tensor) -> Tensor:
-    """(B, 1, ...) on the same device."""
-    return is_so_B.to(like.device).view(-1, *[1] * (like.dim() - 1))
 
 
 def shortened(x: Tensor) -> Tensor:

@@ -33,14 +33,12 @@ from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
 from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, add_together
-from .blanking import needs_blanking
-from .checked import require_passed, trained, writes_to
+from .checked import require_passed, trained
 from .compiled import compiled_weights
 from .contributions import Contribution, in_full, is_short, may_cancel
 from .coverage import claims
-from .factors import Factors, MicroBatchStats, no_examples
 from .functions import ClippingFunction, flat
-from .norms import NormTally
+from .norms import Factors, MicroBatchStats, NormTally, no_examples
 from .precision import exact, wide, wide_dtype
 from .recorder import Call, Forward, Recorder, Task
 
@@ -120,7 +118,8 @@ class ClippedSum:
         self._shapes = shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self.mode = mode
         self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
-        self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
+        at_rest = compiled_weights(model)
+        self._recorder = Recorder(claims(model, shapes), at_rest)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(parameters.values()))
         wide = {wide_dtype(p.dtype): name for name, p in parameters.items()}
@@ -131,7 +130,7 @@ class ClippedSum:
             )
         self._differs = torch.empty(0, dtype=torch.bool)
         """() or (1,): whether a second pass of this logical batch differed from its first."""
-        self._keeps_graph = not compiled_weights(model) and all(
+        self._keeps_graph = not at_rest and all(
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
         )
@@ -212,11 +211,6 @@ class ClippedSum:
         """
         if len(self._differs) and bool(self._differs):
             raise PrivacyConfigError(NOT_REPEATED)
-
-    @property
-    def num_calls(self) -> Mapping[str, int]:
-        """Parameter name -> how often its layers were called in the last forward."""
-        return self._recorder.num_calls
 
     def detach(self) -> None:
         """Removes the hooks from the model."""
@@ -391,6 +385,11 @@ class ClippedSum:
         self.accumulator.filled(name)
 
 
+def writes_to(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
 def require_unwritten(writes: Writes, who: str) -> None:
     """
     Raises:
@@ -438,3 +437,8 @@ def by_parameter(passed: Forward, use: Callable[[str, Parts], None], marks: list
         # Parameters of which not every call has a gradient, because the loss does not depend on it.
         for name, parts in waiting.items():
             use(name, parts)
+
+
+def needs_blanking(is_finite_B: Tensor) -> bool:
+    """Whether the rows have to be gone through. Waits for the device on CPU only; on CUDA the answer is always yes."""
+    return is_finite_B.is_cuda or (not is_finite_B.is_meta and not bool(is_finite_B.all()))

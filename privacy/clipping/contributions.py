@@ -23,7 +23,6 @@ from torch import Tensor
 
 from . import triton_norm
 from .accumulators import EXAMPLES_PER_SUM, SHORT, Slot, blocks
-from .blanking import blanked, both_blanked
 from .precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
 
 WIDENED_ENTRIES = (1 << 18, 1 << 24)
@@ -301,6 +300,27 @@ def _written(part: Contribution, shape: torch.Size) -> Tensor:
             for rows, g_BTv in part.gradients():
                 whole[:, rows] = torch.bmm(wide(g_BTv).transpose(1, 2), a_BTd)
             return whole
+
+
+# Rows of excluded examples become exact zeros before anything is summed, because 0 * NaN is not 0.
+
+
+def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
+    """x (B, ...) with the excluded rows exactly zero. On CUDA x itself may be overwritten: it is the recorder's own copy."""
+    if _in_place(x):
+        return triton_norm.blank_rows_(x, excluded_B)
+    return torch.where(excluded_B.view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x)
+
+
+def both_blanked(x: Tensor, y: Tensor, excluded_B: Tensor) -> tuple[Tensor, Tensor]:
+    """As `blanked`, with one kernel for both."""
+    if _in_place(x) and _in_place(y):
+        return triton_norm.blank_rows_(x, excluded_B, y), y
+    return blanked(x, excluded_B), blanked(y, excluded_B)
+
+
+def _in_place(x: Tensor) -> bool:
+    return x.is_cuda and x.is_contiguous() and triton_norm.is_installed()
 
 
 def sum_over_tokens(x_BTd: Tensor) -> Tensor:

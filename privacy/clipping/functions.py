@@ -3,12 +3,15 @@
 Each reports its own sensitivity, which is what the noise is scaled by; nobody retypes a constant.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+
+from ..options import OPTIONS, Adaptive, Clipping
 
 Normaliser = Literal["clip", "normalise"]
 
@@ -45,27 +48,18 @@ class ClippingFunction:
         return (bound / norm_B).clamp(max=1)
 
 
-def flat(names: list[str], max_grad_norm: float) -> ClippingFunction:
-    """One norm over all parameters, constant bound C (Abadi et al. 2016): the default."""
-    return ClippingFunction(dict.fromkeys(names, 0), (max_grad_norm,))
+@functools.cache  # the function of an option is one object, so that it can be recognised
+def function_of(option: Clipping) -> Callable[[list[str], float], ClippingFunction]:
+    """(names, C) -> the function of an option: one norm per group, bound C / sqrt(number of groups) each, so C for the whole."""
 
+    def make(names: list[str], max_grad_norm: float) -> ClippingFunction:
+        groups = [option.group_of(name) for name in names]
+        index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        bound = max_grad_norm / math.sqrt(len(index))
+        of_name = {name: index[group] for name, group in zip(names, groups, strict=True)}
+        return ClippingFunction(of_name, (bound,) * len(index), "normalise" if option.normalises else "clip")
 
-def automatic(names: list[str], max_grad_norm: float) -> ClippingFunction:
-    """One norm over all parameters, every gradient normalised to length below C (Bu et al. 2023, arXiv 2206.07136)."""
-    return ClippingFunction(dict.fromkeys(names, 0), (max_grad_norm,), "normalise")
-
-
-def per_layer(names: list[str], max_grad_norm: float) -> ClippingFunction:
-    """One norm per layer, bound C / sqrt(number of layers) each, so that the whole is bounded by C again."""
-    return grouped(names, max_grad_norm, depth=None)
-
-
-def grouped(names: list[str], max_grad_norm: float, *, depth: int | None = 1) -> ClippingFunction:
-    """One norm per group of equal name prefix, e.g. depth 1: "encoder", "decoder"; None: one per layer."""
-    prefixes = [name.rpartition(".")[0] if depth is None else ".".join(name.split(".")[:depth]) for name in names]
-    index = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
-    bound = max_grad_norm / math.sqrt(len(index))
-    return ClippingFunction({n: index[p] for n, p in zip(names, prefixes, strict=True)}, (bound,) * len(index))
+    return make
 
 
 def unclipped(norm_B: Tensor, bound: float) -> Tensor:
@@ -77,10 +71,10 @@ def unclipped(norm_B: Tensor, bound: float) -> Tensor:
     return ((1 - norm_B.double() / bound) / RAMP + 0.5).clamp(0, 1)
 
 
-FUNCTIONS: Mapping[str, Callable[[list[str], float], ClippingFunction]] = {
-    "flat": flat,
-    "automatic": automatic,
-    "per_layer": per_layer,
-    "grouped": grouped,
+FUNCTIONS = {
+    name: function_of(option)
+    for name, option in OPTIONS["clipping_function"].items()
+    if isinstance(option, Clipping) and not isinstance(option, Adaptive)
 }
 """The functions by the names that plans use. Adaptive clipping is flat at every step; privacy/adaptive_clipping.py moves C."""
+flat, automatic, per_layer, grouped = (FUNCTIONS[name] for name in ("flat", "automatic", "per_layer", "grouped"))

@@ -1,4 +1,4 @@
-"""The Triton kernels behind triton_norm.py and blanking.py, which explain them. Importing this file needs Triton."""
+"""The Triton kernels behind triton_norm.py, which explains them. Importing this file needs Triton."""
 
 import triton
 import triton.language as tl

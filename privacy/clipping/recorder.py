@@ -139,8 +139,6 @@ class Recorder:
         self._batch_size = 0
         self._num_calls: Counter[str] = Counter()
         self._num_calls_at: dict[object, dict[str, int]] = {}
-        self.num_calls: Mapping[str, int] = {}
-        """Parameter name -> how often its layers were called in the last forward."""
         self._sink: Callable[[Call], None] | None = None
         self._handles: list[RemovableHandle] = []
         for claim in claims:
@@ -181,26 +179,26 @@ class Recorder:
                             "the loss depends on no layer that is trained: was it detached, or computed under torch.no_grad?"
                         )
                     loss = loss_B.sum()
-                self.num_calls = dict(self._num_calls)
-                self._require_as_many_calls(inputs)
-                yield Forward(self, loss_B.detach(), self.num_calls, loss, num_backwards)
+                num_calls = dict(self._num_calls)
+                self._require_as_many_calls(inputs, num_calls)
+                yield Forward(self, loss_B.detach(), num_calls, loss, num_backwards)
         finally:
             self._root = self._sink = None
             for claim in self._claims:
                 _unshadow(claim)
 
-    def _require_as_many_calls(self, inputs: Mapping[str, Tensor]) -> None:
+    def _require_as_many_calls(self, inputs: Mapping[str, Tensor], now: dict[str, int]) -> None:
         """Layers are called as often in every micro-batch of the same shapes: the example with most work must not set that.
 
         The number of contributions moves how the gradient of every example is rounded.
         """
         shapes = tuple((name, x.shape) for name, x in inputs.items())
-        before = self._num_calls_at.setdefault(shapes, dict(self.num_calls))
-        if before != self.num_calls:
-            name = min(n for n in {**before, **self.num_calls} if before.get(n) != self.num_calls.get(n))
+        before = self._num_calls_at.setdefault(shapes, now)
+        if before != now:
+            name = min(n for n in {**before, **now} if before.get(n) != now.get(n))
             raise PrivacyConfigError(
-                f"the layer of {name} was called {self.num_calls.get(name, 0)} times in a micro-batch, and {before.get(name, 0)} "
-                "times in one of the same shapes: how often must not depend on the examples; call it as often for all, and mask"
+                f"the layer of {name} was called {now.get(name, 0)} times here, and {before.get(name, 0)} times in another "
+                "micro-batch of the same shapes: how often must not depend on the examples; call it as often for all, and mask"
             )
 
     def backward(self, loss: Tensor, sink: Callable[[Call], None], *, keep_graph: bool) -> None:
@@ -256,7 +254,7 @@ class Recorder:
             rows, inputs = (t.detach().expand(self._batch_size, *t.shape[1:]) for t in (output, x))
             return per_example(self._tap(rows, claim, local_name, inputs).unsqueeze(1), claim.path or "the root module")
         self._require_examples(x, output, claim, local_name)
-        # On CUDA, bad rows of what is kept are overwritten (blanking.py), which must not happen to the caller's tensors.
+        # On CUDA, bad rows of what is kept are overwritten (`blanked`), which must not happen to the caller's tensors.
         x = x.clone() if x.is_cuda and not x.requires_grad else x.detach()
         return self._tap(output, claim, local_name, x, *others)
 

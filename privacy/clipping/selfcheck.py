@@ -12,15 +12,13 @@ may be a thousand times as large. Three things find that at any size:
 
 * Everything is computed in float64, on copies of parameters and buffers, where the model can: then rounding is 1e-16 and a part
   of 1e-10 is seen. Where a forward narrows values to float32 itself, or cannot run in float64, a part of 1e-3 is.
-* In further batches, some rows hold what no data set should: NaN, infinity and numbers ten thousand times too large. Any
-  arithmetic that reads another row carries them over, at any strength, and the examples around them must stay what they were,
-  to the last bit. The same is tried in the precision of the run, with its dtypes and under its autocast. Other rows hold one
-  example again and again, or cut to half of its tokens, for limits that count examples and for work that is fitted to the
-  longest. Where a model refuses such rows itself, the neighbours are other examples.
-* Every example alone, and the first batch, meets the model as it was before its first call, so that statistics of a first
-  call are those of one example and differ; the last batches meet it as a hostile one has left it.
+* In further batches, and in the precision of the run too, some rows hold what no data set should: NaN, infinity and numbers ten
+  thousand times too large. The examples around them must stay what they were, to the last bit. Other rows hold one example
+  again and again, or cut to half of its tokens. Where a model refuses such rows itself, the neighbours are other examples.
+* Every example alone, and the first batch, meets the model as it was before its first call; the last batches meet it as a hostile
+  one has left it. So what a forward keeps of one call shows in another.
 
-What a run has besides, its number of rows above all, is tried by checked.py, before the first micro-batch of that kind.
+checked.py tries what a run has besides, its number of rows above all, before the first micro-batch of that kind.
 
 The check must not pass for lack of a gradient. Examples must differ, weights near zero (new heads, adapters, layer scales)
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
@@ -30,7 +28,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,14 +70,8 @@ FIRST, BEFORE_THE_LAST = 5, 3
 """Neighbours: on both sides, so that work that is sorted by length, up or down, puts one of them between the examples."""
 
 
-class Together(NamedTuple):
-    """What the clipping rules make of examples that are together."""
-
-    loss_N: Tensor
-    sums: dict[str, Tensor]
-    """By parameter, sum_i share_i grad_i."""
-    num_calls: Mapping[str, int]
-    """By parameter, of its layers."""
+Found = tuple[Tensor, dict[str, Tensor]]
+"""(N,) losses of the examples that count, and by parameter sum_i share_i grad_i."""
 
 
 def check_against_autograd(
@@ -116,7 +108,7 @@ def check_against_autograd(
         for dtype in (torch.float64, None):
             with untouched(model, task, dtype) as restore:
                 inside = structure(model, task)
-                wide = {name: _in(dtype, x) for name, x in made_up.items()}
+                wide = {n: x.to(dtype) if x.is_floating_point() and dtype else x.clone() for n, x in made_up.items()}
                 precision = _precision(model, task, wide, dtype)
                 if precision is not None:
                     _check(model, task, wide, precision, unreached, restore)
@@ -137,32 +129,35 @@ def _check(
     unreached: Collection[str],
     restore: Callable[[], None],
 ) -> None:
+    """Compares batches of two sizes with the truth."""
     count, tolerance = len(next(iter(inputs.values()))), TOLERANCE[precision]
     loss_N, expected = _truth(model, task, inputs, restore)
 
-    def require_truth(loss_B: Tensor, found: Together) -> None:
-        compare_losses(loss_B, found.loss_N, tolerance)
-        idle = [n for n in found.sums if n not in unreached and (n not in expected or not expected[n].any())]
+    def require_truth(loss_B: Tensor, found_B: Tensor, sums: dict[str, Tensor]) -> None:
+        compare_losses(loss_B, found_B, tolerance)
+        idle = [n for n in sums if n not in unreached and (n not in expected or not expected[n].any())]
         if idle:
             listed = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
             raise PrivacyConfigError(
                 f"no made-up example gives {listed} a gradient, so the self-check would say nothing about it: make up "
                 "examples that reach it, or freeze it (requires_grad_(False)) if the loss never does"
             )
-        _compare(expected, found.sums, tolerance)
+        _compare(expected, sums, tolerance)
 
     # In another order, and one more row: the first example's share is split between two copies.
     order, shares = [*reversed(range(count)), 0], _SHARES[:count]
     weight_B = torch.tensor([*shares[:0:-1], 0.7 * shares[0], 0.3 * shares[0]], dtype=torch.float64)
     restore()
-    require_truth(loss_N[order], _together(model, task, {name: x[order] for name, x in inputs.items()}, weight_B))
+    with _clipped(model, weight_B) as together:
+        first = together(task, {name: x[order] for name, x in inputs.items()})
+    require_truth(loss_N[order], *first)
     for found in _among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64):
-        require_truth(loss_N, found)
+        require_truth(loss_N, *found)
 
 
 def _among_neighbours(
     model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None], *, is_wide: bool
-) -> list[Together]:
+) -> list[Found]:
     """What the clipping rules make of all made-up examples among neighbours of two kinds, which is equal for both."""
     count = len(next(iter(inputs.values())))
     stays_B = torch.tensor([*[False] * FIRST, *[True] * (count - 1), *[False] * BEFORE_THE_LAST, True])
@@ -170,29 +165,19 @@ def _among_neighbours(
     row_B[stays_B] = torch.arange(count)
     weight_B = torch.zeros(len(stays_B), dtype=torch.float64)
     weight_B[stays_B] = torch.tensor(_SHARES[:count], dtype=torch.float64)
+    restore()  # the second kind meets the model as the first, a hostile one as a rule, has left it
+    # One sum for both, which refuses layers that are called more or less often among other examples.
+    with _clipped(model, weight_B) as together:
 
-    taken: list[Together] = []
+        def run(batch: Inputs, is_hostile: bool) -> Found:
+            with _tables_give_nan(model, ~stays_B) if is_hostile else nullcontext():
+                return together(task, batch)
 
-    def run(batch: Inputs, is_hostile: bool) -> Together:
-        if not taken:  # the second meets the model as the first, a hostile one as a rule, has left it
-            restore()
-        with _tables_give_nan(model, ~stays_B) if is_hostile else nullcontext():
-            taken.append(_together(model, task, batch, weight_B))
-        return taken[-1]
-
-    first, second = among_neighbours(inputs, row_B, stays_B, run)
-    on_cpu = first.loss_N.device.type == "cpu"
+        first, second = among_neighbours(inputs, row_B, stays_B, run)
+    on_cpu = first[0].device.type == "cpu"
     tolerance = NEIGHBOURS_TOLERANCE if is_wide or on_cpu else ATOMICS_TOLERANCE
-    compare_losses(first.loss_N, second.loss_N, tolerance)
-    _compare(first.sums, second.sums, tolerance)
-    # How often layers are called moves how the gradient of every example is rounded.
-    names = first.num_calls.keys() | second.num_calls.keys()
-    differing = [name for name in names if first.num_calls.get(name) != second.num_calls.get(name)]
-    if differing:
-        raise PrivacyConfigError(
-            f"the layer of {min(differing)} is called more or less often among other examples, which moves how the gradient "
-            "of every example is rounded: call it as often in every micro-batch, and mask what is not needed"
-        )
+    compare_losses(first[0], second[0], tolerance)
+    _compare(first[1], second[1], tolerance)
     with suppress(NotTaken), torch.no_grad(), must_take("cut to half"):
         short = {name: shortened(x) for name, x in inputs.items()}
         alone_B, among_B = (
@@ -212,31 +197,42 @@ class _ByPlace(ClippingFunction):
         return norm_B.new_tensor(self.weights)
 
 
-def _together(model: nn.Module, task: Task, batch: Inputs, weight_B: Tensor) -> Together:
-    """What the clipping rules make of one batch, in which rows count for their weight; those of weight 0 are padding."""
-    seen: list[Tensor] = []
-
-    def watched(**inputs: Tensor) -> Tensor:
-        loss_B = task(**inputs)
-        seen.append(loss_B.detach())
-        return loss_B
+@contextmanager
+def _clipped(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, Inputs], Found]]:
+    """What the clipping rules make of batches in which rows count for their weight; those of weight 0 are padding."""
 
     def by_place(names: list[str], bound: float) -> ClippingFunction:
         return _ByPlace(dict.fromkeys(names, 0), (bound,), weights=tuple(weight_B.tolist()))
 
     clipped = ClippedSum(model, 1.0, function=by_place, self_check=False)
-    counts_B = (weight_B > 0).to(next(iter(batch.values())).device)
-    try:
+
+    def together(task: Task, batch: Inputs) -> Found:
+        seen: list[Tensor] = []
+
+        def watched(**inputs: Tensor) -> Tensor:
+            loss_B = task(**inputs)
+            seen.append(loss_B.detach())
+            return loss_B
+
+        counts_B = (weight_B > 0).to(next(iter(batch.values())).device)
+        clipped.zero_()
         with must_take(f"{len(counts_B)} examples together"):
             clipped.add_micro_batch(watched, batch, ~counts_B)
-        return Together(seen[0][counts_B], dict(clipped.sums()), clipped.num_calls)
+        return seen[0][counts_B], {name: total.clone() for name, total in clipped.sums()}
+
+    try:
+        yield together
     finally:
         clipped.detach()
 
 
 @contextmanager
 def _tables_give_nan(model: nn.Module, is_hostile_B: Tensor) -> Iterator[None]:
-    """Trained tables return NaN for hostile rows of a batch: inputs that are ids cannot be made hostile themselves."""
+    """Trained tables return NaN for hostile rows of a batch: inputs that are ids cannot be made hostile themselves.
+
+    Without it, a scale that all examples share would be seen in float64 alone: the largest number of a batch is that of an
+    example that stays, whatever made-up examples stand around it.
+    """
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(is_hostile_B):
@@ -251,10 +247,6 @@ def _tables_give_nan(model: nn.Module, is_hostile_B: Tensor) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    return x.to(dtype) if dtype is not None and x.is_floating_point() else x.clone()
 
 
 class _Narrowing(TorchFunctionMode):
@@ -306,9 +298,7 @@ def _different(inputs: Mapping[str, Tensor]) -> Inputs:
     return made_up
 
 
-def _truth(
-    model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _truth(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> Found:
     """(N,) losses of examples that are alone, and sum_i share_i grad_i by torch's backward, where there is a gradient."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses: list[Tensor] = []

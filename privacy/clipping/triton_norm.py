@@ -88,3 +88,20 @@ def _not_written(tokens: int, num_pairs: int, device: torch.device) -> Tensor:
     row = torch.zeros(3, 1, num_pairs + 1, dtype=torch.float32, device=device)
     row[2, 0, -1] = tokens * hidden(1, torch.float32)
     return row
+
+
+def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tensor:
+    """Zeroes the excluded rows of a contiguous x (B, ...) in place, and those of y; returns x.
+
+    On CUDA nothing may wait for the answer whether there are such rows, nor may launches depend on the data: every micro-batch
+    launches the same kernels. Writing every tensor again would cost 8 % of a step (estimated from bytes, ViT-L in bf16), so one
+    program a row overwrites it where it stands, and ends at once if the row is good.
+    """
+    from .kernels import ROW_BLOCK, zero_excluded_rows
+
+    y = x[:0] if y is None else y
+    if x.numel() + y.numel() > 0:
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            sizes = (x.numel() // len(x), y.numel() // len(x))
+            zero_excluded_rows[(len(x),)](x, y, excluded_B.view(torch.uint8), *sizes, BLOCK=ROW_BLOCK)
+    return x

@@ -28,11 +28,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from ..errors import PrivacyStateRefused
 from . import durable
-from .durable import publish_new, torn_line_end
+from .durable import publish_new
 
 TORN_MARK = b" #torn"
 NOT_MENDED = "it is not mended yet"
@@ -63,6 +63,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
         header = [record.pop(name) for name in _HEADER]
         seq, kind, time_utc, previous = header
         canonical = encode_line(seq, kind, time_utc, previous, record)
+        if b"\\ud" in line:  # half of a character (a surrogate) is no text: no card and no page could be written of it
+            json.dumps([kind, time_utc, previous, record], ensure_ascii=False).encode()
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, PrivacyStateRefused) as error:
         raise LineRefused("not a ledger record") from error
     if canonical != line or type(seq) is not int or not all(isinstance(item, str) for item in header[1:]):
@@ -86,16 +88,35 @@ def require(condition: bool, message: str) -> None:
         raise LineRefused(message)
 
 
-def require_fields(record: Mapping[str, Any], *names: str, optional: tuple[str, ...] = ()) -> None:
-    """LineRefused unless the record has these fields, besides those of every record, and no others."""
-    missing = [name for name in names if name not in record]
-    unknown = sorted(record.keys() - {*_HEADER, *names, *optional})
+Kind = type | tuple[type, ...] | Callable[[Any], bool]
+"""What a field of a record may hold: a type, one of several, or what a test says."""
+
+
+def require_fields(record: Mapping[str, Any], fields: Mapping[str, Kind], *, exact: bool = True) -> None:
+    """LineRefused unless the record has these fields, besides those of every record, each of its kind.
+
+    Args:
+        fields: name -> kind; a name that ends in `?` may be missing.
+        exact: whether the record may have no others.
+    """
+    known = {name.removesuffix("?"): kind for name, kind in fields.items()}
+    missing = [name for name in fields if name.removesuffix("?") == name and name not in record]
+    unknown = sorted(record.keys() - {*_HEADER, *known}) if exact else []
     require(not missing, f"`{record['type']}` lacks {', '.join(missing)}")
     require(not unknown, f"`{record['type']}` has no field {', '.join(unknown)}")
+    for name, kind in known.items():
+        if name in record:
+            value = record[name]
+            fits = isinstance(value, kind) if isinstance(kind, type | tuple) else kind(value)
+            require(fits, f"{name} of `{record['type']}` cannot be {str(value)[:60]!r}" if not fits else "")
 
 
-def is_hex(value: object, digits: int) -> bool:
+def is_hex(value: object, digits: int = 64) -> bool:
     return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def is_number(value: object) -> bool:
@@ -103,32 +124,20 @@ def is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def whole_number(record: Mapping[str, Any], name: str, low: int) -> int:
-    """The record's integer of that name; LineRefused when it is none or below `low`."""
-    value = record.get(name)
-    if type(value) is not int or value < low:
-        raise LineRefused(f"{name} must be an integer >= {low}")
-    return value
-
-
-def text(record: Mapping[str, Any], name: str) -> str:
-    """The record's string of that name; LineRefused when it is none."""
-    value = record.get(name)
-    if not isinstance(value, str):
-        raise LineRefused(f"{name} must be a string")
-    return value
-
-
 @dataclass
 class ChainState(ABC):
     """What the lines so far say. `check` tests the next line, `absorb` adds it.
 
     Attributes:
+        FIELDS: type of a record -> its fields, as `require_fields` takes them.
+        OPEN_TO_MORE: types of records that may have further fields.
         hashes: the SHA-256 of every line.
         opened: the `open` record.
         mirrored: whether the lines say that a mirror of them exists.
     """
 
+    FIELDS: ClassVar[Mapping[str, Mapping[str, Kind]]]
+    OPEN_TO_MORE: ClassVar[tuple[str, ...]] = ()
     hashes: list[str] = field(default_factory=list)
     opened: dict[str, Any] = field(default_factory=dict)
     mirrored: bool = False
@@ -157,12 +166,16 @@ class ChainState(ABC):
             raise LineRefused(f"sequence number {record['seq']} where {self.num_lines} must follow")
         if record["previous"] != (self.hashes[-1] if self.hashes else NO_PREVIOUS):
             raise LineRefused("the hash chain is broken: it does not continue the line before")
-        if (record["type"] == "open") != (not self.hashes):
+        kind = record["type"]
+        if (kind == "open") != (not self.hashes):
             raise LineRefused("the first record, and no other, is `open`")
+        if kind not in self.FIELDS:
+            raise LineRefused(f"unknown record type {kind[:40]!r}")
         try:
+            require_fields(record, self.FIELDS[kind], exact=kind not in self.OPEN_TO_MORE)
             self.check_record(record)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise LineRefused(f"an incomplete `{record['type']}`: {error}") from error
+            raise LineRefused(f"an incomplete `{kind}`: {error}") from error
         return record
 
     def absorb(self, line: bytes) -> None:
@@ -196,10 +209,7 @@ def read_chain(data: bytes, state: ChainState, name: str) -> bytes:
 
 
 def create_chain(path: Path, state: ChainState, time_utc: str, fields: Mapping[str, Any]) -> None:
-    """Creates a file with its `open` record alone, durable and whole or not at all.
-
-    Args:
-        state: a new one, which checks the record.
+    """Creates a file with its `open` record alone, which the new state checks, durable and whole or not at all.
 
     Raises:
         FileExistsError: the file exists; it is never overwritten.
@@ -283,11 +293,6 @@ class AppendOnly:
             durable.truncate(self._descriptor, size)
         self._size = size
 
-    def torn_line_end(self) -> bytes:
-        """What ends the file's last line; empty unless a crash tore it."""
-        with self._refusing("read"):
-            return torn_line_end(self._descriptor, TORN_MARK)
-
 
 class ChainFile(Generic[State]):
     """An open file of hash-chained lines with its mirror, verified and repaired; `append` is durable when it returns.
@@ -357,10 +362,9 @@ class ChainFile(Generic[State]):
                 copy.cut(self._cut)
             if self._missing:
                 copy.append(self._missing)
-        end = self._files[0].torn_line_end()
         self._missing, self._broken = b"", None
-        if end:
-            self._write(self._tail + TORN_MARK, end)
+        if self._tail:
+            self._write(self._tail + TORN_MARK, TORN_MARK + b"\n")
 
     def __enter__(self) -> Self:
         return self

@@ -21,10 +21,9 @@ from ..releases import Release
 from ..sampling.keys import NONCE_BYTES
 from .chain import ChainFile, LineRefused, create_chain
 from .records import FORMAT_VERSION, RESTARTED, LedgerState
-from .signature import SigningKey
 
 if TYPE_CHECKING:
-    from .membership import Membership
+    from .shared import Membership
 
 PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 """When this program loaded the module, which is before it looks at any data."""
@@ -43,8 +42,8 @@ class Ledger:
         witness: a run's part in a shared ledger, if it has one; it learns where the ledger stands, and may object.
     """
 
-    def __init__(self, path: Path, mirror: Path | None, signer: SigningKey | None, *, mended: bool = True) -> None:
-        self.path, self.mirror, self._signer = path, mirror, signer
+    def __init__(self, path: Path, mirror: Path | None, *, mended: bool = True) -> None:
+        self.path, self.mirror = path, mirror
         self.witness: Membership | None = None
         self._nonce: bytes | None = None
         self._chain = ChainFile(
@@ -56,8 +55,7 @@ class Ledger:
             self.mend()
 
     def mend(self) -> None:
-        """Completes the mirror, repairs a torn last line, signs an end without signature and tells it to the witness; the
-        first that is written.
+        """Completes the mirror, repairs a torn last line and tells the witness; nothing is written before it.
 
         Raises:
             PrivacyStateRefused: a file cannot be written.
@@ -66,8 +64,6 @@ class Ledger:
             self._chain.mend()
             if torn := self.state.torn_run:
                 self._append("repair", {"torn_lines": len(torn), "charged": sum(torn)})
-            if self.state.closed is not None and not self.state.is_final:
-                self._sign()  # the crash came between `close` and its signature
             if self.witness is not None:
                 self.witness.mend()
         except BaseException:
@@ -84,51 +80,35 @@ class Ledger:
         return self.mirror
 
     @classmethod
-    def create(
-        cls,
-        path: Path | str,
-        open_fields: Mapping[str, Any],
-        mirror: Path | str | None = None,
-        signer: SigningKey | None = None,
-    ) -> Self:
+    def create(cls, path: Path | str, open_fields: Mapping[str, Any], mirror: Path | str | None = None) -> Self:
         """Writes the `open` record of a new run; PrivacyStateRefused when the ledger, or a mirror of one, exists.
 
         Args:
             open_fields: `plan` (PrivacyPlan.frozen_fields), `key_commitment`, and whatever else describes the run
                 (`data_hmac`, code commit, accountant version). Private data only as HMAC under the sampling key.
-            signer: signs the ledger after each checkpoint and at its end; its public key is in the `open` record.
         """
         path, mirror_path = Path(path), None if mirror is None else Path(mirror)
         if mirror_path is not None and mirror_path.exists():
             raise PrivacyStateRefused(f"{mirror_path}: a mirror without its ledger {path}: the ledger was removed")
-        fields = {"format": FORMAT_VERSION, **open_fields} | ({} if signer is None else {"signer": signer.public})
         try:
-            create_chain(path, LedgerState(), PROGRAM_START, fields)
+            create_chain(path, LedgerState(), PROGRAM_START, {"format": FORMAT_VERSION, **open_fields})
         except FileExistsError as error:
             raise PrivacyStateRefused(f"{path}: exists; a ledger is never overwritten") from error
         except (OSError, LineRefused, ValueError, TypeError) as error:
             raise PrivacyStateRefused(f"{path}: cannot create the ledger: {error}") from error
-        return cls(path, mirror_path, signer)
+        return cls(path, mirror_path)
 
     @classmethod
-    def open(
-        cls,
-        path: Path | str,
-        mirror: Path | str | None = None,
-        signer: SigningKey | None = None,
-        *,
-        mended: bool = True,
-    ) -> Self:
+    def open(cls, path: Path | str, mirror: Path | str | None = None, *, mended: bool = True) -> Self:
         """Verifies the chain and the mirror; then `mend`.
 
         Args:
-            signer: the key that the `open` record names.
             mended: False writes nothing yet: a start that is refused for another reason leaves all files as they were.
 
         Raises:
             PrivacyStateRefused: the chain breaks (the line is named), or ledger and mirror do not fit together.
         """
-        return cls(Path(path), None if mirror is None else Path(mirror), signer, mended=mended)
+        return cls(Path(path), None if mirror is None else Path(mirror), mended=mended)
 
     def __enter__(self) -> Self:
         return self
@@ -231,21 +211,14 @@ class Ledger:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""
         self._require_session()
         self._append("checkpoint", {"step": step, "path": path, "digest": digest})
-        self._sign()
         if self.witness is not None:
             self.witness.note("at")
 
     def close(self, reason: str) -> None:
         """Ends the run for good: "finished", "budget_spent" or "stopped"; nothing can follow."""
         self._append("close", {"reason": reason, "num_charged": self.num_charged})
-        self._sign()
         if self.witness is not None:
             self.witness.note("close")
-
-    def _sign(self) -> None:
-        """Signs the last line, and with it the whole chain; nothing where the ledger has no signer."""
-        if self._signer is not None:
-            self._append("signature", {"signature": self._signer.sign(self.state.hashes[-1])})
 
     def _require_session(self) -> None:
         # A session of an earlier start does not count: its nonce would give the same coins once more.

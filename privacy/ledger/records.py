@@ -1,7 +1,7 @@
 """The privacy ledger's records, and the one order of them that is legal; the form of the lines is privacy/ledger/chain.py's.
 
 Legal order: `open` first and once; `session` starts a program; then `intent` [`done`] per step and `checkpoint`; `close` ends the
-run. A `signature` is that of the line before it; it follows each checkpoint and the end. A torn line is followed by a `repair`
+run. A torn line is followed by a `repair`
 record, which is written by the next start. When the repair is torn as well, the torn lines follow each other and one `repair`
 counts them all. This module only reads; privacy/ledger/ledger.py writes.
 """
@@ -23,30 +23,44 @@ from ..adaptive_clipping import RANGE, AdaptiveClipping
 from ..errors import PrivacyConfigError, PrivacyStateRefused
 from ..plan import PrivacyPlan
 from ..releases import step_releases
+from ..sampling.keys import NONCE_BYTES
 from .chain import (
     TORN_MARK,
     ChainState,
+    Kind,
     LineRefused,
+    is_count,
     is_hex,
     is_number,
     read_chain,
     require,
     require_fields,
-    text,
-    whole_number,
 )
-from .signature import is_signed
 
 FORMAT_VERSION = 1
 CLOSE_REASONS = ("finished", "budget_spent", "stopped")
 _PLAN = TypeAdapter(PrivacyPlan)
-_DESCRIPTIONS: dict[str, tuple[type, ...]] = {
-    "data_hmac": (str,), "commit": (str,), "accountant": (str,), "unit": (str,), "shared_ledger": (str, type(None)),
-    "max_examples_per_owner": (int, type(None)), "head": (dict,), "behind": (list,),
-}  # fmt: skip
-"""What an `open` record may say about its run besides the plan, and the types of that."""
 RESTARTED = "restarted_from_step_0"
 """A `session` with this field begins the run again at step 0, by permission: the checkpoints that the ledger knows were gone."""
+_STEP: dict[str, Kind] = {"step": is_count, "attempt": is_count}
+_FIELDS: dict[str, dict[str, Kind]] = {
+    "open": {
+        "format": is_count, "plan": dict, "key_commitment": is_hex, "data_hmac?": str, "commit?": str, "accountant?": str,
+        "unit?": str, "shared_ledger?": (str, type(None)), "head?": dict, "behind?": list,
+        "max_examples_per_owner?": lambda value: value is None or (is_count(value) and value > 0),
+    },
+    "session": {
+        "nonce": lambda value: is_hex(value, 2 * NONCE_BYTES), "mirror": bool, "environment": dict, f"{RESTARTED}?": bool,
+        "shared_seq?": is_count, "shared_hash?": is_hex,
+    },
+    "intent": {**_STEP, "releases": list, "group?": is_count},
+    "done": _STEP,
+    "checkpoint": {"step": is_count, "path": str, "digest": is_hex},
+    "repair": {"torn_lines": is_count, "charged": is_count},
+    "close": {"reason": lambda value: value in CLOSE_REASONS, "num_charged": is_count},
+}  # fmt: skip
+_BEHIND: dict[str, Kind] = {"file": str, "run": str, "lines": is_count, "hash": is_hex}
+"""How `open` names the ledger of a private run behind the initial weights."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +85,11 @@ class LedgerState(ChainState):
             and (line, None) of one that has a checkpoint to go on from.
         checkpoints: (step, SHA-256 of its manifest) of every `checkpoint`, and the last line that records it.
         torn_run: whether each of the torn lines that wait for their `repair` was charged.
-        num_signed: how many lines, from the first, the newest signature covers.
-        is_final: whether nothing can follow: the run is closed, and the end signed if the ledger has a signer.
+        closed: the reason of the `close` record, which nothing can follow.
     """
 
+    FIELDS = _FIELDS
+    OPEN_TO_MORE = ("open",)
     nonces: list[str] = field(default_factory=list)
     shared_seen: tuple[int, str] | None = None
     session_active: bool = False
@@ -88,14 +103,7 @@ class LedgerState(ChainState):
     checkpoints: dict[tuple[int, str], int] = field(default_factory=dict)
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
-    num_signed: int = 0
     closed: str | None = None
-    is_final: bool = False
-
-    @property
-    def signer(self) -> str | None:
-        """The public key (hex) whose signatures stand in this ledger; None for one that nobody signs."""
-        return self.opened.get("signer")
 
     @property
     def may_take_intent(self) -> bool:
@@ -158,37 +166,17 @@ class LedgerState(ChainState):
         return epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
 
     def check_record(self, record: dict[str, Any] | None) -> None:
-        require(not self.is_final, "a record after the end" if record else "bytes after the end")
+        require(self.closed is None, "a record after the end" if record else "bytes after the end")
         if record is None:
             return
         kind = record["type"]
-        require(self.closed is None or kind in ("signature", "repair"), f"`{kind}` after `close`")
         require((kind == "repair") == bool(self.torn_run), "a `repair` follows torn lines, and nothing else does")
         match kind:
             case "open":
-                version = record.get("format")
-                require(
-                    type(version) is int and version == FORMAT_VERSION,
-                    f"ledger format {version!r} is not {FORMAT_VERSION}",
-                )
-                require(is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
-                require(
-                    "signer" not in record or is_hex(record["signer"], 64),
-                    "a signer is a public key of 32 bytes in hex",
-                )
-                for name, kinds in _DESCRIPTIONS.items():
-                    is_known = name not in record or type(record[name]) in kinds
-                    require(is_known, f"{name} of `open` is a {kinds[0].__name__}")
-                limit = record.get("max_examples_per_owner")
-                require(limit is None or limit > 0, "max_examples_per_owner must be positive")
+                version = record["format"]
+                require(version == FORMAT_VERSION, f"ledger format {version} is not {FORMAT_VERSION}")
                 for place in record.get("behind", []):
-                    is_named = isinstance(place, dict) and place.keys() == {"file", "run", "lines", "hash"}
-                    require(is_named, "a ledger behind has file, run, lines and hash, and nothing else")
-                    text(place, "file")
-                    text(place, "run")
-                    whole_number(place, "lines", 1)
-                    require(is_hex(place["hash"], 64), "a ledger behind is named by the hash of its last line")
-                require(isinstance(record.get("plan"), dict), "`open` needs the frozen plan")
+                    require_fields({"type": "behind"} | place, _BEHIND)
                 try:
                     _PLAN.validate_json(json.dumps(record["plan"]), strict=True)
                     recorded = PrivacyPlan.from_frozen(record["plan"]).frozen_fields()
@@ -200,75 +188,44 @@ class LedgerState(ChainState):
                     raise LineRefused(f"the frozen plan is refused: {error}") from error
                 require(_text_of(recorded) == _text_of(record["plan"]), "a number of the frozen plan has another type")
             case "session":
-                require_fields(
-                    record, "nonce", "mirror", "environment", optional=(RESTARTED, "shared_seq", "shared_hash")
-                )
-                require(isinstance(record["environment"], dict), "the environment of a session is an object")
-                require(is_hex(record.get("nonce"), 32), "a session has a nonce of 16 bytes in hex")
                 require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
-                require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
-                require(type(record.get(RESTARTED, False)) is bool, f"{RESTARTED} of a session is true or false")
-                seq, line_hash = record.get("shared_seq"), record.get("shared_hash")
-                is_line = type(seq) is int and seq >= 0 and is_hex(line_hash, 64)
-                require(is_line or seq is line_hash is None, "a line is named by number and SHA-256 in hex")
+                named = ("shared_seq" in record) == ("shared_hash" in record)
+                require(named, "a line of a shared ledger is named by its number and its SHA-256")
             case "intent":
                 self._check_group(record)
-                self._check_order(whole_number(record, "step", 1), whole_number(record, "attempt", 0))
-                _check_releases(self.opened, record.get("releases"))
+                self._check_order(record["step"], record["attempt"])
+                _check_releases(self.opened, record["releases"])
             case "done":
-                require_fields(record, "step", "attempt")
-                finished = (whole_number(record, "step", 1), whole_number(record, "attempt", 0))
-                is_pending = self.pending is not None and finished == (self.pending.step, self.pending.attempt)
+                finished, pending = (record["step"], record["attempt"]), self.pending
+                is_pending = pending is not None and finished == (pending.step, pending.attempt)
                 require(is_pending, "`done` without its intent just before")
             case "checkpoint":
-                require_fields(record, "step", "path", "digest")
-                text(record, "path")
                 require(self.session_active, "a checkpoint outside of a session")
-                require(
-                    whole_number(record, "step", 0) <= self.last_done_step, "a checkpoint of a step that is not done"
-                )
-                require(is_hex(record.get("digest"), 64), "a checkpoint has a SHA-256 digest in hex")
-            case "signature":
-                require_fields(record, "signature")
-                require(is_hex(record["signature"], 128), "a signature has 64 bytes in hex")
-                if self.signer is None:
-                    raise LineRefused("a signature in a ledger that names no signer")
-                if not is_signed(self.signer, self.hashes[-1], record["signature"]):
-                    raise LineRefused(
-                        "the signature is not the signer's for the lines before it: they were edited after it"
-                    )
+                require(record["step"] <= self.last_done_step, "a checkpoint of a step that is not done")
             case "repair":
-                require_fields(record, "torn_lines", "charged")
-                repaired = (whole_number(record, "torn_lines", 1), whole_number(record, "charged", 0))
-                expected = (len(self.torn_run), sum(self.torn_run))
+                repaired, expected = (record["torn_lines"], record["charged"]), (len(self.torn_run), sum(self.torn_run))
                 require(repaired == expected, "the repair does not match the torn lines before it")
             case "close":
-                require_fields(record, "reason", "num_charged")
-                is_known = record.get("reason") in CLOSE_REASONS
-                require(is_known, f"`close` needs a reason out of {', '.join(CLOSE_REASONS)}")
-                charged = whole_number(record, "num_charged", 0)
-                require(charged == self.num_charged, "`close` states another number of charged intents")
-            case _:
-                raise LineRefused(f"unknown record type {kind!r}")
+                same = record["num_charged"] == self.num_charged
+                require(same, "`close` states another number of charged intents")
 
     def _check_group(self, record: Mapping[str, Any]) -> None:
         """Under correlated noise an intent names the group that it draws from, and a session is one unbroken run of steps."""
         group = self.next_group
-        if group is None:
-            require_fields(record, "step", "attempt", "releases")
-            return
-        require_fields(record, "step", "attempt", "releases", "group")
-        stated = whole_number(record, "group", 0)
-        require(stated == group, f"an attempt that drew from group {stated}, where it is the turn of group {group}")
         require(
-            self.pending is None, "a retry in the session of the step that did not end: past noise would be used again"
+            ("group" in record) == (group is not None), "an intent names a group of examples where groups take turns"
         )
+        if group is not None:
+            turn = f"an attempt that drew from group {record['group']}, where it is the turn of group {group}"
+            require(record["group"] == group, turn)
+            again = self.pending is not None  # which would use past noise again
+            require(not again, "a retry in the session of the step that did not end: it needs a session of its own")
 
     def _check_order(self, step: int, attempt: int) -> None:
         """An intent repeats the pending step or follows the last done one; a new session may go back, and none skips a step."""
         require(self.session_active, "an intent outside of a session")
         planned = self.opened["plan"]["num_steps"]
-        require(step <= planned, f"step {step} is beyond the planned {planned}")
+        require(1 <= step <= planned, f"step {step} is not one of the planned {planned}")
         if self.pending is not None:
             require(step == self.pending.step, f"step {step} while step {self.pending.step} is not done")
         elif self.position_in_session is not None:
@@ -311,12 +268,8 @@ class LedgerState(ChainState):
                 # The program that tore the line is dead: only a new session, with a new nonce, can go on.
                 self.session_active = False
                 self.pending = self.position_in_session = None
-            case "signature":
-                self.num_signed = self.num_lines
-                self.is_final = self.closed is not None
             case "close":
                 self.closed = record["reason"]
-                self.is_final = self.signer is None
 
 
 def read_state(data: bytes, name: str) -> tuple[LedgerState, bytes]:

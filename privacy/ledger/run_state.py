@@ -13,10 +13,8 @@ from ..sampling.keys import SamplingKey
 from . import durable
 from .ledger import PROGRAM_START, Ledger
 from .members import not_in_ledger, not_recorded, read_lines
-from .membership import Membership
 from .records import read_ledger
-from .shared import SharedLedger
-from .signature import SIGNING_KEY, SigningKey
+from .shared import Membership, SharedLedger
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ def open_run_state(
         BudgetSpent: the shared ledger has no room for the run (exit 3).
 
     A new run that is refused, also by the shared ledger, leaves no ledger. A crash at any point of the creation leaves a folder
-    that the next call accepts: the key is staged, an empty record of attempts and the signing key are made first, the ledger
-    commits to both keys, the budget is reserved, then the staged key gets its name. A run without a ledger has drawn no coin.
+    that the next call accepts: the key is staged and an empty record of attempts made first, the ledger commits to the key, the
+    budget is reserved, then the staged key gets its name. A run without a ledger has drawn no coin.
     """
     ledger_path, key_path = Path(ledger_path), Path(key_path)
     owner = None if shared is None else SharedLedger(shared.path)
@@ -83,14 +81,12 @@ def open_run_state(
             except OSError as error:
                 reason = error.strerror or error
                 raise PrivacyStateRefused(f"{members}: cannot create the record of attempts: {reason}") from error
-        signer = SigningKey.create(key_path.with_name(SIGNING_KEY))
     else:
         # Everything is compared before anything is written, so that what is refused stays as it was.
         state = read_ledger(ledger_path)
         frozen = f"{ledger_path}: privacy fields are frozen, so give the old value or another run folder"
         require_equal(state.opened["plan"], plan.frozen_fields(), frozen)
         key = SamplingKey.load(key_path, state.opened["key_commitment"])
-        signer = SigningKey.load(key_path.with_name(SIGNING_KEY), state.signer)
         if state.opened.get("data_hmac") != key.hmac(data_manifest):
             raise PrivacyConfigError(
                 f"{ledger_path}: the data are not those that the run was opened with: give those, or another run folder"
@@ -121,9 +117,9 @@ def open_run_state(
                     "shared_ledger": identity,
                     **(open_fields or {}),
                 }
-                ledger = Ledger.create(ledger_path, fields, mirror, signer)
+                ledger = Ledger.create(ledger_path, fields, mirror)
             else:
-                ledger = Ledger.open(ledger_path, mirror, signer, mended=mended)
+                ledger = Ledger.open(ledger_path, mirror, mended=mended)
             failing.callback(ledger.release)
         SamplingKey.publish(key_path)
         if owner is not None:

@@ -19,21 +19,28 @@ from pydantic import TypeAdapter, ValidationError
 from ..accounting.accountants import ReleaseGroup
 from ..accounting.rdp_filter import filter_order, total_epsilon
 from ..plan import ADJACENCY
-from .chain import (
-    ChainState,
-    LineRefused,
-    hash_line,
-    is_hex,
-    is_number,
-    require,
-    require_fields,
-    text,
-    whole_number,
-)
+from .chain import ChainState, Kind, LineRefused, hash_line, is_count, is_hex, is_number, require
 
 FORMAT = "shared-1"
 UNIT = "one example"
 _GROUP = TypeAdapter(ReleaseGroup)
+_PLACE: dict[str, Kind] = {"run": str, "position": is_count, "hash": is_hex}
+_FIELDS: dict[str, dict[str, Kind]] = {
+    "open": {
+        "format": lambda value: value == FORMAT, "epsilon": lambda value: is_number(value) and value > 0,
+        "delta": lambda value: is_number(value) and 0 < value < 1, "unit": lambda value: value == UNIT,
+        "adjacency": lambda value: value == ADJACENCY, "informal_runs?": lambda value: value is True, "mirror?": str,
+    },
+    "reserve": {
+        "run": str, "name": str, "group": dict, "noise_tail_delta": lambda value: is_number(value) and 0 <= value < 1,
+        "adaptive": bool,
+    },
+    "informal": {"run": str, "name": str, "reason": str},
+    "grid": {"study": str, "points": dict},
+    "start": _PLACE,
+    "at": _PLACE,
+    "close": _PLACE,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class SharedState(ChainState):
         gridded: study -> every point that any of its grids named.
     """
 
+    FIELDS = _FIELDS
     reservations: dict[str, Reservation] = field(default_factory=dict)
     informal: list[InformalRun] = field(default_factory=list)
     positions: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -126,36 +134,19 @@ class SharedState(ChainState):
     def check_record(self, record: dict[str, Any] | None) -> None:
         if record is None:
             return
-        kind = record["type"]
-        match kind:
-            case "open":
-                names = ("format", "epsilon", "delta", "unit", "adjacency")
-                require_fields(record, *names, optional=("informal_runs", "mirror"))
-                require(record["format"] == FORMAT, f"shared ledger format {record['format']!r} is not {FORMAT!r}")
-                require(is_number(record["epsilon"]) and record["epsilon"] > 0, "epsilon must be a positive number")
-                require(is_number(record["delta"]) and 0 < record["delta"] < 1, "delta must be between 0 and 1")
-                terms = (record["unit"], record["adjacency"])
-                require(terms == (UNIT, ADJACENCY), f"unit and adjacency are {UNIT!r} and {ADJACENCY!r}")
-                require(record.get("informal_runs", True) is True, "informal_runs is true or left out")
-                if "mirror" in record:
-                    text(record, "mirror")
+        match record["type"]:
             case "reserve":
-                require(reservation_of(record).run not in self.reservations, "a second reservation of the same run")
-            case "informal" if self.opened.get("informal_runs"):
-                informal_run_of(record)
+                require(record["run"] not in self.reservations, "a second reservation of the same run")
+                reservation_of(record)
+            case "informal":
+                require("informal_runs" in self.opened, "a run without a guarantee, which the owner did not permit")
             case "grid":
-                require_fields(record, "study", "points")
-                study, points = text(record, "study"), record["points"]
-                is_grid = isinstance(points, dict) and all(isinstance(digest, str) for digest in points.values())
-                require(is_grid, "a grid has digests of points by name")
-                require(not self.has_begun(study), "a grid that was fixed after its study had begun")
-            case "start" | "at" | "close":
-                require_fields(record, "run", "position", "hash")
-                run, _ = text(record, "run"), position_of(record)
-                require(self.knows(run), f"`{kind}` of a run that has reserved nothing")
-                require(run not in self.closed, f"`{kind}` of a run that is closed")
-            case _:
-                raise LineRefused(f"no record of type {kind!r} belongs here")
+                digests = all(isinstance(digest, str) for digest in record["points"].values())
+                require(digests, "a grid has digests of points by name")
+                require(not self.has_begun(record["study"]), "a grid that was fixed after its study had begun")
+            case "start" | "at" | "close" as kind:
+                require(self.knows(record["run"]), f"`{kind}` of a run that has reserved nothing")
+                require(record["run"] not in self.closed, f"`{kind}` of a run that is closed")
 
     def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
         if record is None:
@@ -166,12 +157,12 @@ class SharedState(ChainState):
             case "reserve":
                 self.reservations[record["run"]] = reservation_of(record)
             case "informal":
-                self.informal.append(informal_run_of(record))
+                self.informal.append(InformalRun(record["run"], record["name"], record["reason"]))
             case "grid":
                 self.grids[record["study"]] = dict(record["points"])
                 self.gridded.setdefault(record["study"], set()).update(record["points"])
             case "start" | "at" | "close" as kind:
-                self.positions[record["run"]] = position_of(record)
+                self.positions[record["run"]] = (record["position"], record["hash"])
                 if kind == "start":
                     self.starts[record["run"]] = (record["seq"], hash_line(line))
                 elif kind == "close":
@@ -179,25 +170,10 @@ class SharedState(ChainState):
 
 
 def reservation_of(record: dict[str, Any]) -> Reservation:
-    require_fields(record, "run", "name", "group", "noise_tail_delta", "adaptive")
-    tail = record["noise_tail_delta"]
-    require(is_number(tail) and 0 <= tail < 1, "noise_tail_delta must be at least 0 and below 1")
-    require(type(record["adaptive"]) is bool, "adaptive is true or false")
     try:
         group = _GROUP.validate_json(json.dumps(record["group"]), strict=True)
     except ValidationError as error:
         raise LineRefused(f"the reserved releases are refused: {error.errors()[0]['msg']}") from error
     require(asdict(group) == record["group"], "the reserved releases have fields that no release has")
-    return Reservation(
-        text(record, "run"), text(record, "name"), record["time_utc"], group, float(tail), record["adaptive"]
-    )
-
-
-def informal_run_of(record: dict[str, Any]) -> InformalRun:
-    require_fields(record, "run", "name", "reason")
-    return InformalRun(text(record, "run"), text(record, "name"), text(record, "reason"))
-
-
-def position_of(record: dict[str, Any]) -> tuple[int, str]:
-    require(is_hex(record["hash"], 64), "a line is named by number and SHA-256 in hex")
-    return whole_number(record, "position", 0), record["hash"]
+    tail = float(record["noise_tail_delta"])
+    return Reservation(record["run"], record["name"], record["time_utc"], group, tail, record["adaptive"])

@@ -27,7 +27,6 @@ from ..step.reduction import gather_from_owners
 from ..step.row_shards import RowShards, in_shards, own_part
 from . import lineage
 from .fingerprint import fingerprint, fixed_tensors, of_whole
-from .ranks import say
 from .shards import require_rows, switch_reduction
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -145,7 +144,7 @@ class OwnEngine:
         if begins and now != self._rates:
             raise PrivacyConfigError(f"{said}; for another rate, give learning_rate=, or no scheduler")
         if begins or (now != self._rates and not found):
-            say(said)
+            collectives.say(said)
 
     def require_all_noised(self) -> object:
         """Nothing but the loop's steps has put anything into weights or gradients; returns what `require_unchanged` does.

@@ -8,11 +8,12 @@ Everything under it is what the trainer uses: sampler, rows, clipped sums, noise
 only what a recipe and a launcher say elsewhere, and what a user's own objects have to keep to.
 """
 
-import contextlib
 import difflib
 import inspect
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -22,35 +23,18 @@ from torch import Tensor, nn
 
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
-from ..checkpoints.read import Checkpoint, set_aside_newer
-from ..checkpoints.write import CheckpointWriter, Retention, require_finite
-from ..clipping.coverage import claims
-from ..clipping.selfcheck import check_against_autograd
-from ..clipping.sharded import kind_of, put_away
-from ..errors import BudgetSpent, ConfigError, PrivacyConfigError
+from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError
 from ..plan_request import PlanRequest
 from ..releases import SENSITIVITY_SLACK
+from ..run.run import Finished, Run, open_run
 from ..step import collectives
-from ..step.batches import LogicalBatches
-from ..step.engine import to_device
 from ..step.folder import RunFolder
-from ..step.neighbours import require_neighbours_apart
-from ..step.noise_variance import NoiseVariance
-from ..step.resume import begins_again, load_newest
-from ..step.step import Mechanism, train_step
-from . import lineage
-from .engine import OwnEngine, settings
+from ..step.step import StepRecord
+from .engine import OwnEngine
 from .fields import Example, Field
-from .one_thread import Turns
-from .opening import config_toml, data_manifest, few_items, fixed_digest, open_ledger, require_place, require_same_model
-from .ranks import on_all_or_none, require_same, require_talking, say, take_weights_of_main
+from .opening import OwnStart
 from .reading import Items, Reader, require_items
-from .tasks import per_example_task
 
-FRESH = 4
-"""Made-up examples of the self-check."""
-KEPT = 2
-"""Checkpoints that stay."""
 MEANT = {
     "clip": "max_grad_norm",
     "criterion": "loss",
@@ -167,14 +151,9 @@ class PrivateLoop:
             )
         if (target_epsilon is None) == (noise_multiplier is None):
             raise PrivacyConfigError("give exactly one of target_epsilon and noise_multiplier")
-        require_talking()
         self._turns = Turns()
-        self.module, self.run_dir, self._folder = model, Path(run_dir), RunFolder(Path(run_dir))
-        self._example, self._reader = Example(example), Reader(dataset, Example(example), micro_batch_size)
-        self._task = per_example_task(model, loss, self._example)
-        self._asked_save_every = save_every
-        self._rate, self._num_workers, self._mirror = learning_rate, num_workers, ledger_mirror
-        self._request = PlanRequest(
+        self.module, self.run_dir = model, Path(run_dir)
+        request = PlanRequest(
             num_examples=len(dataset),
             expected_batch_size=expected_batch_size,
             num_steps=num_steps,
@@ -184,119 +163,55 @@ class PrivateLoop:
             max_grad_norm=max_grad_norm,
             sensitivity_slack=SENSITIVITY_SLACK,
         )
-        with contextlib.ExitStack() as undone:
-            self._open = contextlib.ExitStack()
-            undone.callback(self._open.close)
-            resumed = self._enter(optimizer, made_up, data_version, unit)
-            if self._ledger.is_closed:
-                self._require_finished()
-                self._ledger.mend()
+        start = OwnStart(
+            model=model, optimizer=optimizer, reader=Reader(dataset, Example(example), micro_batch_size), loss=loss,
+            folder=RunFolder(self.run_dir), request=request, made_up=made_up, learning_rate=learning_rate,
+            num_workers=num_workers, save_every=save_every, data_version=data_version,
+            mirror=None if ledger_mirror is None else Path(ledger_mirror), unit=unit, may_restart=restart_from_step_0,
+        )  # fmt: skip
+        with ExitStack() as failing:
+            failing.callback(start.undone.close)
+            opened = open_run(start)
+            self._engine: OwnEngine = start.engine
+            self._open, self._ledger, self.plan = start.undone, opened.ledger, opened.ledger.plan
+            self._run: Run | None = None
+            self._steps: Generator[StepRecord, None, None] | None = None
+            if isinstance(opened, Finished):
                 self._spent = self._exact_claim()
-                say(f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; more need another run folder")
+                collectives.say(
+                    f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; more need another run folder"
+                )
             else:
-                self._begin(resumed, restart=restart_from_step_0)
-            undone.pop_all()
-
-    def _enter(
-        self,
-        optimizer: torch.optim.Optimizer,
-        made_up: Mapping[str, Tensor] | Sequence[Tensor] | None,
-        data_version: str | None,
-        unit: str,
-    ) -> Checkpoint | None:
-        """Takes the run folder, checks the model, opens the ledger and reads the newest checkpoint; writes to none of them."""
-        asked = self._request, self._reader.micro_batch_size, self._asked_save_every, self.run_dir.resolve()
-        require_same(repr((asked, self._example.fields, few_items(self._reader), settings(optimizer))))
-        mirror = None if self._mirror is None else Path(self._mirror)
-        collectives.on_main(lambda: require_place(self._folder, mirror))
-        collectives.on_main(self._folder.take)
-        self._open.callback(self._folder.release)
-        put_away(self.module)
-        take_weights_of_main(self.module)
-        self._engine = OwnEngine(self.module, optimizer, self.run_dir, sets_rate=self._rate is not None)
-        self._open.callback(self._engine.release)
-        claims(self.module, self._engine.shapes)  # names a layer without a clipping rule, such as BatchNorm
-        self._made_up = self._example.made_up(FRESH) if made_up is None else self._example.named(made_up)
-        check_against_autograd(self.module, to_device(self._made_up, self._engine), self._task)
-        size = self._reader.micro_batch_size
-        require_neighbours_apart(self._engine, self._task, lambda count: self._made_up, size)
-        put_away(self.module)
-        collectives.on_main(lambda: lineage.require_ledger(self._engine.origin, self._folder.ledger))
-        manifest = collectives.on_main(lambda: data_manifest(self._reader, data_version))
-        self._ledger = open_ledger(self._folder, self._request, manifest, unit=unit, mirror=mirror)
-        self._open.callback(self._ledger.release)
-        if self._engine.origin is not None:
-            self._ledger.require_not_shorter_than(self._engine.origin.line)
-        self._engine.ledger_line = self._ledger.position
-        self.plan = self._ledger.plan
-        for line in self.plan.warnings if collectives.rank() == 0 else ():
-            warnings.warn(line, stacklevel=3)
-        resumed = load_newest(self._folder, self._ledger, None)
-        facts = {"class": kind_of(self.module).__name__, "fixed_sha256": fixed_digest(self.module)}
-        self._facts = {"run": self.run_dir.resolve().name, "model": facts}
-        if resumed is not None:
-            require_same_model(resumed.manifest, facts)
-            self._engine.load_facts(resumed.manifest)
-            resumed.restore(self._engine, self._engine.moments)
-        self.steps_done = 0 if resumed is None else resumed.step
-        self._saved = None if resumed is None else resumed.step
-        return resumed
-
-    def _begin(self, resumed: Checkpoint | None, *, restart: bool) -> None:
-        """Makes what steps need; then, when nothing refuses the start any more, writes: folder, ledger, session."""
-        plan = self.plan
-        clipped = plan.clipped_sum(self.module, shapes=self._engine.shapes, device=self._engine.device)
-        self._open.callback(clipped.detach)
-        restarted = collectives.on_main(lambda: begins_again(self._folder, self._ledger, resumed, may_restart=restart))
-        collectives.on_main(self._folder.begin)
-        if resumed is not None:
-            kept = resumed.path.name
-            collectives.on_main(lambda: set_aside_newer(self._folder.checkpoints, kept))
-        self._ledger.mend()
-        nonce = self._ledger.start_session(restarted=restarted)
-        if resumed is not None:
-            self._ledger.adopt(resumed)
-        optimizer = self._engine.optimizer
-        self._mechanism = Mechanism(
-            plan=plan,
-            clipped=clipped,
-            engine=self._engine,
-            task=self._task,
-            ledger=self._ledger,
-            noise=plan.noise(),
-            noise_variance=NoiseVariance(0.0),
-            learning_rate=self._rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
-            note_charge=lambda _: self._engine.require_all_noised(),  # the caller's loss and items have run
-            keep_noise_on=None,
-        )
-        batches = LogicalBatches(
-            plan.sampler,
-            self._ledger.key,
-            nonce,
-            self._ledger.attempts,
-            self._reader.micro_batch_size,
-            charged=self._ledger.charged_before,
-        )
-        self._steps = self._reader.steps(batches.plans(self.steps_done + 1, plan.num_steps), self._num_workers)
-        self._open.callback(self._steps.close)
-        self._checkpoints = CheckpointWriter(
-            self._folder.checkpoints, Retention(KEPT), published=self._ledger.checkpoint
-        )
-        self._save_every = self._asked_save_every or max(1, plan.reserved_attempts // 20)
-        text = config_toml(
-            self.run_dir.resolve().name,
-            self._request,
-            micro_batch_size=self._reader.micro_batch_size,
-            optimizer=type(optimizer).__name__,
-            mirror=None if self._mirror is None else str(self._mirror),
-        )
-        collectives.on_main(lambda: self._folder.record_configuration(text, None))
-        self._spent = collectives.on_main(self._ledger.claim)
+                self._run, self._steps = opened, opened.steps()
+                self._open.callback(self._steps.close)
+                if opened.step == self.num_steps:
+                    next(self._steps, None)  # a crash came between the last checkpoint and the run's end
+                self._spent = collectives.on_main(self._ledger.claim)
+            failing.pop_all()
 
     @property
     def num_steps(self) -> int:
         """The number of steps of the whole run."""
         return self.plan.num_steps
+
+    @property
+    def steps_done(self) -> int:
+        """The last step that was taken."""
+        return self.num_steps if self._run is None else self._run.step
+
+    @steps_done.setter
+    def steps_done(self, number: int) -> None:
+        assert self._run is not None, "a finished run takes no steps"
+        self._run.step = number
+
+    @property
+    def _saved(self) -> int | None:
+        return self.num_steps if self._run is None else self._run.saved
+
+    @_saved.setter
+    def _saved(self, number: int) -> None:
+        assert self._run is not None, "a finished run takes no steps"
+        self._run.saved = number
 
     @property
     def epsilon(self) -> float | None:
@@ -336,32 +251,28 @@ class PrivateLoop:
             return self._step(self.steps_done + 1)
 
     def _step(self, number: int) -> StepResult:
-        if number > self.num_steps:
+        if self._run is None or self._steps is None or number > self.num_steps:
             raise PrivacyConfigError(
                 f"all {self.num_steps} steps of {self.run_dir} are done; more need another run folder"
             )
         if torch.is_inference_mode_enabled():
             raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
         on_all_or_none(self._engine.require_untouched)
-        if collectives.on_main(lambda: self._ledger.budget_is_spent()):
-            self._save()
+        with self._turns.whole():
+            record = next(self._steps, None)
+            if number == self.num_steps:
+                next(self._steps, None)  # the run's end
+            is_last = number == self.num_steps
+            self._spent = self._exact_claim() if is_last else collectives.on_main(self._ledger.claim)
+        if record is None:
+            assert self._run.outcome == BUDGET_SPENT, "nothing else ends the steps of a loop"
             raise BudgetSpent(
                 f"the privacy budget of {self.run_dir} is spent: crashes have used up its reserve, and step {number} of "
                 f"{self.num_steps} cannot be charged; the weights are saved"
             )
-        with self._turns.whole():
-            dealt, micro_batches = next(self._steps)
-            self._ledger.note(dealt, self._reader.micro_batch_size)
-            record = train_step(self._mechanism, number, micro_batches)
-            self.steps_done = number
-            if number % self._save_every == 0 or number == self.num_steps:
-                self._save()
-            if number == self.num_steps:
-                self._ledger.close_run()
-            self._spent = self._exact_claim() if number == self.num_steps else collectives.on_main(self._ledger.claim)
         bad, count = (record.private[name].inside() for name in ("num_nonfinite", "num_examples"))
         if bad == count > 0:
-            say(
+            collectives.say(
                 f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: are the "
                 "items and the weights finite, and is the learning rate small enough?"
             )
@@ -378,22 +289,8 @@ class PrivateLoop:
             return
         with self._turns.take():
             on_all_or_none(self._engine.require_unchanged)
-            self._save()
-
-    def _save(self) -> None:
-        if self._saved == self.steps_done:
-            return
-        require_finite(self._engine, self.steps_done)
-        facts = {
-            "formal_guarantee": self.plan.formal_guarantee,
-            "reasons": list(self.plan.reasons),
-            "ledger": self._ledger.position(),
-            "charged_attempts": self._ledger.num_charged,
-            **self._engine.facts(),
-            **self._facts,
-        }
-        self._checkpoints.save(self.steps_done, self._engine.state(), self._engine.shapes, facts)
-        self._saved = self.steps_done
+            assert self._run is not None, "a finished run is saved"
+            self._run.save()
 
     def write_card(self) -> Path:
         """Writes the privacy card of the run so far, as JSON, Markdown and one HTML page; returns its folder. Collective."""
@@ -426,9 +323,71 @@ class PrivateLoop:
         epsilon = collectives.on_main(lambda: self.plan.epsilon_after(self._ledger.num_charged))
         return None if epsilon is None else (epsilon, self.plan.target_delta)
 
-    def _require_finished(self) -> None:
-        if self.steps_done < self.num_steps:
-            raise ConfigError(
-                f"{self.run_dir} is finished and its budget is closed, but its newest whole checkpoint is that of step "
-                f"{self.steps_done}: restore checkpoints/ from a copy"
+
+def on_all_or_none(check: Callable[[], object]) -> None:
+    """Collective; no rank waits for one that stopped.
+
+    Raises:
+        PrivacyConfigError: on all ranks, where the check raises it on one, or returns something else on another.
+    """
+    found, problem = None, None
+    try:
+        found = check()
+    except PrivacyConfigError as error:
+        problem = str(error)
+    ranks = collectives.gather_objects((found, problem))
+    if problems := [said for _, said in ranks if said is not None]:
+        raise PrivacyConfigError(problems[0])
+    if any(other != ranks[0][0] for other, _ in ranks):
+        raise PrivacyConfigError(
+            "ranks hold different weights: was their optimizer or learning rate set differently between two steps? Make the loop "
+            "again on all ranks, and it goes on where it was saved"
+        )
+
+
+class Turns:
+    """One step at a time. Two at once would sum two batches into one release; a forked copy would draw the same batch again.
+
+    Attributes:
+        over: why no further step is taken; None while the loop goes on.
+    """
+
+    def __init__(self) -> None:
+        self.over: str | None = None
+        self._process, self._taken = os.getpid(), threading.Lock()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that made the loop."""
+        return os.getpid() == self._process
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """One thing that the loop does, alone.
+
+        Raises:
+            PrivacyConfigError: in a forked process, while another thread is in the loop, or when the loop is over.
+        """
+        if not self.is_ours:
+            raise PrivacyConfigError(
+                "this process was forked from the one that made the loop and holds the same secret coins: step and save there"
             )
+        if not self._taken.acquire(blocking=False):
+            raise PrivacyConfigError(
+                "a step is being taken already, by another thread or around this call: take one step after the other"
+            )
+        try:
+            if self.over is not None:
+                raise PrivacyConfigError(
+                    f"this loop is over ({self.over}): make it again, and it goes on where it was saved"
+                )
+            yield
+        finally:
+            self._taken.release()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What is inside ends, or the loop is over."""
+        self.over = "a step was not taken to its end"
+        yield
+        self.over = None

@@ -1,34 +1,221 @@
-"""What a loop of one's own says when its run folder is opened: plan, data and configuration."""
+"""How a loop of one's own opens its run folder: what `open_run` asks of it, in the order in which it can be refused."""
 
+import contextlib
 import hashlib
 import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from ..checkpoints.read import has_checkpoints
-from ..clipping.sharded import full
+from ..checkpoints.read import Checkpoint
+from ..checkpoints.write import Retention
+from ..clipping.coverage import claims
+from ..clipping.recorder import Task
+from ..clipping.selfcheck import check_against_autograd
+from ..clipping.sharded import full, is_dtensor, kind_of, put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
-from ..ledger.file_roles import require_apart
-from ..ledger.ledger import Ledger
-from ..ledger.records import read_ledger
-from ..ledger.run_state import open_run_state
-from ..plan import PrivacyPlan, make_plan
+from ..ledger.durable import require_apart
+from ..plan import PrivacyPlan
 from ..plan_request import PlanRequest
-from ..sampling.keys import SamplingKey
+from ..run.ledger import Opening, RunLedger, open_ledger
+from ..run.run import Parts, Stored
 from ..step import collectives
-from ..step.folder import RunFolder, environment
-from ..step.run_ledger import RunLedger
+from ..step.engine import to_device
+from ..step.folder import RunFolder
+from ..step.neighbours import require_neighbours_apart
+from . import lineage
+from .engine import OwnEngine, settings
 from .fingerprint import fixed_tensors
+from .hugging_face import loss_of
 from .reading import ItemNotRead, Reader
 
+FRESH = 4
+"""Made-up examples of the self-check."""
+KEPT = 2
+"""Checkpoints that stay."""
 
-def require_place(folder: RunFolder, mirror: Path | None) -> None:
-    """The mirror lies outside of the run folder; on one rank, before anything is written."""
-    require_apart({} if mirror is None else {"ledger_mirror": mirror}, folder.root)
+
+@dataclass
+class OwnStart:
+    """See `privacy.run.run.Start`; the arguments are those of `PrivateLoop`.
+
+    Attributes:
+        undone: gives back what was opened, in reverse order.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    reader: Reader
+    loss: Callable[..., Tensor] | None
+    folder: RunFolder
+    request: PlanRequest
+    made_up: Mapping[str, Tensor] | Sequence[Tensor] | None
+    learning_rate: Callable[[int], float] | None
+    num_workers: int
+    save_every: int | None
+    data_version: str | None
+    mirror: Path | None
+    unit: str
+    may_restart: bool
+    undone: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    engine: OwnEngine = field(init=False)
+    task: Task = field(init=False)
+
+    def checks(self) -> list[Callable[[], None]]:
+        """In the order in which they refuse a start."""
+        return [
+            self.require_talking,
+            self.know_the_loss,
+            self.require_same_on_all_ranks,
+            self.require_mirror_elsewhere,
+            self.take_folder,
+            self.take_weights_of_main,
+            self.take_model_and_optimizer,
+            self.require_rules_for_all_layers,
+            self.require_sums_of_autograd,
+            self.require_neighbours_apart,
+            self.require_ledger_of_trained_weights,
+            self.look_at_all_items,
+        ]
+
+    def require_talking(self) -> None:
+        """Ledger and sampler say what lies on the CPU, which a process group of NCCL alone does not carry."""
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            raise PrivacyConfigError(
+                'the process group carries CUDA tensors alone: make it with init_process_group("cpu:gloo,cuda:nccl"), under '
+                'accelerate with InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")'
+            )
+
+    def know_the_loss(self) -> None:
+        """A model without a loss per example is refused before anything is made for it."""
+        given, example = self.loss or loss_of(self.model, self.reader.example), self.reader.example
+
+        def task(
+            **inputs: Tensor,
+        ) -> Tensor:  # holds nothing but these two, so that the self-check sees all that it could change
+            in_order, named = example.arguments(inputs)
+            return given(*in_order, **named)
+
+        self.task = task
+
+    def require_same_on_all_ranks(self) -> None:
+        """Ranks with other arguments or data would wait for one another or draw other coins; an example could count on two."""
+        asked = self.request, self.reader.micro_batch_size, self.save_every, self.folder.root.resolve()
+        mine = repr((asked, self.reader.example.fields, few_items(self.reader), settings(self.optimizer)))
+        if len(set(collectives.gather_objects(mine))) > 1:
+            raise PrivacyConfigError(
+                "ranks have another data set, plan, example, micro-batch, optimizer or run folder: make the same PrivateLoop on "
+                "each of them, with the whole data set; the loop deals the items"
+            )
+
+    def require_mirror_elsewhere(self) -> None:
+        """A mirror inside of the run folder would be rolled back together with the ledger."""
+        roles = {} if self.mirror is None else {"ledger_mirror": self.mirror}
+        collectives.on_main(lambda: require_apart(roles, self.folder.root))
+
+    def take_folder(self) -> None:
+        """One program at a time; before the model, since a folder that has lost its key is refused in no time."""
+        collectives.on_main(self.folder.take)
+        self.undone.callback(self.folder.release)
+
+    def take_weights_of_main(self) -> None:
+        """Ranks begin with rank 0's parameters and buffers, as under DistributedDataParallel; shards are a rank's own."""
+        put_away(self.model)
+        if collectives.world_size() > 1:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if not is_dtensor(tensor):
+                    dist.broadcast(tensor.detach(), 0)
+
+    def take_model_and_optimizer(self) -> None:
+        """What the engine cannot train or watch over is refused; see `OwnEngine`."""
+        sets_rate = self.learning_rate is not None
+        self.engine = OwnEngine(self.model, self.optimizer, self.folder.root, sets_rate=sets_rate)
+        self.undone.callback(self.engine.release)
+
+    def require_rules_for_all_layers(self) -> None:
+        """Names a layer without a clipping rule, such as BatchNorm; a gradient of autograd would say less."""
+        claims(self.model, self.engine.shapes)
+
+    def require_sums_of_autograd(self) -> None:
+        """Clipped sums of made-up items are those that autograd gives one by one."""
+        example = self.reader.example
+        self.items = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
+        check_against_autograd(self.model, to_device(self.items, self.engine), self.task)
+
+    def require_neighbours_apart(self) -> None:
+        """No item's loss depends on the others of its micro-batch, at the size that training has."""
+        require_neighbours_apart(self.engine, self.task, lambda count: self.items, self.reader.micro_batch_size)
+        put_away(self.model)
+
+    def require_ledger_of_trained_weights(self) -> None:
+        """Weights that a run of this folder has trained, without its ledger, would begin a claim that leaves their cost out."""
+        collectives.on_main(lambda: lineage.require_ledger(self.engine.origin, self.folder.ledger))
+
+    def look_at_all_items(self) -> None:
+        """What identifies the data, and whether they can be used; last, since it is a pass over all items."""
+        self.manifest = collectives.on_main(lambda: data_manifest(self.reader, self.data_version))
+
+    def open_ledger(self) -> Opening:
+        self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": fixed_digest(self.model)}
+        opening = open_ledger(
+            self.folder, lambda _: self.request, lambda: self.manifest, described=lambda *_: {"unit": self.unit},
+            mirror=self.mirror,
+        )  # fmt: skip
+        if not opening.plan.formal_guarantee:
+            raise PrivacyConfigError(f"a private loop makes a formal claim, and here {opening.plan.reasons[0]}")
+        for line in opening.plan.warnings if collectives.rank() == 0 else ():
+            warnings.warn(line, stacklevel=4)
+        return opening
+
+    def take_ledger(self, ledger: RunLedger) -> None:
+        """Its last line goes with what is remembered of the weights, in this program and before it."""
+        self.undone.callback(ledger.release)
+        if self.engine.origin is not None:
+            ledger.require_not_shorter_than(self.engine.origin.line)
+        self.engine.ledger_line = ledger.position
+
+    def take_weights(self, checkpoint: Checkpoint) -> None:
+        """All that the checkpoint holds: the engine is there already, and a finished run gives its model back trained."""
+        for name, value in self.model_facts.items():
+            if checkpoint.manifest.get("model", {}).get(name) != value:
+                raise ConfigError(
+                    f"the checkpoint of step {checkpoint.step} was written with another model ({name} differs; its frozen "
+                    "weights and buffers are not in the checkpoint): give the same one, or start another run folder"
+                )
+        self.engine.load_facts(checkpoint.manifest)
+        checkpoint.restore(self.engine, self.engine.moments)
+
+    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
+        engine, name, optimizer = self.engine, self.folder.root.resolve().name, self.optimizer
+        clipped = plan.clipped_sum(self.model, shapes=engine.shapes, device=engine.device)
+        self.undone.callback(clipped.detach)
+        text = config_toml(
+            name, self.request, micro_batch_size=self.reader.micro_batch_size, optimizer=type(optimizer).__name__,
+            mirror=None if self.mirror is None else str(self.mirror),
+        )  # fmt: skip
+        return Parts(
+            engine=engine,
+            task=self.task,
+            clipped=clipped,
+            noise=plan.noise(),
+            read=lambda plans: self.reader.steps(plans, self.num_workers),
+            micro_batch_size=self.reader.micro_batch_size,
+            learning_rate=self.learning_rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
+            note_charge=lambda _: engine.require_all_noised(),  # the caller's loss and items have run
+            stored=lambda: Stored(
+                engine.state(), engine.shapes, {**engine.facts(), "run": name, "model": self.model_facts}
+            ),
+            configuration=(text, None, {}),
+            retention=Retention(KEPT),
+            save_every=self.save_every,
+        )
 
 
 def data_manifest(reader: Reader, data_version: str | None) -> bytes:
@@ -56,37 +243,6 @@ def few_items(reader: Reader) -> str:
         return reader.digest(whole=False).hex()
     except (PrivacyConfigError, ItemNotRead) as error:
         return str(error)
-
-
-def open_ledger(
-    folder: RunFolder, request: PlanRequest, manifest: bytes, *, unit: str, mirror: Path | None
-) -> RunLedger:
-    """Opens ledger and key of a run folder without writing to them (`RunLedger.mend` does), or creates them. Collective.
-
-    Raises (on every rank):
-        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones.
-        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together.
-    """
-
-    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
-        recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
-        plan = make_plan(request, resume=None if recorded is None else recorded["plan"])
-        if not plan.formal_guarantee:
-            raise PrivacyConfigError(f"a private loop makes a formal claim, and here {plan.reasons[0]}")
-        ledger, key = open_run_state(
-            folder.ledger,
-            folder.key,
-            plan,
-            data_manifest=manifest,
-            open_fields={"commit": environment()["commit"], "unit": unit},
-            mirror=mirror,
-            has_checkpoint=has_checkpoints(folder.checkpoints),
-            members=folder.members,
-            mended=False,
-        )
-        return ledger, key, plan
-
-    return RunLedger.open(open_on_main, folder.key, members=folder.members)
 
 
 def config_toml(name: str, request: PlanRequest, *, micro_batch_size: int, optimizer: str, mirror: str | None) -> str:
@@ -122,13 +278,3 @@ def fixed_digest(model: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(full(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def require_same_model(manifest: dict[str, Any], facts: dict[str, Any]) -> None:
-    """A checkpoint goes on with the model that it was written with."""
-    for name, value in facts.items():
-        if manifest.get("model", {}).get(name) != value:
-            raise ConfigError(
-                f"the checkpoint of step {manifest.get('step')} was written with another model ({name} differs; its frozen "
-                "weights and buffers are not in the checkpoint): give the same one, or start another run folder"
-            )

@@ -8,16 +8,17 @@ file that cannot be opened, a network, memory) ends the run instead: it is no pr
 """
 
 import hashlib
+import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..card.text import one_line
 from ..errors import PrivacyConfigError
@@ -49,16 +50,8 @@ class MicroBatch(NamedTuple):
     num_undecodable: int
 
 
-class Request(NamedTuple):
-    """The items of one micro-batch: (index, key, row) each."""
-
-    items: list[tuple[int, int, int]]
-
-
-class Failure(NamedTuple):
-    """An error of a worker as data: torch would bury it in a traceback."""
-
-    message: str
+Request = list[tuple[int, int, int]]
+"""The items of one micro-batch: index, key and row of each."""
 
 
 def require_items(dataset: Any) -> None:
@@ -104,7 +97,7 @@ UNUSABLE = hashlib.sha256().digest()
 """What `Reader.contents` has for items that cannot be used."""
 
 
-class Reader(Dataset["MicroBatch | Failure"]):
+class Reader(Dataset["MicroBatch | ItemNotRead"]):
     """Request -> MicroBatch, in a worker or in this process."""
 
     unusable = ""  # how many items the last look found that count as zero, and why, for the console
@@ -129,21 +122,21 @@ class Reader(Dataset["MicroBatch | Failure"]):
                 raise ItemNotRead(f"item {index} could not be read: {type(error).__name__}: {error}") from error
             raise Unusable(f"cannot be read: {type(error).__name__}: {error}") from error
 
-    def __getitem__(self, request: Request) -> MicroBatch | Failure:
+    def __getitem__(self, request: Request) -> MicroBatch | ItemNotRead:
         inputs = {
             name: row.expand(self.micro_batch_size, *row.shape).clone() for name, row in self.example.padding().items()
         }
         is_padding_B = torch.ones(self.micro_batch_size, dtype=torch.bool)
         num_undecodable = 0
         with kept_random_numbers():
-            for index, key, row in request.items:
+            for index, key, row in request:
                 try:
                     tensors = self.item(index, key)
                 except Unusable:
                     num_undecodable += 1
                     continue
                 except ItemNotRead as error:
-                    return Failure(str(error))
+                    return error  # as data: torch would bury what a worker raises in a traceback
                 for name, tensor in tensors.items():
                     inputs[name][row] = tensor
                 is_padding_B[row] = False
@@ -160,30 +153,31 @@ class Reader(Dataset["MicroBatch | Failure"]):
         Raises:
             ItemNotRead: see `item`.
         """
-        pulled: deque[Dealt] = deque()
-        requests = Requests(plans, pulled, self.micro_batch_size)
-        results: Iterator[MicroBatch | Failure]
-        if num_workers:
-            results = iter(DataLoader(self, batch_size=None, sampler=requests, num_workers=num_workers))
-        else:
-            results = (self[request] for request in requests)
+        pulled, size = deque[Dealt](), self.micro_batch_size
 
-        def checked(result: MicroBatch | Failure) -> MicroBatch:
-            if isinstance(result, Failure):
-                raise ItemNotRead(result.message)
-            return result
+        def requests() -> Iterator[Request]:
+            for plan in plans:
+                pulled.append(plan)
+                rows = plan.rows if plan.rows is not None else np.arange(len(plan.example_ids))
+                made: list[Request] = [[] for _ in range(plan.num_micro_batches)]
+                columns = plan.example_ids.tolist(), plan.example_keys.tolist(), rows.tolist()
+                for index, key, row in zip(*columns, strict=True):
+                    made[row // size].append((index, key, row % size))
+                yield from made
+
+        results: Iterator[MicroBatch | ItemNotRead] = map(self.__getitem__, requests())
+        if num_workers:
+            results = iter(DataLoader(self, batch_size=None, sampler=requests(), num_workers=num_workers))
+
+        def batches(first: MicroBatch | ItemNotRead, more: int) -> Iterator[MicroBatch]:
+            for result in itertools.chain([first], itertools.islice(results, more)):
+                if isinstance(result, ItemNotRead):
+                    raise result
+                yield result
 
         for first in results:
             plan = pulled.popleft()
-
-            def batches(
-                first: MicroBatch | Failure = first, count: int = plan.num_micro_batches
-            ) -> Iterator[MicroBatch]:
-                yield checked(first)
-                for _ in range(count - 1):
-                    yield checked(next(results))
-
-            yield plan, batches()
+            yield plan, batches(first, plan.num_micro_batches - 1)
 
     def digest(self, *, whole: bool = True) -> bytes:
         """SHA-256 over all items in one pass, or over a few; refuses data that the run could not use.
@@ -249,21 +243,3 @@ def _is_of_the_machine(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):  # torch has no class of its own for what a CPU's memory cannot hold
         return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     return isinstance(error, MemoryError)
-
-
-class Requests(Sampler[Request]):
-    """The micro-batch requests of all plans; notes each plan as it is pulled."""
-
-    def __init__(self, plans: Iterable[Dealt], pulled: deque[Dealt], size: int) -> None:
-        self._plans, self._pulled, self._size = plans, pulled, size
-
-    def __iter__(self) -> Iterator[Request]:
-        for plan in self._plans:
-            self._pulled.append(plan)
-            rows = plan.rows if plan.rows is not None else np.arange(len(plan.example_ids))
-            requests = [Request([]) for _ in range(plan.num_micro_batches)]
-            for index, key, row in zip(
-                plan.example_ids.tolist(), plan.example_keys.tolist(), rows.tolist(), strict=True
-            ):
-                requests[row // self._size].items.append((index, key, row % self._size))
-            yield from requests

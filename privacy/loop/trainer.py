@@ -16,9 +16,9 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from ..errors import PrivacyConfigError
+from ..step import collectives
 from .fields import Example
 from .loop import PrivateLoop, require_known
-from .ranks import say
 from .reading import UNUSABLE, Reader, require_items
 
 UNFIT = {
@@ -107,7 +107,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
             if self._eval_is_public or data is None:
                 continue
             require_items(self.train_dataset)
-            say("comparing the items of eval_dataset with those of train_dataset; eval_is_public=True skips it")
+            collectives.say(
+                "comparing the items of eval_dataset with those of train_dataset; eval_is_public=True skips it"
+            )
             mine, theirs = (Reader(one, Example(self._private["example"]), 1) for one in (data, self.train_dataset))
             items = mine.contents() if hasattr(data, "__len__") else set()
             if not items or UNUSABLE in items or items & theirs.contents():

@@ -42,8 +42,8 @@ class Dealt(NamedTuple):
     example_ids: Ids
     example_keys: NDArray[np.uint64]
     num_micro_batches: int
-    rows: Ids | None
-    group: int | None
+    rows: Ids | None = None
+    group: int | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,12 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
+def say(line: str) -> None:
+    """Prints a line on the console of rank 0, which lies inside the trust boundary."""
+    if rank() == 0:
+        print(line, flush=True)
+
+
 def on_main(function: Callable[[], T]) -> T:
     """Runs `function` on rank 0 and returns its result everywhere; an error is raised everywhere.
 
@@ -96,6 +102,14 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
+def on_any(*flags: bool) -> list[bool]:
+    """For each flag whether it is set on any rank: the same answer on all."""
+    votes = torch.tensor(flags, dtype=torch.int64)
+    if not is_alone():
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return [bool(vote) for vote in votes]
+
+
 def reduce_to_main(values: Tensor) -> Tensor:
     """The sum over ranks, in place and on rank 0 alone."""
     if not is_alone():
@@ -107,7 +121,7 @@ class Traffic:
     """Counts the collectives that carry clipped sums or noised gradients, and the bytes that this rank sends in them.
 
     Bytes are those of an algorithm that sends nothing twice: all but a rank's own part. They follow from shapes alone, so they
-    are public. What an engine moves by itself (gathering weights) is not seen here; benchmarks/scaling.py counts that too.
+    are public. What an engine moves by itself (gathering weights) is not seen here.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ VERIFIER = Path(verify.__file__)
 FILES = (
     *("ledger.jsonl", "metrics.jsonl", "config.toml", "ds_config.json", "environment.json", VERIFIER.name, "STOP"),
     *("checkpoints/LATEST", "evaluation/*.*", "behind/*", "private/index/*", "private/heldout-index/*"),
-    *(f"private/{name}" for name in ("lock", "visible", "sampling.key", "sampling.key.staged", "signing.key", FILE)),
+    *(f"private/{name}" for name in ("lock", "visible", "sampling.key", "sampling.key.staged", FILE)),
     *(f"private/{name}" for name in ("metrics.jsonl", "chosen.json", "heldout.jsonl", "*.png")),
 )
 FOLDERS = (

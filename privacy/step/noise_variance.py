@@ -1,4 +1,4 @@
-"""Phi of DP-AdamBC: the variance that our own noise adds to an optimizer's second moment (trainer/optimizers/adam_bc.py)."""
+"""Phi of DP-AdamBC: the variance that our own noise adds to an optimizer's second moment (trainer/optimizers)."""
 
 
 class NoiseVariance:

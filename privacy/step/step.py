@@ -2,8 +2,7 @@
 
 `train_step` takes the clipped sums of all micro-batches, writes the intent into the ledger (before them, if sums are communicated
 with every micro-batch), reduces once, lets the owner of each shard add noise, divides by the public expected batch size, steps
-the optimizer and writes `done`. `trainer/loop/fit.py` repeats it for the trainer, `privacy/loop/loop.py` for whoever has a
-loop of their own.
+the optimizer and writes `done`. `privacy/run/run.py` repeats it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from .reduction import reduce_to_owners
 
 
 class StepLedger(Protocol):
-    """The two records of a step; collective. `privacy.step.run_ledger.RunLedger` is the one that charges."""
+    """The two records of a step; collective. `privacy.run.ledger.RunLedger` is the one that charges."""
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt, durably, before anything that depends on a gradient leaves its process."""

@@ -85,10 +85,12 @@ def test_one_round_and_a_second_run_that_keeps_it(tmp_path: Path) -> None:
         "digits",
         "--epsilons",
         "8",
-        "--output",
-        str(tmp_path / "made.json"),
+        "--systems",
+        "ours",
+        "by_hand",
+        "non_private",
     ]
-    told += ["--systems", "ours", "by_hand", "non_private", JAX]
+    told += [JAX, "--output", str(tmp_path / "made.json")]
     done, again = (
         subprocess.run(
             [sys.executable, "benchmarks/utility.py", *told],
@@ -103,5 +105,6 @@ def test_one_round_and_a_second_run_that_keeps_it(tmp_path: Path) -> None:
     assert JAX in record["not_run"] and f"{JAX}: not run" in done.stderr
     (cell,) = record["cells"]
     assert not cell["refused"] and list(cell["systems"]) == ["ours", "by_hand", "non_private"]
-    for name in ("ours", "by_hand"):
-        assert cell["systems"][name]["epsilon_judged"]["pld"] == pytest.approx(8, abs=0.1)
+    judge = {name: cell["systems"][name]["epsilon_judged"]["pld"] for name in ("ours", "by_hand")}
+    # By hand one step spends all; ours keeps two attempts in reserve, which are two thirds of so short a run.
+    assert judge["by_hand"] == pytest.approx(8, abs=0.1) and 5 < judge["ours"] < 7

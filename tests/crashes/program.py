@@ -22,7 +22,6 @@ from safetensors.torch import save
 
 import privacy.checkpoints.write
 import privacy.ledger.shared_records
-from data.reading.loader import StepPlan
 from privacy.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newer
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.ledger import durable
@@ -31,10 +30,11 @@ from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
+from privacy.run.ledger import RunLedger
+from privacy.run.run import begins_again, load_newest
+from privacy.step.batches import Dealt as StepPlan
 from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
-from privacy.step.resume import begins_again, load_newest
-from privacy.step.run_ledger import RunLedger
 from tests.crashes.remembered import Remembered
 
 STEPS = 3
@@ -74,7 +74,7 @@ def quick(number: int) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_bytes", token)
         patch.setattr(secrets, "token_hex", lambda size: token(size).hex())
-        patch.setattr("privacy.step.run_ledger.environment", dict)
+        patch.setattr("privacy.run.ledger.environment", dict)
         patch.setattr(privacy.ledger.shared_records, "total_epsilon", lambda *_arguments, **_more: 0.1)
         patch.setattr(privacy.checkpoints.write, "save_file", save_as_library)
         yield patch

@@ -12,10 +12,8 @@ import privacy.checkpoints.write
 import privacy.ledger.run_state
 from privacy.ledger import durable
 from privacy.ledger.chain import AppendOnly, ChainFile
-from privacy.ledger.membership import Membership
-from privacy.ledger.shared import SharedLedger
-from privacy.ledger.signature import SigningKey
-from privacy.step.run_ledger import RunLedger
+from privacy.ledger.shared import Membership, SharedLedger
+from privacy.run.ledger import RunLedger
 from tests.crashes.disk import Names, States, put
 from tests.crashes.exploration import (
     DRAWS,
@@ -185,20 +183,6 @@ def attempt_recorded_after_the_intent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunLedger, "intent", first)
 
 
-def signing_key_after_the_ledger(patch: pytest.MonkeyPatch) -> None:
-    """The key is not made durable before `open` names it."""
-    real = SigningKey.create.__func__  # type: ignore[attr-defined]
-
-    def lazily(cls: type[SigningKey], path: Path) -> SigningKey:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(durable, "fsync", lambda descriptor: None)
-            inner.setattr(durable, "fsync_directory", lambda directory: None)
-            created: SigningKey = real(cls, path)
-        return created
-
-    patch.setattr(SigningKey, "create", classmethod(lazily))
-
-
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
@@ -210,7 +194,6 @@ def signing_key_after_the_ledger(patch: pytest.MonkeyPatch) -> None:
         pytest.param(rename_without_fsync_of_the_file, "refused", marks=pytest.mark.full),
         (checkpoint_recorded_before_it_is_there, "refused"),
         (attempt_recorded_after_the_intent, "no record of their attempt"),
-        (signing_key_after_the_ledger, "signing key"),
     ],
 )
 def test_a_planted_mistake_is_found(

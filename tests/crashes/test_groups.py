@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from privacy.ledger.records import LedgerState
-from privacy.step.run_ledger import RunLedger
+from privacy.run.ledger import RunLedger
 from tests.crashes import program
 from tests.crashes.exploration import PLANTED, explore, explore_kills, two_crashes
 from tests.crashes.test_crashes import require_no_problem

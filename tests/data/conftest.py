@@ -3,7 +3,6 @@
 import io
 import struct
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -67,13 +66,3 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def table(shards: list[Path], tmp_path: Path) -> ExampleTable:
     return build_index(shards, tmp_path / "index")
-
-
-@pytest.fixture
-def one_shard(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
-    def write(content: bytes) -> Path:
-        path = tmp_path / "shard.tar"
-        path.write_bytes(content)
-        return path
-
-    return write

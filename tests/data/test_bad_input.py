@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +10,19 @@ import pytest
 import torch
 from PIL import Image
 
-from data.examples.examples import CaptionExample
+from data.errors import DecodeError
+from data.examples.examples import CaptionExample, LabelledImageExample, read_label
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.examples.transforms import denormalize
 from data.index.build import build_index
 from data.index.verify import verify_sample
-from data.reading.loader import Loader, StepPlan
-from data.reading.reader import MAX_CAPTION_BYTES, TarReader
-from tests.data.conftest import ROOT, bomb, picture
+from data.reading.loader import Loader, StepPlan, eval_batches
+from data.reading.reader import MAX_CAPTION_BYTES, RawExample, TarReader
+from tests.data.conftest import ROOT, bomb, picture, write_shard
+from tests.data.support.archives import archive
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER, train=False)
+LABELLED = LabelledImageExample(image_size=16, num_classes=10, train=False)
 GOOD = {"jpg": picture(1), "txt": b"good"}
 
 
@@ -81,23 +83,18 @@ DECODABLE: dict[str, tuple[dict[str, bytes], tuple[int, int, int], str]] = {
 
 
 def write(path: Path, examples: list[tuple[str, dict[str, bytes]]]) -> Path:
-    with tarfile.open(path, "w") as tar:
-        for key, members in examples:
-            for extension, body in members.items():
-                info = tarfile.TarInfo(f"{key}.{extension}")
-                info.size = len(body)
-                tar.addfile(info, io.BytesIO(body))
+    path.write_bytes(archive([(f"{key}.{name}", body) for key, members in examples for name, body in members.items()]))
     return path
 
 
 def batch_of(path: Path, tmp_path: Path, make: CaptionExample = MAKE):  # type: ignore[no-untyped-def]
     table = build_index([path], tmp_path / "index")
     ids = np.arange(len(table))
-    plan = StepPlan(0, ids, ids.astype(np.uint64), 1)
-    [(_, batches)] = [
-        (p, list(b)) for p, b in Loader(table, make, micro_batch_size=len(ids), num_workers=0).steps(iter([plan]))
+    loader = Loader(table, make, micro_batch_size=len(ids), num_workers=0)
+    [batch] = [
+        batch for _, batches in loader.steps(iter([StepPlan(0, ids, ids.astype(np.uint64), 1)])) for batch in batches
     ]
-    return table, batches[0]
+    return table, batch
 
 
 @pytest.mark.parametrize("kind", UNDECODABLE)
@@ -124,52 +121,17 @@ def test_odd_examples_are_decoded_as_documented(kind: str, tmp_path: Path) -> No
     assert MAKE.tokenizer.decode(batch.inputs["tokens_BL"][1].tolist()).startswith(caption.strip())
 
 
-def test_names_never_become_paths(tmp_path: Path) -> None:
-    """Traversal, absolute and foreign names are keys; links, devices and folders are passed over; nothing is extracted."""
-    (tmp_path / "work").mkdir()
-    path = tmp_path / "work" / "s.tar"
-    with tarfile.open(path, "w") as tar:
-        for key in ("../../outside", "/etc/absolute", "b\udcff\udcfe", "sub/x"):
-            for extension, body in GOOD.items():
-                info = tarfile.TarInfo(f"{key}.{extension}")
-                info.size = len(body)
-                tar.addfile(info, io.BytesIO(body))
-        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
-            info = tarfile.TarInfo("sub/x.png")  # of the last example's key
-            info.type, info.linkname = kind, "/etc/passwd"
-            tar.addfile(info)
-    before = set(tmp_path.rglob("*"))
-    table, batch = batch_of(path, tmp_path / "work")
-    assert len(table) == 4 and batch.num_undecodable == 0 and table.entries[0].skipped == 5
-    assert all(set(raw.fields) == {"jpg", "txt"} for raw in TarReader(table).read_all(range(4)))
-    assert {p for p in tmp_path.rglob("*") if "index" not in p.parts} == before
-
-
-def test_duplicate_keys(tmp_path: Path) -> None:
-    """Neighbours of one key are one example, its first member of an extension counts; a key that comes back is another."""
-    one, two = {"jpg": picture(1), "txt": b"first"}, {"jpg": picture(2), "txt": b"second"}
-    table, _ = batch_of(write(tmp_path / "s.tar", [("a", one), ("a", two), ("b", one), ("a", two)]), tmp_path)
-    raws = list(TarReader(table).read_all(range(len(table))))
-    assert [raw.caption for raw in raws] == ["first", "first", "second"]
-    assert raws[0].image == one["jpg"] and table.entries[0].repeated_keys == 1
-
-
 def test_several_captions_belong_to_one_example(tmp_path: Path) -> None:
-    captions = {"0.txt": b"zero", "1.txt": b"one", "2.txt": b"\xff"}
-    members = {
-        "png": encoded(FRAMES[0], "PNG"),
-        **captions,
-        "json": json.dumps({"caption": "no", "all": ["x", "y", 3]}).encode(),
-    }
+    record = json.dumps({"caption": "no", "all": ["x", "y", 3]}).encode()
+    captions = {"0.txt": b"zero", "1.txt": b"one", "2.txt": b"\xff", "json": record}
+    members = {"png": encoded(FRAMES[0], "PNG"), **captions}
     path = write(tmp_path / "s.tar", [("a", members)])
     table, _ = batch_of(path, tmp_path)
     raw = TarReader(table).read(0)
     assert raw.captions() == ["zero", "one"] and raw.captions("all") == ["x", "y"] and raw.captions("none") == []
     train = CaptionExample(16, 12, EMBEDDED_TOKENIZER)
-    said = [train.tokenizer.decode(train(raw, key)["tokens_L"].tolist()) for key in range(20)]
-    assert set(said) == {"zero", "one"} and said == [
-        train.tokenizer.decode(train(raw, key)["tokens_L"].tolist()) for key in range(20)
-    ]
+    one, two = ([train.tokenizer.decode(train(raw, key)["tokens_L"]) for key in range(20)] for _ in range(2))
+    assert set(one) == {"zero", "one"} and one == two
     fielded = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False, caption_field="all")
     assert fielded.tokenizer.decode(fielded(raw, 1)["tokens_L"].tolist()) == "x"
 
@@ -180,3 +142,63 @@ def test_the_documentation_lists_every_kind() -> None:
     listed = {part.strip() for row in rows for part in row.split(";")}
     for kind in [*UNDECODABLE, *DECODABLE]:
         assert kind in listed, kind
+
+
+def raw(**fields: bytes) -> RawExample:
+    return RawExample(picture(1), fields)
+
+
+GOOD_LABELS = [
+    (raw(cls=b"3"), None, 3),
+    (raw(cls=b" 09\n"), None, 9),
+    (raw(cls=b"0", json=b'{"y": 4}'), None, 0),
+    (raw(cls=b"0", json=b'{"y": 4}'), "y", 4),
+    (raw(json=b'{"y": "7"}'), "y", 7),
+]
+BAD_LABELS = [
+    (raw(), None), (raw(cls=b""), None), (raw(cls=b"10"), None), (raw(cls=b"-1"), None), (raw(cls=b"1.0"), None),
+    (raw(cls=b"cat"), None), (raw(cls=b"\xff"), None), (raw(cls="\u0663".encode()), None), (raw(cls=b"1" * 5000), None),
+    (raw(cls=b"0" * 5000), None), (raw(cls=b"3" + b" " * 100), None), (raw(cls=b"3", txt=b"3"), "y"), (raw(json=b"{"), "y"),
+    (raw(json=b'{"y": true}'), "y"), (raw(json=b'{"y": 1.0}'), "y"), (raw(json=b'{"y": [1]}'), "y"),
+    (raw(json=b'{"y": -1}'), "y"), (raw(json=b'{"y": ' + b"9" * 5000 + b"}"), "y"), (raw(json=b"[" * 100_000), "y"),
+    (raw(json=b'{"y": "\\u00a07"}'), "y"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("example", "field", "label"), GOOD_LABELS)
+def test_labels(example: RawExample, field: str | None, label: int) -> None:
+    assert read_label(example, 10, field) == label
+
+
+@pytest.mark.parametrize(("example", "field"), BAD_LABELS)
+def test_bad_labels(example: RawExample, field: str | None) -> None:
+    with pytest.raises(DecodeError, match="label"):
+        read_label(example, 10, field)
+
+
+def test_bad_labels_are_zero_rows_counted_and_leave_others_alone(tmp_path: Path) -> None:
+    """Through webdataset's writer, the real index and the loader."""
+    members: list[dict[str, object]] = [
+        {"jpg": picture(1), "cls": b"1"}, {"jpg": picture(2), "cls": b"10"}, {"jpg": picture(3)}, {"cls": b"4"},
+        {"jpg": b"no image", "cls": b"5"}, {"jpg": picture(6), "cls": b"6", "txt": b"a caption is not looked at"},
+    ]  # fmt: skip
+    samples = [{"__key__": f"e{i}", **fields} for i, fields in enumerate(members)]
+    table = build_index([write_shard(tmp_path / "s.tar", samples)], tmp_path / "index")
+    (batch,) = eval_batches(table, LABELLED, 8)
+    assert batch.is_padding_B.tolist() == [False, True, True, True, True, False, True, True]
+    assert batch.num_undecodable == 4
+    assert (
+        batch.inputs["labels_B"].tolist() == [1, 0, 0, 0, 0, 6, 0, 0] and batch.inputs["labels_B"].dtype == torch.int64
+    )
+    assert batch.inputs["images_BCHW"][1:5].abs().max() == 0
+    alone = LABELLED(RawExample(picture(6), {"cls": b"6"}), 0)["images_CHW"]
+    assert np.array_equal(batch.inputs["images_BCHW"][5].numpy(), alone)
+
+
+def test_augmentation_of_labelled_pictures_comes_from_the_key() -> None:
+    train = LabelledImageExample(image_size=16, num_classes=10)
+    as_they_are = LabelledImageExample(image_size=16, num_classes=10, augment=False)
+    example = raw(cls=b"3")
+    first, again, other = (train(example, key)["images_CHW"] for key in (1, 1, 2))
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+    assert np.array_equal(as_they_are(example, 1)["images_CHW"], LABELLED(example, 0)["images_CHW"])

@@ -4,7 +4,6 @@ Archives come from every writer that is installed, in all of its formats; then t
 and `prepare.py repack` mends what is only in disorder.
 """
 
-import hashlib
 import io
 import itertools
 import os
@@ -13,97 +12,60 @@ import shutil
 import subprocess
 import tarfile
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import webdataset
 
 from data.errors import DataError
 from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
-from data.index.repack import CHECKSUMS, Repacked, repack
+from data.index.repack import repack
 from data.index.tar_index import MANIFEST
 from data.reading.loader import MicroBatchRequest, make_batch
 from data.reading.reader import TarReader
 from data.reading.streaming import Stream
 from launch_scripts.prepare import main
 from tests.data.conftest import picture
-from tests.data.test_tar_index import NAMES, tar_bytes
-
-BLOCK = 512
-RECORD = 20 * BLOCK
-METADATA = ("__key__", "__url__", "__local_path__")
-Fields = dict[str, bytes]
-FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
-
-
-def members(num_examples: int, rng: np.random.Generator, *, long_names: bool = False) -> list[tuple[str, bytes]]:
-    """Pairs in order, some with a third member; no payload is empty or holds a zero."""
-    folder = "long" * 40 + "/" if long_names else "d/"
-    found = []
-    for number in range(num_examples):
-        for extension in ("jpg", "txt", "json")[: 2 + number % 2]:
-            body = rng.integers(1, 256, rng.integers(1, 3000), dtype=np.uint8).tobytes()
-            found.append((f"{folder}{number:03d}.{extension}", body))
-    return found
-
-
-def archive(content: list[tuple[str, bytes]], fmt: int = tarfile.GNU_FORMAT, mode: str = "w") -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode, format=fmt) as tar:
-        for name, body in content:
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            tar.addfile(info, io.BytesIO(body))
-    return buffer.getvalue()
-
-
-def without_padding(content: bytes) -> bytes:
-    """As bsdtar, Go and Rust end a file: two blocks of zeros and nothing else."""
-    return content[: end_of_members(content) + 2 * BLOCK]
-
-
-def end_of_members(content: bytes) -> int:
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        last = tar.getmembers()[-1]
-    return last.offset_data + -(-last.size // BLOCK) * BLOCK
-
-
-def by_webdataset(path: Path) -> list[Fields]:
-    samples = webdataset.WebDataset([str(path)], shardshuffle=False)
-    return [{name: body for name, body in sample.items() if name not in METADATA} for sample in samples]
+from tests.data.support.archives import (
+    BLOCK,
+    FORMATS,
+    RECORD,
+    Fields,
+    archive,
+    as_sets,
+    by_key,
+    by_webdataset,
+    end_of_members,
+    folder_of,
+    members,
+    pairs,
+    shard_of,
+    without_padding,
+)
 
 
 def indexed(path: Path) -> list[Fields] | str:
-    """The examples of the index, or why there is none; every byte of the file is found in one of three places."""
+    """The examples of the index, or why there is none; every byte of the file is in an example, between two, or padding."""
     shutil.rmtree(path.parent / "index", ignore_errors=True)
     try:
         table = build_index([path], path.parent / "index")
     except DataError as error:
         return str(error)
     [entry] = table.entries
-    # The index itself says so without reading the archive again.
-    assert int(table.extents(range(len(table))).lengths.sum()) + entry.other_bytes + entry.padding_bytes == entry.size
+    _, offsets, lengths, _ = table.extents(range(len(table)))
+    assert (offsets[1:] >= offsets[:-1] + lengths[:-1]).all()
+    assert int(lengths.sum()) + entry.other_bytes + entry.padding_bytes == entry.size
     content = path.read_bytes()
-    left = np.ones(len(content), dtype=bool)
-    for offset, length in zip(*table.extents(range(len(table)))[1:3], strict=True):
-        assert left[offset : offset + length].all()
-        left[offset : offset + length] = False
     end = end_of_members(content)
-    assert not any(content[end:]) and BLOCK <= len(content) - end < RECORD + 2 * BLOCK
-    left[end:] = False
-    # What is in no example is a member that belongs to none: a folder, a link, a file without an extension.
-    with tarfile.open(path) as tar:
-        skipped = [m for m in tar if left[m.offset]]
-        for member, after in itertools.zip_longest(skipped, [m.offset for m in skipped[1:]]):
-            assert not member.isreg() or "." not in member.name.rpartition("/")[2].lstrip(".")
-            stop = member.offset_data + (-(-member.size // BLOCK) * BLOCK if member.isreg() else 0)
-            assert after is None or stop <= after
-            left[member.offset : stop] = False
-    assert not left.any()
+    assert entry.padding_bytes == len(content) - end < RECORD + 2 * BLOCK and not any(content[end:])
+    with tarfile.open(
+        path
+    ) as tar:  # A member that is in no example is a folder, a link, or a file without an extension.
+        for member in tar:
+            is_in = ((offsets <= member.offset) & (member.offset < offsets + lengths)).any()
+            assert is_in or not member.isreg() or "." not in member.name.rpartition("/")[2].lstrip(".")
     return [raw.fields for raw in TarReader(table).read_all(range(len(table)))]
 
 
@@ -126,21 +88,8 @@ def outcome(path: Path) -> list[Fields] | str:
     return one
 
 
-def folder_of(content: list[tuple[str, bytes]], root: Path) -> list[str]:
-    for name, body in content:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(body)
-    return [name for name, _ in content]
-
-
-def by_key(content: list[tuple[str, bytes]]) -> list[Fields]:
-    runs = itertools.groupby(content, key=lambda member: member[0].split(".")[0])
-    return [{name.split(".", 1)[1]: body for name, body in run} for _, run in runs]
-
-
-@pytest.mark.parametrize("count", [1, 7, 25])
-def test_every_writer_is_accepted(count: int, tmp_path: Path) -> None:
-    content = members(count, np.random.default_rng(count))
+def test_every_writer_is_accepted(tmp_path: Path) -> None:
+    content = members(25, np.random.default_rng(25))
     names, path = folder_of(content, tmp_path / "files"), tmp_path / "s.tar"
     for fmt, mode in itertools.product(FORMATS.values(), ("w", "w|")):
         for end in (archive(content, fmt, mode), without_padding(archive(content, fmt, mode))):
@@ -160,14 +109,24 @@ def test_tar_appends_and_joins(tmp_path: Path) -> None:
     one, two, path = tmp_path / "one.tar", tmp_path / "two.tar", tmp_path / "s.tar"
     for part, chosen in ((one, names[:half]), (two, names[half:])):
         subprocess.run(["tar", "-C", str(tmp_path), "-cf", str(part), *chosen], check=True)
-    shutil.copy(one, path)
-    subprocess.run(["tar", "-C", str(tmp_path), "-rf", str(path), *names[half:]], check=True)
-    assert outcome(path) == by_key(content)
-    shutil.copy(one, path)
-    subprocess.run(["tar", "--concatenate", "-f", str(path), str(two)], check=True)
-    assert outcome(path) == by_key(content)
+    for more in (["-C", str(tmp_path), "-rf", str(path), *names[half:]], ["--concatenate", "-f", str(path), str(two)]):
+        shutil.copy(one, path)
+        subprocess.run(["tar", *more], check=True)
+        assert outcome(path) == by_key(content)
     path.write_bytes(one.read_bytes() + two.read_bytes())
     assert "archives were joined by cat" in outcome(path)
+
+
+def test_times_in_an_incremental_archive_are_no_names(tmp_path: Path) -> None:
+    """GNU tar keeps them where other formats have the start of a long name; `tarfile` reads them so."""
+    content = members(3, np.random.default_rng(0))
+    names = folder_of(content, tmp_path / "files")
+    path, snapshot = tmp_path / "s.tar", f"--listed-incremental={tmp_path}/snapshot"
+    subprocess.run(
+        ["tar", "-C", str(tmp_path / "files"), "--format=gnu", snapshot, "-cf", str(path), *names], check=True
+    )
+    table = build_index([path], tmp_path / "index")
+    assert [raw.fields for raw in TarReader(table).read_all(range(3))] == by_key(content)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -215,8 +174,7 @@ def test_a_preallocated_download_is_refused_wherever_it_stopped(tmp_path: Path) 
         path.write_bytes(good[:stopped] + bytes(len(good) - stopped))
         assert isinstance(outcome(path), str), stopped
     path.write_bytes(good + bytes(5 * RECORD))  # all members are there
-    found = outcome(path)
-    [size] = re.findall(r"truncate -s (\d+)", found)  # type: ignore[arg-type]
+    [size] = re.findall(r"truncate -s (\d+)", str(outcome(path)))
     os.truncate(path, int(size))
     assert outcome(path) == by_key(content)
 
@@ -225,7 +183,7 @@ def test_members_in_another_order(tmp_path: Path) -> None:
     """Accepted if and only if the members of each key are neighbours."""
     path = tmp_path / "s.tar"
     kinds = set()
-    for seed in range(60):
+    for seed in range(40):
         rng = np.random.default_rng(seed)
         content = members(int(rng.integers(1, 5)), rng)
         shuffled = [content[i] for i in rng.permutation(len(content))]
@@ -243,16 +201,17 @@ def test_members_in_another_order(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_whole_pair_stay_examples(tmp_path: Path) -> None:
-    """A copy is counted and protected like any other example; only parts are refused."""
-    content = members(2, np.random.default_rng(0))[:2]
-    other = [("d/x.jpg", b"x")]
-    path = tmp_path / "s.tar"
+    """A copy is counted and protected like any other example; only parts are refused. Neighbours of one key are one example."""
+    content, other, path = members(2, np.random.default_rng(0))[:2], [("d/x.jpg", b"x")], tmp_path / "s.tar"
     path.write_bytes(archive([*content, *other, *content[::-1]]))
     assert len(outcome(path)) == 3
+    assert build_index([path], tmp_path / "index").entries[0].repeated_keys == 1
     for part in content:
         for order in ([*content, *other, part], [part, *other, *content]):
             path.write_bytes(archive(order))
             assert isinstance(outcome(path), str)
+    path.write_bytes(archive([*content, (content[0][0], b"second"), (content[1][0], b"second")]))
+    assert indexed(path) == by_key(content), "the first member of an extension counts"
 
 
 def test_names_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
@@ -326,17 +285,13 @@ def test_archives_of_every_format_and_order(order: str, tmp_path: Path) -> None:
         found = outcome(path)
         seen.add(type(found))
         if order not in ("hard links", "holes") and isinstance(found, list):
-            assert sorted(map(str, map(sorted, map(dict.items, found)))) == sorted(  # type: ignore[arg-type]
-                str(sorted(fields.items())) for fields in by_key(content)
-            )
+            assert as_sets(found) == as_sets(by_key(content))
         if order in ("pictures first", "shuffled"):
             assert isinstance(found, str) and "two places" in found
             shutil.rmtree(tmp_path / "out", ignore_errors=True)
             repack([path], tmp_path / "out", shard_bytes=1 << 20)
             mended = outcome(tmp_path / "out" / "train-00000.tar")
-            assert sorted(map(str, map(sorted, map(dict.items, mended)))) == sorted(  # type: ignore[arg-type]
-                str(sorted(fields.items())) for fields in by_key(content)
-            )
+            assert isinstance(mended, list) and as_sets(mended) == as_sets(by_key(content))
         elif order == "holes" and ("--sparse" in archive_of or isinstance(found, str)):  # bsdtar finds holes unasked
             assert isinstance(found, str) and "sparse" in found
         elif order != "a folder":  # which is read in the order of the file system
@@ -365,53 +320,40 @@ def test_another_format_is_told_by_its_name(what: str, tmp_path: Path) -> None:
     assert one == two and isinstance(one, str) and what in one and str(path) in one and "\n" not in one
 
 
-def test_a_web_page_saved_as_a_shard_is_told(tmp_path: Path) -> None:
-    (tmp_path / "s.tar").write_bytes(b"<!DOCTYPE html>" + b"x" * 2000)
-    assert "is a web page" in indexed(tmp_path / "s.tar")
-
-
 def test_a_member_named_like_another_format_is_a_member(tmp_path: Path) -> None:
     path = tmp_path / "s.tar"
     path.write_bytes(archive([("070701.jpg", b"x"), ("070701.txt", b"y"), ("BZh.txt", b"z")]))
     assert outcome(path) == [{"jpg": b"x", "txt": b"y"}, {"txt": b"z"}]
 
 
-def bad_shards() -> dict[str, tuple[bytes, str]]:
-    good = tar_bytes(NAMES)
-    flipped = bytearray(good)
-    flipped[3] ^= 0xFF
-    sparse = bytearray(tar_bytes(["a.jpg"], tarfile.GNU_FORMAT))
-    sparse[156] = ord("S")
-    sparse[148:156] = b"%06o\0 " % (sum(sparse[:148]) + 8 * 32 + sum(sparse[156:512]))
-    global_pax = io.BytesIO()
-    with tarfile.open(fileobj=global_pax, mode="w", pax_headers={"path": "evil.jpg"}) as tar:
+def with_global_path() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", pax_headers={"path": "evil.jpg"}) as tar:
         tar.addfile(tarfile.TarInfo("a.jpg"))
-    return {
-        "text": (b"no tar at all " * 100, "no tar archive"),
-        "short": (b"x", "cut off"),
-        "header": (bytes(flipped), "checksum"),
-        "cut in a payload": (good[: 512 * 3 + 100], "cut off"),
-        "cut at a member": (good[: expected_cut(good)], "cut off"),
-        "gzip": (b"\x1f\x8b" + bytes(600), "gunzip"),
-        "sparse": (bytes(sparse), "sparse"),
-        "global path": (global_pax.getvalue(), "global"),
-        "empty": (b"", "missing or empty shards"),
-        "no examples": (tar_bytes(["README", "LICENSE"]), "no example"),
-        "only an end": (bytes(1024), "no example"),
-    }
+    return buffer.getvalue()
 
 
-def expected_cut(good: bytes) -> int:
-    with tarfile.open(fileobj=io.BytesIO(good)) as tar:
-        return tar.getmembers()[2].offset
+BAD = {
+    "text": (b"no tar at all " * 100, "no tar archive"),
+    "a web page": (b"<!DOCTYPE html>" + b"x" * 2000, "is a web page"),
+    "short": (b"x", "cut off"),
+    "header": (b"\xff" + archive([("a.jpg", b"x")])[1:], "checksum"),
+    "global path": (with_global_path(), "global"),
+    "empty": (b"", "missing or empty shards"),
+    "no examples": (archive([("README", b"x"), ("LICENSE", b"x")]), "no example"),
+    "only an end": (bytes(1024), "no example"),
+    "a gif beside a jpg": (
+        archive([(f"v1.{name}", b"x") for name in ("1.gif", "1.txt", "2.jpg", "2.txt")]),
+        "joins 2 pairs of picture and text",
+    ),
+}
 
 
-@pytest.mark.parametrize("kind", sorted(bad_shards()))
-def test_bad_shards_are_one_line_that_names_the_file(
-    kind: str, one_shard: Callable[[bytes], Path], tmp_path: Path
-) -> None:
-    content, message = bad_shards()[kind]
-    path = one_shard(content)
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_shards_are_one_line_that_names_the_file(kind: str, tmp_path: Path) -> None:
+    content, message = BAD[kind]
+    path = tmp_path / "shard.tar"
+    path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         build_index([path], tmp_path / "index")
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
@@ -421,17 +363,14 @@ def test_bad_shards_are_one_line_that_names_the_file(
 def seeds() -> list[bytes]:
     """Good shards of each tar format and image format."""
     made = []
-    for fmt in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=fmt) as tar:
-            for number, image in enumerate(("JPEG", "PNG", "WEBP", "JPEG")):
-                key = f"folder/{number}" if fmt == tarfile.USTAR_FORMAT else f"{'long' * 40}/{number}-é"
-                caption = {"txt": b"a caption"} if number % 2 else {"json": b'{"caption": "in json", "x": [1, 2]}'}
-                for extension, body in {image.lower(): picture(number, fmt=image), **caption}.items():
-                    info = tarfile.TarInfo(f"{key}.{extension}")
-                    info.size = len(body)
-                    tar.addfile(info, io.BytesIO(body))
-        made.append(buffer.getvalue())
+    for fmt in FORMATS.values():
+        content = []
+        for number, image in enumerate(("JPEG", "PNG", "WEBP", "JPEG")):
+            key = f"folder/{number}" if fmt == tarfile.USTAR_FORMAT else f"{'long' * 40}/{number}-é"
+            caption = {"txt": b"a caption"} if number % 2 else {"json": b'{"caption": "in json", "x": [1, 2]}'}
+            parts = {image.lower(): picture(number, fmt=image), **caption}
+            content += [(f"{key}.{extension}", body) for extension, body in parts.items()]
+        made.append(archive(content, fmt))
     return made
 
 
@@ -439,6 +378,8 @@ def mutate(data: bytes, rng: np.random.Generator) -> bytes:
     """Flips bytes, cuts, repeats and swaps blocks, or writes numbers into headers whose checksum is then mended."""
     changed = bytearray(data)
     for _ in range(rng.integers(1, 4)):
+        start = BLOCK * int(rng.integers(0, max(1, len(changed) // BLOCK)))
+        headers = [at for at in range(0, len(changed) - 511, BLOCK) if changed[at + 257 : at + 262] == b"ustar"]
         match rng.integers(6):
             case 0:
                 for position in rng.integers(0, len(changed), rng.integers(1, 20)):
@@ -446,35 +387,21 @@ def mutate(data: bytes, rng: np.random.Generator) -> bytes:
             case 1:
                 del changed[rng.integers(1, len(changed)) :]
             case 2:
-                start = 512 * rng.integers(0, max(1, len(changed) // 512))
-                changed[start:start] = changed[start : start + 512 * rng.integers(1, 6)]
+                changed[start:start] = changed[start : start + BLOCK * rng.integers(1, 6)]
             case 3:
-                start = 512 * rng.integers(0, max(1, len(changed) // 512))
-                del changed[start : start + 512 * rng.integers(1, 4)]
-            case _:
-                _mutate_header(changed, rng)
+                del changed[start : start + BLOCK * rng.integers(1, 4)]
+            case _ if headers:
+                at = int(rng.choice(headers))
+                field, length = [(0, 100), (124, 12), (156, 1), (345, 155), (100, 8)][rng.integers(5)]
+                kinds = b"LKxgSV015"[rng.integers(9) :]
+                choices = [rng.bytes(length), b"7" * length, b"\x80" + rng.bytes(length), b"\xff" * length, kinds]
+                value = choices[rng.integers(len(choices))][:length]
+                changed[at + field : at + field + len(value)] = value
+                changed[at + 148 : at + 156] = b" " * 8
+                changed[at + 148 : at + 156] = b"%06o\0 " % sum(changed[at : at + BLOCK])
         if not changed:
             changed = bytearray(b"\0")
     return bytes(changed)
-
-
-def _mutate_header(changed: bytearray, rng: np.random.Generator) -> None:
-    headers = [at for at in range(0, len(changed) - 511, 512) if changed[at + 257 : at + 262] == b"ustar"]
-    if not headers:
-        return
-    at = int(rng.choice(headers))
-    field, length = [(0, 100), (124, 12), (156, 1), (345, 155), (100, 8)][rng.integers(5)]
-    choices = [
-        rng.bytes(length),
-        b"7" * length,
-        b"\x80" + rng.bytes(length),
-        b"\xff" * length,
-        b"LKxgSV015"[rng.integers(9) :],
-    ]
-    value = choices[rng.integers(len(choices))][:length]
-    changed[at + field : at + field + len(value)] = value
-    changed[at + 148 : at + 156] = b" " * 8
-    changed[at + 148 : at + 156] = b"%06o\0 " % sum(changed[at : at + 512])
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.full)])
@@ -499,144 +426,62 @@ def test_mutated_shards(count: int, tmp_path: Path) -> None:
         undecodable += batch.num_undecodable
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (
-        refused + indexed_shards == count
-        and min(refused, indexed_shards, undecodable) > count // 10
-        and peak < 256 << 20
-    )
+    assert refused + indexed_shards == count and peak < 256 << 20
+    assert min(refused, indexed_shards, undecodable) > count // 10
 
 
-MIB = 1 << 20
+REMARKS: dict[str, tuple[list[list[str]], str]] = {
+    "two pictures": ([["0.a.jpg", "0.b.jpg", "0.txt", "1.jpg", "1.txt"]], r"1 of 2 examples hold more than one picture"),
+    "a mask": ([["0.jpg", "0.mask.png", "0.txt"]], r"; 1 pictures are not used"),
+    "dots that join pictures alone": ([[f"2024.{day}.jpg" for day in range(5)]], r"; 4 pictures are not used"),
+    "folders": (
+        [[f"images/{n}.jpg" for n in range(4)] + [f"captions/{n}.txt" for n in range(4)]],
+        r"^4 of 8 examples have a picture without caption or label, 4 have no picture, in 1 of 1 shards.*same path and name",
+    ),
+    "./": ([pairs("a"), ["./b.jpg", "b.txt"]], r"^1 of 3 .* 1 have no picture, in 1 of 2 shards, first in 1\.tar"),
+    "accents": ([[*pairs("a"), "\u00e9.jpg", "e\u0301.txt"]], r"^1 of 3 .* 1 have no picture"),
+    "pax headers": ([["PaxHeaders.7/a.jpg", "b/PaxHeaders/a.txt", *pairs("a")]], r"; 2 members belong to no example"),
+    "shards": (
+        [["a.jpg", *pairs("b")], ["a.txt"]],
+        r"^1 of 3 .* 1 have no picture, in 2 of 2 shards.*halves of a pair are two examples.*one folder.*--sort=name",
+    ),
+    "pictures alone": ([["a.jpg", "b.jpe", "c.JFIF"]], r"^3 of 3 .* without caption or label, 0 have no picture"),
+}  # fmt: skip
 
 
-def repacked(shards: list[Path], output: Path, *, shard_bytes: int = MIB) -> tuple[Repacked, list[Fields]]:
-    """What the command says it wrote, and what an index of it holds."""
-    report = repack(shards, output, shard_bytes=shard_bytes)
-    paths = sorted(output.glob("*.tar"))
-    table = build_index(paths, output.parent / f"{output.name}-index")
-    lines = (output / CHECKSUMS).read_text().splitlines()
-    assert lines == [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in paths]
-    assert (report.shards, report.examples) == (len(paths), len(table))
-    return report, [raw.fields for raw in TarReader(table).read_all(range(len(table)))]
+@pytest.mark.parametrize("what", REMARKS)
+def test_what_is_not_used_and_what_lacks_a_part_is_said(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the index and when it is verified; such shards stay usable."""
+    shards, said = REMARKS[what]
+    (tmp_path / "shards").mkdir()
+    for number, names in enumerate(shards):
+        shard_of(tmp_path / "shards" / f"{number}.tar", names)
+    for command in (["index"], ["verify", "--index", str(tmp_path / "shards" / "index")]):
+        assert main([command[0], str(tmp_path / "shards"), *command[1:], "--workers", "1"]) == 0
+        assert re.search(said, capsys.readouterr().err, re.MULTILINE)
 
 
-def as_sets(examples: list[Fields]) -> list[tuple[tuple[str, bytes], ...]]:
-    return sorted(tuple(sorted(fields.items())) for fields in examples)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_members_in_any_order_and_in_any_shard_come_together(seed: int, tmp_path: Path) -> None:
-    rng = np.random.default_rng(seed)
-    content = members(12, rng, long_names=seed % 3 == 0)
-    mixed = [content[i] for i in rng.permutation(len(content))] if seed % 2 else content
-    cuts = np.sort(rng.integers(0, len(mixed), 3))
-    shards = []
-    for number, part in enumerate(np.split(np.arange(len(mixed)), cuts)):
-        if len(part):
-            shards.append(tmp_path / f"{number}.tar")
-            shards[-1].write_bytes(archive([mixed[i] for i in part], 1 + seed % 2))
-    report, examples = repacked(shards, tmp_path / "out")
-    assert as_sets(examples) == as_sets(by_key(content))
-    assert report.skipped == 0
-    if seed % 2 == 0:  # the order stays
-        assert examples == by_key(content)
-
-
-def test_shards_are_as_large_as_asked(tmp_path: Path) -> None:
-    content = members(40, np.random.default_rng(0))
-    path = tmp_path / "one.tar"
-    path.write_bytes(archive(content))
-    report, examples = repacked([path], tmp_path / "out", shard_bytes=20 << 10)
-    sizes = [shard.stat().st_size for shard in sorted((tmp_path / "out").glob("*.tar"))]
-    assert examples == by_key(content) and max(sizes) <= 20 << 10 < sizes[0] + sizes[1] and len(sizes) > 4
-    assert report.joined == 0
-    report, examples = repacked([path], tmp_path / "small", shard_bytes=15_000)
-    assert examples == by_key(content)
-    assert max(shard.stat().st_size for shard in (tmp_path / "small").glob("*.tar")) <= 15_000
-
-
-def test_keys_that_every_shard_counts_anew_stay_examples_of_their_own(tmp_path: Path) -> None:
-    """Also where two of them would become neighbours: an index would take them for one."""
-    shards, expected = [], []
-    for number in range(4):
-        content = members([1, 2, 1, 3][number], np.random.default_rng(number))
-        shards.append(tmp_path / f"{number}.tar")
-        shards[-1].write_bytes(archive(content))
-        expected += by_key(content)
-    report, examples = repacked(shards, tmp_path / "out")
-    assert examples == expected and report.joined == 0 and report.shards > 1
-
-
-def test_joined_archives_are_whole(tmp_path: Path) -> None:
-    content = members(10, np.random.default_rng(0))
-    path = tmp_path / "s.tar"
-    for one, two in ((archive(content[:7]), archive(content[7:])), (without_padding(archive(content[:7])),) * 2):
-        path.write_bytes(one + two)
-        expected = content if two != one else content[:7]
-        output = tmp_path / f"out{len(one)}"
-        _, examples = repacked([path], output)
-        assert as_sets(examples) == as_sets(by_key(expected) * (1 if two != one else 2))
-
-
-def test_copies_that_follow_each_other_stay_two(tmp_path: Path) -> None:
-    """An index takes neighbours of one key for one example, so they go into shards of their own."""
-    content = members(1, np.random.default_rng(0))
-    path = tmp_path / "s.tar"
-    path.write_bytes(archive(content) + archive(content))
-    report, examples = repacked([path], tmp_path / "out")
-    assert examples == by_key(content) * 2 and report.joints == 1 and report.shards == 2
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_what_is_damaged_is_never_lost_in_silence(seed: int, tmp_path: Path) -> None:
-    """Zeros, noise and cuts over headers are refused."""
-    rng = np.random.default_rng(seed)
-    content = members(20, rng)
-    good = bytearray(archive(content))
-    path = tmp_path / "s.tar"
-    with tarfile.open(fileobj=io.BytesIO(good)) as tar:
-        start = int(rng.choice([member.offset for member in tar][2:-2]))
-    kind = seed % 3
-    if kind == 0:
-        good[start : start + 6 * BLOCK] = bytes(6 * BLOCK)
-    elif kind == 1:
-        good[start : start + 6 * BLOCK] = rng.bytes(6 * BLOCK)
-    else:
-        del good[start:]  # between two members, where nothing but the missing end marker tells
-    path.write_bytes(good)
-    with pytest.raises(DataError, match=r"is damaged behind .*fetch it again, or leave it out") as caught:
-        repack([path], tmp_path / "refused", shard_bytes=MIB)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_members_of_which_nobody_knows_the_example_are_refused(tmp_path: Path) -> None:
-    picture, text = ("a.jpg", b"1"), ("a.txt", b"2")
-    path, two = tmp_path / "s.tar", tmp_path / "t.tar"
-    for content in ([picture, ("b.jpg", b"x"), picture, text], [picture, ("b.jpg", b"x"), text, ("c.jpg", b"y"), text]):
-        path.write_bytes(archive(content))
-        with pytest.raises(DataError, match="'a' comes back with parts of an example"):
-            repack([path], tmp_path / "out", shard_bytes=MIB)
-    three = tmp_path / "u.tar"
-    for content, place in (([picture], path), ([picture, text], two), ([text], three)):
-        place.write_bytes(archive(content))
-    with pytest.raises(DataError, match="'a' comes back"):
-        repack([path, two, three], tmp_path / "out", shard_bytes=MIB)
-    path.write_bytes(archive([picture, picture]))
-    two.write_bytes(archive([text, ("b.txt", b"3"), text]))
-    with pytest.raises(DataError, match="'a' comes back"):
-        repack([path, two], tmp_path / "out", shard_bytes=MIB)
-
-
-def test_the_command_counts_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = members(5, np.random.default_rng(0))
-    path = tmp_path / "s.tar"
-    path.write_bytes(archive([*content[::2], *content[1::2], ("folder/README", b"x")]))
-    assert main(["repack", str(path), "--output", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    expected = (
-        r"5 examples in 1 shards, of which [1-5] were apart; 0 places where archives were joined,"
-        r" 1 members that belong to no example"
-    )
-    assert re.match(expected, said), said
-    with pytest.raises(DataError, match="not empty"):
-        main(["repack", str(path), "--output", str(tmp_path / "out")])
+def test_links_and_names_never_become_paths(tmp_path: Path) -> None:
+    """Traversal, absolute and foreign names are keys; links, devices, folders, hidden and nameless files are passed over."""
+    (tmp_path / "work").mkdir()
+    path, pair = tmp_path / "work" / "s.tar", {"jpg": picture(1), "txt": b"abc"}
+    keys = ("../../outside", "/etc/absolute", "b\udcff\udcfe", "sub/x")
+    with tarfile.open(path, "w") as tar:
+        named = [(f"{key}.{extension}", body) for key in keys for extension, body in pair.items()]
+        for name, body in [*named, ("README", b"x"), (".hidden.txt", b"x"), ("__meta__.x__", b"x")]:
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
+            info = tarfile.TarInfo("sub/x.png")  # of the last example's key
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+    before = set(tmp_path.rglob("*"))
+    table = build_index([path], tmp_path / "work" / "index")
+    assert len(table) == 4 and table.entries[0].skipped == 8
+    assert [raw.fields for raw in TarReader(table).read_all(range(4))] == [pair] * 4
+    [unused] = table.remarks()
+    assert "8 members belong to no example (links" in unused
+    assert {p for p in tmp_path.rglob("*") if "index" not in p.parts} == before

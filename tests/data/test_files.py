@@ -8,14 +8,6 @@ from data.errors import DataError
 from data.files import private_file, write_durably
 
 
-def test_replaces(tmp_path: Path) -> None:
-    path = tmp_path / "LATEST"
-    write_durably(path, "one")
-    write_durably(path, b"two")
-    assert path.read_bytes() == b"two"
-    assert os.listdir(tmp_path) == ["LATEST"]
-
-
 def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "LATEST"
     write_durably(path, "old")

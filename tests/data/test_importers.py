@@ -1,165 +1,453 @@
-"""Cleaning, hashing, duplicates and owner limits against plain definitions."""
+"""Imports from every source as a user runs them: what is dropped, bad input, a kill, the held-out share."""
 
-import hashlib
-import io
+import csv
+import json
+import os
+import shlex
+import stat
 import tarfile
+import time
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image, ImageEnhance
+from PIL import Image
 
-from data.errors import DecodeError
-from data.importers.convert import (
-    MAX_CHARACTERS,
-    MAX_DISTANCE,
-    clean_caption,
-    encoded,
-    owner_digest,
-    perceptual_hash,
-    resized,
-)
-from data.importers.selection import exact_duplicates, near_duplicates, over_limit
-from tests.data.conftest import ROOT, picture
+from data.errors import DataError, ReadError
+from data.importers.convert import Settings, perceptual_hash
+from data.importers.pipeline import HELDOUT, PROVENANCE, REPORT, import_examples
+from data.importers.selection import ALIKE
+from data.importers.sources import Columns, ListedPart, Source, coco_source, folder_source, parquet_source, table_source
+from data.index.build import build_index
+from data.index.shards import expand_shards, find_shards
+from data.index.verify import verify_sample
+from data.reading.pool import worker_pool
+from data.reading.reader import TarReader
+from launch_scripts.prepare import main
+from tests.data.conftest import picture, write_shard
+from tests.processes import Forked, kill_group, run_python
 
-
-@pytest.mark.parametrize(
-    ("text", "cleaned"),
-    [
-        ("  a  dog\n\trunning ", "a dog running"),
-        ("<b>Fish &amp; chips</b><br/>", "Fish & chips"),
-        ("&amp;lt;i&amp;gt;twice", "twice"),
-        ("see https://example.org/a?b=1 my cat", "see my cat"),
-        ("write to jane.doe+x@mail.example.com now", "write to now"),
-        ("“quoted”", "quoted"),
-        ("cafe\u0301", "café"),
-        ("zero\u200bwidth\x00and\ufffe", "zero width and"),
-        ("2 < 3 is true", "2 < 3 is true"),
-        ("12345 !!", None),
-        ("", None),
-        ("\ud800", None),
-        ("猫が座る", "猫が座る"),
-    ],
-)
-def test_caption_rules(text: str, cleaned: str | None) -> None:
-    assert clean_caption(text) == cleaned
+COLUMNS = Columns()
+Rows = list[dict[str, str]]
 
 
-@given(st.text(alphabet=st.characters() | st.sampled_from("<>&;\"'@. ab:/"), max_size=200))
-def test_cleaning_twice_changes_nothing(text: str) -> None:
-    once = clean_caption(text)
-    if once is not None:
-        assert clean_caption(once) == once
-        assert len(once) <= MAX_CHARACTERS and once == " ".join(once.split())
-        once.encode("utf-8")
+def pictures(folder: Path, count: int, *, with_texts: bool = False) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{number:03d}.jpg" for number in range(count)]
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(picture(number, width=120, height=80))
+        if with_texts:
+            (folder / name).with_suffix(".txt").write_text(f"picture {number:03d}")
+    return names
 
 
-def test_long_captions_end_at_a_word() -> None:
-    cleaned = clean_caption("seven77 " * 1000)
-    assert cleaned is not None and len(cleaned) <= MAX_CHARACTERS and cleaned.endswith("seven77")
-    assert len(clean_caption("x" * 5000) or "") == MAX_CHARACTERS
+def rows_of(names: list[str]) -> Rows:
+    return [{"image": name, "caption": f"picture {name[:3]}", "owner": f"o{n % 3}"} for n, name in enumerate(names)]
 
 
-@pytest.mark.parametrize(("side", "expected"), [("shortest", (80, 50)), ("longest", (50, 31))])
-def test_resizing_shrinks_one_side_and_never_enlarges(side: str, expected: tuple[int, int]) -> None:
-    assert resized(picture(0, width=320, height=200), 50, side).size == expected
-    assert resized(picture(0, width=40, height=30), 50, side).size == (40, 30)
+def from_rows(folder: Path, rows: Rows, columns: Columns = COLUMNS, name: str = "t.csv") -> Source:
+    with open(folder / name, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder_source(folder, columns) if name == "metadata.csv" else table_source(folder / name, columns, None)
 
 
-def test_orientation_is_applied_and_metadata_is_gone() -> None:
-    buffer, exif = io.BytesIO(), Image.Exif()
-    exif[0x0112], exif[0x010E] = 6, "secret place"
-    Image.new("RGB", (60, 20), (200, 0, 0)).save(buffer, "JPEG", exif=exif)
-    image = resized(buffer.getvalue(), 256, "shortest")
-    assert image.size == (20, 60)
-    for image_format in ("jpg", "webp", "png"):
-        data = encoded(image, image_format, 90)
-        assert b"secret" not in data
-        with Image.open(io.BytesIO(data)) as again:
-            assert again.size == (20, 60) and not dict(again.getexif())
+def members(output: Path) -> dict[str, bytes]:
+    found = {}
+    for path in sorted(output.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found |= {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    return found
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", picture(1)[:200]])
-def test_broken_images(data: bytes) -> None:
-    with pytest.raises(DecodeError):
-        resized(data, 64, "shortest")
+def captions(output: Path) -> list[str]:
+    return [body.decode() for name, body in members(output).items() if name.endswith(".txt")]
 
 
-def demo_pictures(count: int) -> list[Image.Image]:
-    with tarfile.open(ROOT / "data/demo/train-00000.tar") as tar:
-        bodies = [tar.extractfile(member).read() for member in tar if member.name.endswith(".webp")]  # type: ignore[union-attr]
-    return [Image.open(io.BytesIO(body)).convert("RGB") for body in bodies[:count]]
+def contents(*folders: Path) -> list[dict[str, bytes]]:
+    return [{str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.*")} for folder in folders]
 
 
-def altered(image: Image.Image, how: int) -> Image.Image:
-    """Made smaller, darker or larger, and compressed."""
-    buffer = io.BytesIO()
-    if how == 1:
-        ImageEnhance.Brightness(image).enhance(0.95).save(buffer, "JPEG", quality=85)
-    else:
-        side = (75, 192)[how // 2]
-        image.resize((side, side), Image.Resampling.BICUBIC).save(buffer, "WEBP", quality=60)
-    return Image.open(buffer)
+def from_coco(folder: Path, names: list[str]) -> Source:
+    images = [{"id": number, "file_name": name} for number, name in enumerate(names)]
+    notes = [{"image_id": n, "caption": c} for n, name in enumerate(names) for c in (f"picture {name[:3]}", "another")]
+    (folder / "coco.json").write_text(json.dumps({"images": images, "annotations": notes}))
+    return coco_source(folder / "coco.json", COLUMNS, None)
 
 
-def test_perceptual_hash_knows_copies_from_others() -> None:
-    originals = demo_pictures(300)
-    hashes = np.array([perceptual_hash(image) for image in originals], dtype=np.uint64)
-    for how in range(3):
-        copies = np.array([perceptual_hash(altered(image, how)) for image in originals], dtype=np.uint64)
-        assert np.mean(np.bitwise_count(hashes ^ copies) <= 4) > 0.7
-    distances = np.bitwise_count(hashes[:, None] ^ hashes[None])[np.triu_indices(len(hashes), 1)]
-    assert np.mean(distances <= 4) < 3e-4
-    assert perceptual_hash(Image.new("RGB", (50, 50), (9, 9, 9))) is None
+def from_parquet(folder: Path, rows: list[dict[str, object]], columns: Columns = COLUMNS) -> Source:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "t.parquet", row_group_size=3)
+    return parquet_source(folder / "t.parquet", columns, None)
 
 
-def greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """The definition: in order, drop what is close to something kept."""
-    kept: list[int] = []
-    dropped = np.zeros(len(hashes), dtype=bool)
-    for place, value in enumerate(hashes.tolist()):
-        dropped[place] = any((value ^ other).bit_count() <= distance for other in kept)
-        if not dropped[place]:
-            kept.append(value)
-    return dropped
+def with_images(folder: Path, names: list[str], image: Callable[[Path], object]) -> list[dict[str, object]]:
+    return [{**row, "image": image(folder / row["image"])} for row in rows_of(names)]
 
 
-@given(st.integers(0, MAX_DISTANCE), st.integers(0, 2**32), st.integers(1, 120))
-def test_near_duplicates_are_those_of_all_pairs(distance: int, seed: int, count: int) -> None:
-    rng = np.random.default_rng(seed)
-    hashes = rng.integers(0, 2**64, count, dtype=np.uint64)
-    for _ in range(count):  # families of close hashes, of every size of difference
-        source, target = rng.integers(count, size=2)
-        flips = rng.choice(64, size=rng.integers(0, distance + 3), replace=False)
-        hashes[target] = hashes[source] ^ np.uint64(sum(1 << int(bit) for bit in flips))
-    assert np.array_equal(near_duplicates(hashes, distance), greedy(hashes, distance))
+SOURCES: dict[str, Callable[[Path, list[str]], Source]] = {
+    "csv": lambda folder, names: from_rows(folder, rows_of(names)),
+    "folder": lambda folder, names: folder_source(folder, COLUMNS),
+    "metadata": lambda folder, names: from_rows(folder, rows_of(names), name="metadata.csv"),
+    "coco": from_coco,
+    "parquet bytes": lambda folder, names: from_parquet(folder, with_images(folder, names, Path.read_bytes)),
+    "parquet paths": lambda folder, names: from_parquet(folder, with_images(folder, names, lambda path: path.name)),
+    "parquet structs": lambda folder, names: from_parquet(
+        folder, with_images(folder, names, lambda path: {"bytes": path.read_bytes(), "path": path.name})
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_source_gives_the_same_examples(kind: str, tmp_path: Path) -> None:
+    source = SOURCES[kind](tmp_path / "in", pictures(tmp_path / "in", 7, with_texts=True))
+    report = import_examples(source, tmp_path / "out", Settings(kind, size=40, shard_examples=3))
+    assert (report["read"], report["written"], report["dropped"]) == (7, 7, {})
+    assert captions(tmp_path / "out") == [f"picture {number:03d}" for number in range(7)]
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.tar")) == [f"train-0000{n}.tar" for n in range(3)]
+    if kind == "coco":
+        notes = [json.loads(body) for name, body in members(tmp_path / "out").items() if name.endswith(".json")]
+        assert notes[0] == {"captions": ["picture 000", "another"]}
+
+
+def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
+    """In the private report; the provenance has no counts and no names."""
+    folder = tmp_path / "in"
+    rows = rows_of(pictures(folder, 5))
+    (tmp_path / "outside.jpg").write_bytes(picture(77))
+    (folder / "link.jpg").symlink_to(tmp_path / "outside.jpg")
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "broken.jpg").write_bytes(b"\xff\xd8 no")
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "tiny.jpg").write_bytes(picture(8, width=3, height=3))
+    (folder / "again.jpg").write_bytes((folder / "001.jpg").read_bytes())
+    (folder / "similar.jpg").write_bytes(picture(2, width=118, height=80))
+    unsafe = ["../outside.jpg", str(tmp_path / "outside.jpg"), "link.jpg", "linked/outside.jpg", "linked"]
+    bad = [*unsafe, "nul.jpg", "gone.jpg", "", "broken.jpg", "empty.jpg", "tiny.jpg"]
+    rows += [{"image": name, "caption": "x", "owner": ""} for name in bad]
+    for name, caption in (("004.jpg", " https://a.b "), ("again.jpg", "picture 001"), ("similar.jpg", "another text")):
+        rows.append({"image": name, "caption": caption, "owner": ""})
+    report = import_examples(from_rows(folder, rows), tmp_path / "out", Settings("csv"))
+    assert report["dropped"] == {
+        "unsafe_path": 5,
+        "missing_image": 3,
+        "undecodable_image": 2,
+        "small_image": 1,
+        "no_caption": 1,
+        "exact_duplicate": 1,
+        "near_duplicate": 1,
+    }
+    assert report["read"] == 19 == report["written"] + sum(report["dropped"].values())
+    assert "../outside.jpg" in report["samples"]["unsafe_path"]
+    assert captions(tmp_path / "out") == [f"picture {number:03d}" for number in range(5)]
+    assert stat.S_IMODE((tmp_path / "out" / REPORT).stat().st_mode) == 0o600
+    text = (tmp_path / "out" / PROVENANCE).read_text()
+    facts = json.loads(text)
+    assert "Debenedetti" in facts["deduplication"] and "at most 4 bits" in facts["deduplication"]
+    assert str(tmp_path) not in text and "written" not in text and "000.jpg" not in text
+
+
+def large_pictures(folder: Path, which: list[tuple[str, tuple[int, int], str]]) -> Source:
+    """Gray pictures with captions, and a small one."""
+    folder.mkdir()
+    for number, (name, shape, image_format) in enumerate([*which, ("small.jpg", (50, 40), "JPEG")]):
+        gray = np.random.default_rng(number).integers(0, 256, (5, 5), dtype=np.uint8)
+        more = {"save_all": True, "append_images": [Image.new("L", (9, 9))]} if image_format == "MPO" else {}
+        image = Image.fromarray(gray).resize(shape, Image.Resampling.NEAREST)
+        image.save(folder / name, image_format, compress_level=1, **more)
+        (folder / name).with_suffix(".txt").write_text(f"a picture {name}")
+    return folder_source(folder, COLUMNS)
+
+
+def test_the_limit_of_pixels_is_that_of_what_is_decoded(tmp_path: Path) -> None:
+    """A JPEG at an eighth; anything else whole."""
+    source = large_pictures(
+        tmp_path / "in", [("phone48.jpg", (8000, 6000), "JPEG"), ("scan36.png", (6000, 6000), "PNG")]
+    )
+    report = import_examples(source, tmp_path / "out", Settings("folder"))
+    assert report["dropped"] == {"large_image": 1} and report["samples"] == {"large_image": ["scan36.png"]}
+    assert report["written"] == 2 and "more than 34 million pixels" in report["reasons"]["large_image"]
+    assert import_examples(source, tmp_path / "more", Settings("folder", max_megapixels=36))["written"] == 3
+
+
+def test_phones_write_more_than_one_picture_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Pillow calls MPO; and its own limit, here a small one, stays what it was for everybody else."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    source = large_pictures(tmp_path / "in", [("a.jpg", (2000, 1500), "MPO"), ("b.jpg", (2000, 1500), "JPEG")])
+    report = import_examples(source, tmp_path / "out", Settings("folder", size=100, max_megapixels=1))
+    assert report["written"] == 3 and Image.MAX_IMAGE_PIXELS == 10_000
 
 
 @pytest.mark.full
-def test_a_million_hashes_take_seconds() -> None:
-    rng = np.random.default_rng(0)
-    hashes = rng.integers(0, 2**64, 1_000_000, dtype=np.uint64)
-    hashes[500_000:501_000] = hashes[:1000] ^ np.uint64(0b1011)
-    dropped = near_duplicates(hashes, 4)
-    assert dropped[500_000:501_000].all() and dropped.sum() == 1000
+def test_a_picture_of_200_megapixels(tmp_path: Path) -> None:
+    source = large_pictures(tmp_path / "in", [("s.jpg", (16_320, 12_240), "JPEG")])
+    assert import_examples(source, tmp_path / "out", Settings("folder"))["written"] == 2
 
 
-def test_exact_duplicates_keep_the_first() -> None:
-    rows = np.array([[1, 2], [3, 4], [1, 2], [1, 2], [3, 5]], dtype=np.uint8)
-    assert exact_duplicates(rows).tolist() == [False, False, True, True, False]
+@pytest.mark.parametrize("suffix", ["jfif", "jpe", "JPE", "JFIF", "JPG"])
+def test_a_jpeg_has_several_names(suffix: str, tmp_path: Path) -> None:
+    """In a folder, in a table and as a member of a shard that is indexed."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / f"a.{suffix}").write_bytes(picture(1))
+    (folder / "a.txt").write_text("a caption")
+    write_shard(tmp_path / "s.tar", [{"__key__": "a", suffix: picture(1), "txt": b"a caption"}])
+    sources = (folder_source(folder, COLUMNS), from_rows(folder, rows_of([f"a.{suffix}"])))
+    for number, source in enumerate(sources):
+        report = import_examples(source, tmp_path / f"out{number}", Settings("folder"))
+        assert (report["written"], dict(source.other_files)) == (1, {})
+    [raw] = TarReader(build_index([tmp_path / "s.tar"], tmp_path / "index")).read_all([0])
+    assert raw.image == picture(1)
 
 
-@given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))
-def test_owner_limit_keeps_exactly_k_by_content(owners: list[str], limit: int, seed: int) -> None:
-    ids = np.frombuffer(b"".join(owner_digest(owner) for owner in owners), dtype=np.uint8).reshape(-1, 16)
-    content = [hashlib.sha256(str(n).encode()).digest()[:16] for n in range(len(owners))]
-    digests = np.frombuffer(b"".join(content), dtype=np.uint8).reshape(-1, 16)
-    over = over_limit(ids, digests, limit, seed)
-    for owner in set(owners):
-        mine = np.array([name == owner for name in owners])
-        assert (~over[mine]).sum() == min(limit, mine.sum())
-        # An owner's choice knows nothing of the others, nor of the order.
-        assert np.array_equal(over_limit(ids[mine], digests[mine], limit, seed), over[mine])
-    order = np.random.default_rng(seed).permutation(len(owners))
-    assert np.array_equal(over_limit(ids[order], digests[order], limit, seed), over[order])
+def test_owner_limit(tmp_path: Path) -> None:
+    rows = rows_of(pictures(tmp_path / "in", 10))
+    rows[9]["owner"] = " "
+    source = from_rows(tmp_path / "in", rows, Columns(owner="owner"))
+    report = import_examples(source, tmp_path / "out", Settings("csv", owner_field="owner", max_per_owner=2))
+    assert report["dropped"] == {"no_owner": 1, "owner_limit": 3} and report["written"] == 6
+    assert sorted(int(caption[-3:]) % 3 for caption in captions(tmp_path / "out")) == [0, 0, 1, 1, 2, 2]
+    facts = json.loads((tmp_path / "out" / PROVENANCE).read_text())
+    assert facts["settings"]["max_per_owner"] == 2 and "At most 2 examples" in facts["owners"]
+    assert b'"o1"' not in b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
+
+
+LABELS = (7, 0, 7, 3)
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet", "csv"])
+def test_labels_go_along(kind: str, tmp_path: Path) -> None:
+    """And stand for a caption: data for classifiers have none."""
+    folder, columns = tmp_path / "in", Columns(label="fine")
+    rows = [
+        {"image": name, "fine": label, "caption": None} for name, label in zip(pictures(folder, 4), LABELS, strict=True)
+    ]
+    rows[0]["caption"] = "a caption too"
+    if kind == "folder":
+        for row in rows:
+            (folder / str(row["image"])).with_suffix(".cls").write_text(f"{row['fine']}\n")
+        (folder / "000.txt").write_text("a caption too")
+        source = folder_source(folder, COLUMNS)
+    else:
+        source = (from_parquet if kind == "parquet" else from_rows)(folder, rows, columns)  # type: ignore[operator]
+    report = import_examples(source, tmp_path / "out", Settings(kind, size=40))
+    assert (report["written"], report["dropped"]) == (4, {})
+    found = members(tmp_path / "out")
+    assert [body.decode() for name, body in found.items() if name.endswith(".cls")] == [str(label) for label in LABELS]
+    assert captions(tmp_path / "out") == ["a caption too"]
+    index = build_index(sorted((tmp_path / "out").glob("*.tar")), tmp_path / "index")
+    counts = verify_sample(index, 4, None, lambda items: items)
+    assert {state: count for state, count in counts.items() if count} == {"usable": 1, "labelled without caption": 3}
+
+
+def test_what_is_no_label_is_none_and_another_class_is_no_copy(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    pictures(folder, 1)
+    for number, text in enumerate(("7", "-1", "a cat", "", "1.5", "\u0663", "9" * 30, " 8\n", "7")):
+        (folder / f"{number:03d}.jpg").write_bytes(picture(0, width=120, height=80))
+        (folder / f"{number:03d}.cls").write_text(text)
+    settings = Settings("folder", size=40, duplicate_distance=None)
+    report = import_examples(folder_source(folder, COLUMNS), tmp_path / "out", settings)
+    assert report["dropped"] == {"no_caption": 6, "exact_duplicate": 1}
+    assert sorted(body for name, body in members(tmp_path / "out").items() if name.endswith(".cls")) == [b"7", b"8"]
+
+
+def test_every_file_of_a_folder_is_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    pictures(folder, 3, with_texts=True)
+    (folder / "000.png").write_bytes(picture(5, fmt="PNG"))
+    for name in ("drawing.svg", "raw.CR2", "README", "orphan.txt", ".hidden", "000.txt.bak"):
+        (folder / name).write_text("<svg/>")
+    report = import_examples(folder_source(folder, COLUMNS), tmp_path / "out", Settings("folder"))
+    assert report["other_files"] == {".svg": 1, ".cr2": 1, "none": 2, ".txt": 1, ".bak": 1}
+    assert (report["read"], report["written"], report["dropped"]) == (4, 3, {"duplicate_key": 1})
+
+
+def test_a_text_holds_one_caption_or_one_per_line(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    pictures(folder, 2)
+    (folder / "000.txt").write_text("A red chair.\nde.utf8=Ein roter Stuhl.\n")
+    (folder / "001.txt").write_text("\n  \nA long\ndress.")
+    for lines, expected in ((False, ["A red chair. de.utf8=Ein roter Stuhl.", "A long dress."]),
+                            (True, ["A red chair.", "A long"])):  # fmt: skip
+        source = folder_source(folder, COLUMNS, lines_are_captions=lines)
+        import_examples(source, tmp_path / f"out-{lines}", Settings("folder"))
+        assert captions(tmp_path / f"out-{lines}") == expected
+
+
+class Stop:
+    """Ctrl-C after some units of a stage."""
+
+    def __init__(self, stage: str, after: int):
+        self._stage, self._left = stage, after
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._left -= done * (stage == self._stage)
+        if not self._left:
+            raise KeyboardInterrupt
+
+
+def test_workers_and_interruptions_change_nothing(tmp_path: Path) -> None:
+    names = pictures(tmp_path / "in", 12)
+    source = from_rows(tmp_path / "in", rows_of(names + names[:3]))
+    source = Source([ListedPart((item,)) for item in source.parts[0].items()], source.fingerprint)
+    settings = Settings("csv", size=40, shard_examples=5, heldout_share=0.4)
+    outputs = [tmp_path / name for name in ("plain", "two", "converting", "writing")]
+    import_examples(source, outputs[0], settings)
+    with worker_pool(2) as pool:
+        import_examples(source, outputs[1], settings, executor=pool.executor)
+    for output, after in ((outputs[2], 4), (outputs[3], 1)):
+        with pytest.raises(KeyboardInterrupt):
+            import_examples(source, output, settings, advance=Stop(output.name, after))
+        assert not (output / PROVENANCE).exists() and (output / ".import").is_dir()
+        import_examples(source, output, settings)
+        assert not (output / ".import").exists()
+    plain, *others = contents(*outputs)
+    assert all(content == plain for content in others) and f"{HELDOUT}/{HELDOUT}-00000.tar" in plain
+
+
+@pytest.mark.full
+def test_a_killed_import_goes_on(tmp_path: Path) -> None:
+    """SIGKILL of the whole process group at several moments; the end is that of an undisturbed import."""
+    folder = tmp_path / "in"
+    from_rows(folder, rows_of(pictures(folder, 40) * 75))  # six parts
+    options = ("--size", "64", "--shard_examples", "10", "--workers", "2", "--output")
+    command = ["launch_scripts/prepare.py", "import", "--from", "csv", str(folder / "t.csv"), *options]
+    assert run_python([*command, str(tmp_path / "plain")], timeout=300).returncode == 0
+    kills = 0
+    for seconds in np.linspace(1.0, 8.0, 8):
+        process = Forked([*command, str(tmp_path / "killed")], stdout=Path(os.devnull))
+        time.sleep(float(seconds))
+        kills += process.poll() is None
+        kill_group(process)
+    assert run_python([*command, str(tmp_path / "killed")], timeout=300).returncode == 0
+    one, two = contents(tmp_path / "plain", tmp_path / "killed")
+    assert kills >= 2 and one == two
+
+
+def test_other_content_in_the_folder_is_refused(tmp_path: Path) -> None:
+    rows = rows_of(pictures(tmp_path / "in", 3))
+    source = from_rows(tmp_path / "in", rows)
+    (tmp_path / "busy").mkdir()
+    (tmp_path / "busy" / "x").write_text("")
+    with pytest.raises(DataError, match="not empty"):
+        import_examples(source, tmp_path / "busy", Settings("csv"))
+    first = import_examples(source, tmp_path / "out", Settings("csv"))
+    assert import_examples(source, tmp_path / "out", Settings("csv")) == first  # done: nothing to do
+    with pytest.raises(DataError, match="another import"):
+        import_examples(source, tmp_path / "out", Settings("csv", size=9))
+    changed = from_rows(tmp_path / "in", [*rows, rows[0]])
+    with pytest.raises(DataError, match="another import"):
+        import_examples(changed, tmp_path / "out", Settings("csv"))
+
+
+def test_a_file_that_cannot_be_read_is_an_error_and_no_bad_example(tmp_path: Path) -> None:
+    source = from_rows(tmp_path / "in", rows_of(pictures(tmp_path / "in", 2)))
+    (tmp_path / "in" / "001.jpg").unlink()
+    (tmp_path / "in" / "001.jpg").symlink_to("/proc/self/mem")  # between listing and reading
+    with pytest.raises(ReadError, match=r"cannot read .*001\.jpg"):
+        import_examples(source, tmp_path / "out", Settings("csv"))
+
+
+BAD = {
+    "t.csv": {
+        b"image,text\na.jpg,x\n": "no column caption; it has image, text",
+        b"": "no column image",
+        b'image,caption\n"a.jpg,x' + b"y" * (1 << 21): "line",
+        b"image,caption\n\xff.jpg,x\n": "not UTF-8",
+        b"image,caption\na.png,a red circle\nb.png,a star, an oval\n": r"t\.csv, line 3 has more fields than the header",
+    },
+    "t.tsv": {
+        b"image\tcaption\na.png\ta red circle\nb.png\ta star\tan oval\n": r"t\.tsv, line 3 has more fields",
+    },
+    "coco.json": {
+        b"[]": "no COCO",
+        b"{": "no JSON",
+        b'{"images": [{"id": 1}, {"id": 1}], "annotations": []}': "occurs twice",
+        b'{"images": [], "annotations": [{"image_id": 3, "caption": "x"}]}': "of no image",
+    },
+    "t.parquet": {b"PAR1 no": "as Parquet"},
+    "metadata.jsonl": {b'{"image": "000.jpg", "caption": "x"}': r"metadata\.jsonl is not read; make it Parquet"},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_sources(name: str, tmp_path: Path) -> None:
+    readers = {
+        "json": coco_source,
+        "parquet": parquet_source,
+        "jsonl": lambda path, *_: folder_source(path.parent, COLUMNS),
+    }
+    for content, message in BAD[name].items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            readers.get(name.rpartition(".")[2], table_source)(tmp_path / name, COLUMNS, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("csv", "missing.csv"), "there is no missing.csv"),
+        (("csv", "README.md"), "does not end in"),
+        (("folder", "README.md"), "no folder"),
+        (("parquet", "docs"), "holds no .parquet"),
+        (("folder", "docs", "--max_per_owner", "2"), "or neither"),
+        (("folder", "docs", "--duplicate_distance", "40"), "0 to 10"),
+        (("folder", "docs", "--prefix", "../x"), "prefix"),
+        (("folder", "docs", "--heldout_share", "0.51"), "held-out share"),
+        (("folder", "docs", "--heldout_share=-0.1"), "held-out share"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        main(["import", "--from", *arguments, "--output", str(tmp_path / "out"), "--workers", "1"])
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_the_next_command_is_said_with_the_number_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And training shards are what the folder names; all is private."""
+    folder, out = tmp_path / "in", tmp_path / "my pictures"
+    pictures(folder, 30, with_texts=True)
+    (folder / "copy.jpg").write_bytes((folder / "000.jpg").read_bytes())
+    (folder / "copy.txt").write_text("looks like another")
+    options = ["--heldout_share", "0.3", "--workers", "1", "--output", str(out)]
+    assert main(["import", "--from", "folder", str(folder), *options]) == 0
+    said = capsys.readouterr().out
+    pairs = len(build_index(find_shards(str(out), tmp_path), tmp_path / "index"))
+    last = said.splitlines()[-1]
+    assert 5 < pairs < 30 and last.startswith(f"{pairs} training pairs; next: python launch_scripts/plan.py ")
+    assert {f"data.shards={out}", f"data.num_examples={pairs}"} < set(shlex.split(last))
+    assert "--keep_near_duplicates" in said and "private" in said
+    assert all(path.parent == out for path in expand_shards(str(out), tmp_path))
+    assert expand_shards(str(out / HELDOUT), tmp_path)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.glob("**/*.tar")} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (out, out / HELDOUT)} == {0o700}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
+def test_pictures_that_look_alike_and_an_owner_are_on_one_side(seed: int, tmp_path: Path) -> None:
+    """Families of pictures that differ by their size and quality alone; nobody is no owner."""
+    folder, rows = tmp_path / "in", []
+    folder.mkdir()
+    for family in range(60):
+        (folder / "whole.jpg").write_bytes(picture(1000 + family, width=160, height=120))
+        for member in range(3):
+            name = f"{family:03d}-{member}.jpg"
+            Image.open(folder / "whole.jpg").resize((160 - 2 * member, 120)).save(folder / name, quality=95 - member)
+            rows.append({"image": name, "caption": f"a {name}", "owner": f"o{family // 2}" if family < 20 else ""})
+    source = from_rows(folder, rows, Columns(owner="owner"))
+    settings = Settings("csv", size=160, image_format="png", duplicate_distance=None, heldout_share=0.3, seed=seed)
+    report = import_examples(source, tmp_path / "out", settings)
+    trained, held_out = set(captions(tmp_path / "out")), set(captions(tmp_path / "out" / HELDOUT))
+    assert report["held_out"] == len(held_out) and len(trained) + len(held_out) == report["written"] == 180
+    hashes = {row["image"]: perceptual_hash(Image.open(folder / row["image"])) for row in rows}
+    near = [(a, b) for a, b in combinations(hashes, 2) if (hashes[a] ^ hashes[b]).bit_count() <= ALIKE]  # type: ignore[operator]
+    assert len(near) > 100
+    assert not [pair for pair in near if len({f"a {name}" in held_out for name in pair}) == 2]
+    owners = [{row["owner"] for row in rows if row["caption"] in side} for side in (trained, held_out)]
+    assert owners[0] & owners[1] == {""}
+    assert 15 <= len(held_out) <= 95  # 54 expected, in about 50 groups

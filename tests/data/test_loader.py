@@ -3,7 +3,6 @@
 import itertools
 import multiprocessing
 import os
-import pickle
 import resource
 import time
 from collections.abc import Iterator
@@ -16,12 +15,12 @@ import torch
 
 from data.batch import Batch
 from data.errors import DataError, ReadError
-from data.examples.examples import CaptionExample
+from data.examples.examples import CaptionExample, MakeExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.tar_index import ExampleTable
 from data.reading import workers
-from data.reading.loader import Loader, StepPlan, batched_name, eval_batches
+from data.reading.loader import Loader, StepPlan, eval_batches
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
 from tests.processes import Forked, kill_group, run_python
@@ -35,19 +34,6 @@ def no_worker_is_left() -> Iterator[None]:
     yield
     for child in multiprocessing.active_children():
         child.kill()
-
-
-@dataclass(frozen=True)
-class Killer:
-    """Ends its process at example keys above 99."""
-
-    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
-        if key > 99:
-            os._exit(9)
-        return self.padding()
-
-    def padding(self) -> dict[str, np.ndarray]:
-        return {"label": np.zeros((), dtype=np.int64)}
 
 
 def plans(pulls: list[int] | None = None) -> Iterator[StepPlan]:
@@ -77,33 +63,6 @@ def test_same_batches_for_any_number_of_workers(table: ExampleTable) -> None:
             assert torch.equal(one.is_padding_B, two.is_padding_B) and one.num_undecodable == two.num_undecodable
 
 
-def test_shapes_padding_and_undecodable_rows(table: ExampleTable) -> None:
-    ids = np.array([4, 5, 8, 9, 10], dtype=np.int64)  # 5, 8 and 9 cannot be decoded
-    plan = StepPlan(0, ids, np.arange(5, dtype=np.uint64), 3)
-    loader = Loader(table, MAKE, micro_batch_size=4, num_workers=0)
-    [(got, batches)] = [(got, list(batches)) for got, batches in loader.steps(iter([plan]))]
-    assert got is plan and [batch.num_undecodable for batch in batches] == [3, 0, 0]
-    assert torch.stack([batch.is_padding_B for batch in batches]).tolist() == [
-        [False, True, True, True],
-        [False, True, True, True],
-        [True] * 4,
-    ]
-    tokenizer = MAKE.tokenizer
-    for batch in batches:
-        assert (
-            batch.inputs["images_BCHW"].shape == (4, 3, 16, 16) and batch.inputs["images_BCHW"].dtype == torch.float32
-        )
-        assert batch.inputs["tokens_BL"].shape == batch.inputs["token_mask_BL"].shape == (4, 12)
-        assert batch.inputs["tokens_BL"].dtype == torch.int64 and batch.is_padding_B.dtype == torch.bool
-        for row in torch.nonzero(batch.is_padding_B).flatten():
-            assert not batch.inputs["images_BCHW"][row].any()
-            assert batch.inputs["tokens_BL"][row, :3].tolist() == [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
-            assert batch.inputs["token_mask_BL"][row].sum() == 2
-    first = MAKE(TarReader(table).read(4), 0)
-    assert np.array_equal(batches[0].inputs["images_BCHW"][0].numpy(), first["images_CHW"])
-    assert tokenizer.decode(batches[1].inputs["tokens_BL"][0].tolist()) == "a picture 10"
-
-
 def test_examples_stand_in_the_rows_of_the_plan(table: ExampleTable) -> None:
     """Micro-batches of any filling, an empty one among them; 5 and 8 cannot be decoded."""
     ids, rows = np.array([0, 4, 5, 8, 10], dtype=np.int64), np.array([11, 2, 0, 9, 3])
@@ -111,6 +70,13 @@ def test_examples_stand_in_the_rows_of_the_plan(table: ExampleTable) -> None:
     loader = Loader(table, MAKE, micro_batch_size=4, num_workers=0)
     [(_, batches)] = [(got, list(batches)) for got, batches in loader.steps(iter([plan]))]
     assert [batch.num_undecodable for batch in batches] == [1, 0, 1, 0]
+    for batch in batches:
+        assert {name: (tuple(value.shape), value.dtype) for name, value in batch.inputs.items()} == {
+            "images_BCHW": ((4, 3, 16, 16), torch.float32),
+            "tokens_BL": ((4, 12), torch.int64),
+            "token_mask_BL": ((4, 12), torch.bool),
+        }
+        assert (batch.inputs["token_mask_BL"][batch.is_padding_B].sum(1) == 2).all(), "an empty caption"
     whole = torch.cat([batch.inputs["images_BCHW"] for batch in batches])
     is_padding = torch.cat([batch.is_padding_B for batch in batches])
     assert (~is_padding).nonzero().flatten().tolist() == [2, 3, 11]
@@ -147,57 +113,50 @@ def test_read_errors_keep_type_and_message(num_workers: int, shards: list[Path],
     copy.write_bytes(shards[0].read_bytes())
     table = build_index([copy], tmp_path / "index")
     copy.unlink()
-    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=num_workers)
-    plan = StepPlan(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
     with pytest.raises(ReadError, match=r"cannot read .*copy\.tar") as caught:
-        list(loader.steps(iter([plan])))
+        read_one(table, MAKE, num_workers=num_workers)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 1
 
 
-def test_a_dead_worker_is_a_read_error(table: ExampleTable) -> None:
-    loader = Loader(table, Killer(), micro_batch_size=1, num_workers=1)
-    plan = StepPlan(0, np.array([1]), np.array([100], dtype=np.uint64), 1)
-    with pytest.raises(ReadError, match="worker died"):
-        list(loader.steps(iter([plan])))
+def read_one(table: ExampleTable, make: MakeExample, key: int = 1, num_workers: int = 1) -> None:
+    plan = StepPlan(0, np.array([1]), np.array([key], dtype=np.uint64), 1)
+    list(Loader(table, make, micro_batch_size=1, num_workers=num_workers).steps(iter([plan])))
 
 
-class Waiter:
-    """An example maker that has no memory."""
-
-    def padding(self) -> dict[str, np.ndarray]:
-        return MAKE.padding()
+@dataclass(frozen=True)
+class Failing:
+    """Ends its process at example key 100; has no memory at keys 101 and 102."""
 
     def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
-        if key == 1:
+        if key == 100:
+            os._exit(9)
+        if key == 101:
             raise MemoryError
-        if key == 2:  # nothing more can be mapped, whoever asks
+        if key == 102:  # nothing more can be mapped, whoever asks
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
-            return MAKE.padding()
-        raise AssertionError(key)
+        return self.padding()
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return {"label": np.zeros((), dtype=np.int64)}
+
+
+LITTLE = "in a data worker|a data worker has no shared memory|a data worker died"
 
 
 @pytest.mark.parametrize(
     ("key", "error", "said"),
     [
-        (1, MemoryError, "in a data worker"),
-        pytest.param(
-            2,
-            (MemoryError, ReadError),
-            "in a data worker|a data worker has no shared memory|a data worker died",
-            marks=pytest.mark.full,
-        ),
+        (100, ReadError, "worker died"),
+        (101, MemoryError, "in a data worker"),
+        pytest.param(102, (MemoryError, ReadError), LITTLE, marks=pytest.mark.full),
     ],
 )
-def test_a_worker_that_has_no_memory(
-    table: ExampleTable,
-    key: int,
-    error: type[Exception] | tuple[type[Exception], ...],
-    said: str,
+def test_a_worker_that_dies_or_has_no_memory(
+    table: ExampleTable, key: int, error: type[Exception] | tuple[type[Exception], ...], said: str
 ) -> None:
-    plan = StepPlan(0, np.array([1]), np.array([key], dtype=np.uint64), 1)
     with pytest.raises(error, match=said) as caught:
-        list(Loader(table, Waiter(), micro_batch_size=1, num_workers=1).steps(iter([plan])))
+        read_one(table, Failing(), key)
     assert "Traceback" not in str(caught.value)
 
 
@@ -221,9 +180,9 @@ if __name__ == "__main__":
     import multiprocessing, numpy as np
     from data.reading.loader import Loader, StepPlan
     from data.index.tar_index import ExampleTable
-    from tests.data.test_loader import Killer
+    from tests.data.test_loader import Failing
     table = ExampleTable.open(Path(sys.argv[2]), Path(sys.argv[3]))
-    loader = Loader(table, Killer(), micro_batch_size=1, num_workers=2)
+    loader = Loader(table, Failing(), micro_batch_size=1, num_workers=2)
     plan = StepPlan(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
     steps = loader.steps(plan for _ in range(1000))
     next(steps)
@@ -259,17 +218,6 @@ def test_plans_and_sizes_that_do_not_fit(table: ExampleTable) -> None:
         list(loader.steps(iter([plan])))
     with pytest.raises(DataError):
         Loader(table, MAKE, micro_batch_size=0, num_workers=0)
-
-
-def test_an_example_does_not_depend_on_its_neighbours(table: ExampleTable) -> None:
-    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=0)
-
-    def image(ids: list[int], row: int) -> torch.Tensor:
-        plan = StepPlan(0, np.array(ids), np.array([100 + i for i in ids], dtype=np.uint64), 1)
-        return next(next(loader.steps(iter([plan])))[1]).inputs["images_BCHW"][row]
-
-    assert torch.equal(image([2, 3, 4], 1), image([3], 0))
-    assert torch.equal(image([3, 5], 0), image([3], 0))
 
 
 def test_eval_batches_cover_everything_equally(table: ExampleTable) -> None:
@@ -310,16 +258,6 @@ def test_pinned_batches_copy_without_waiting(table: ExampleTable) -> None:
         assert all(value.is_pinned() for value in (*one.inputs.values(), one.is_padding_B))
         copied = {name: value.to("cuda", non_blocking=True) for name, value in one.inputs.items()}
         assert all(torch.equal(copied[name].cpu(), two.inputs[name]) for name in copied)
-
-
-def test_names() -> None:
-    assert [batched_name(name) for name in ("images_CHW", "token_mask_L", "label", "example_key")] == [
-        "images_BCHW",
-        "token_mask_BL",
-        "label_B",
-        "example_key_B",
-    ]
-    assert pickle.loads(pickle.dumps(MAKE)) == MAKE
 
 
 FORK_SERVER = """

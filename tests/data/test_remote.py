@@ -1,13 +1,23 @@
-"""Shards over HTTP against the same shards on disk; every way in which a network fails."""
+"""Shards over HTTP against the same shards on disk; every way in which a network fails; and redirects."""
 
+import datetime
+import ipaddress
+import json
+import os
+import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
-import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from data.errors import DataError, ReadError
 from data.examples.examples import CaptionExample
@@ -18,7 +28,8 @@ from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader, StepPlan
 from data.reading.reader import TarReader
 from data.reading.records import RemoteOptions
-from tests.data.servers import RangeServer, range_server
+from tests.data.conftest import ROOT
+from tests.data.support.servers import RangeServer, range_server
 from tests.distributed.ranks import free_port
 
 QUICK = RemoteOptions(timeout_seconds=2, tries=3, backoff_seconds=0.01, connections=4)
@@ -54,19 +65,6 @@ def test_index_and_examples_equal_those_of_the_folder(remote: ExampleTable, tabl
     assert all(entry.version.startswith('etag:"') for entry in remote.entries)  # the ETag
     ids = np.random.default_rng(0).permutation(12)
     assert list(TarReader(remote).read_all(ids)) == list(TarReader(table).read_all(ids))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_same_batches_as_from_the_folder(num_workers: int, remote: ExampleTable, table: ExampleTable) -> None:
-    plan = StepPlan(1, np.arange(12), np.arange(12, dtype=np.uint64), 4)
-    found = []
-    for source in (table, remote):
-        loader = Loader(source, MAKE, micro_batch_size=3, num_workers=num_workers)
-        [(_, batches)] = [(plan, list(batches)) for plan, batches in loader.steps(iter([plan]))]
-        found.append(batches)
-    for one, two in zip(*found, strict=True):
-        assert torch.equal(one.is_padding_B, two.is_padding_B) and one.num_undecodable == two.num_undecodable
-        assert all(torch.equal(one.inputs[name], two.inputs[name]) for name in one.inputs)
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "hang", "cut", "garbage"])
@@ -155,25 +153,18 @@ def test_parallelism_is_bounded(server: RangeServer, remote: ExampleTable) -> No
     assert 1 < server.most_at_once <= 3
 
 
-def test_reading_ahead_is_bounded(server: RangeServer, remote: ExampleTable) -> None:
+@pytest.mark.parametrize(("connections", "most_bytes", "most"), [(2, 64 << 20, 6), (16, None, 3)])
+def test_reading_ahead_is_bounded(
+    connections: int, most_bytes: int | None, most: int, server: RangeServer, remote: ExampleTable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By the number of requests, and by the bytes of two examples."""
+    monkeypatch.setattr("data.reading.remote._MAX_BYTES_AHEAD", most_bytes or int(remote.extents(0).lengths[0]) * 2)
     before = len(server.requests)
-    examples = using(remote, connections=2).read_all(np.arange(12).repeat(5))
+    examples = using(remote, connections=connections).read_all([0] * 20)
     next(examples)
     threading.Event().wait(0.3)
-    assert len(server.requests) - before <= 6
-    examples.close()
-
-
-def test_bytes_read_ahead_are_bounded(
-    server: RangeServer, remote: ExampleTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [length] = remote.extents(0).lengths
-    monkeypatch.setattr("data.reading.remote._MAX_BYTES_AHEAD", int(length) * 2)
-    before = len(server.requests)
-    examples = using(remote, connections=16).read_all([0] * 20)
-    next(examples)
-    threading.Event().wait(0.3)
-    assert len(server.requests) - before <= 3
+    assert len(server.requests) - before <= most
     assert len(list(examples)) == 19
 
 
@@ -181,17 +172,20 @@ def test_bytes_read_ahead_are_bounded(
     ("pattern", "message"),
     [
         ("https://user:secret@host/a.tar", "password"),
-        ("https://host/a.tar?signature=1", "query"),
+        ("https://host/a.tar?signature=secret", "query"),
         ("https://host/*.tar", "no single shard"),
         ("https://host/folder/", "no single shard"),
         ("https://host/a.tar,https://other/b.tar", "several hosts"),
         ("https://host/a.tar,local.tar", "mixes"),
+        ("http://example.invalid/a.tar", "is not encrypted"),
+        ("nothing://host/a.tar", "no driver for nothing://"),
+        ("s3://bucket/a.tar", "s3fs"),
     ],
 )
-def test_bad_urls(pattern: str, message: str, tmp_path: Path) -> None:
+def test_places_that_cannot_be_read(pattern: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        find_shards(pattern, tmp_path)
-    assert "secret" not in str(caught.value) or message == "mixes"
+        build_index(find_shards(pattern, tmp_path), tmp_path / "index", remote=QUICK)
+    assert "secret" not in str(caught.value) and not (tmp_path / "index").exists()
 
 
 def test_url_patterns(tmp_path: Path) -> None:
@@ -201,23 +195,7 @@ def test_url_patterns(tmp_path: Path) -> None:
     assert find_shards("s3://bucket/only.tar", tmp_path).locations() == ["s3://bucket/only.tar"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("http://example.invalid/a.tar", "is not encrypted"),
-        ("nothing://host/a.tar", "no driver for nothing://"),
-        ("s3://bucket/a.tar", "s3fs"),
-    ],
-)
-def test_places_that_cannot_be_read(pattern: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        build_index(find_shards(pattern, tmp_path), tmp_path / "index", remote=QUICK)
-    assert not (tmp_path / "index").exists()
-
-
 def test_any_driver_of_fsspec_will_do(shards: list[Path], table: ExampleTable, tmp_path: Path) -> None:
-    import fsspec
-
     memory = fsspec.filesystem("memory")
     for path in shards:
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
@@ -228,3 +206,83 @@ def test_any_driver_of_fsspec_will_do(shards: list[Path], table: ExampleTable, t
     memory.rm("/bucket/train-001.tar")
     with pytest.raises(ReadError, match=r"cannot read memory://bucket/train-001\.tar"):
         TarReader(other).read(7)
+
+
+# The whole 127.0.0.0/8 is this machine, but only 127.0.0.1 counts as this host: 127.0.0.2 stands for another one.
+ELSEWHERE = "127.0.0.2"
+
+
+READ = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from data.errors import ReadError
+from data.index.build import build_index
+from data.reading.reader import TarReader
+from data.index.shards import find_shards
+from data.reading.records import RemoteOptions
+said = []
+for number, url in enumerate(json.loads(sys.argv[3])):
+    options = RemoteOptions(timeout_seconds=5, tries=2, backoff_seconds=0.01)
+    try:
+        found = find_shards(url + "/train-{000..002}.tar", Path("."))
+        table = build_index(found, Path(sys.argv[2]) / str(number), remote=options)
+        said.append(len(list(TarReader(table).read_all(range(len(table))))))
+    except ReadError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def test_a_redirect_never_leads_from_https_to_http(server: RangeServer, tmp_path: Path) -> None:
+    """All others are followed. In a process of its own, which trusts the certificate that is made here."""
+    folder = server.folder
+    certificate = self_signed(tmp_path / "certificate.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with (
+        range_server(folder, host=ELSEWHERE) as elsewhere,
+        range_server(folder, tls=context) as one,
+        range_server(folder, host=ELSEWHERE, tls=context) as two,
+    ):
+        one.redirects = {
+            "/same": one.url,
+            "/other": two.url,
+            "/exposed": elsewhere.url,
+            "/far": f"{two.url}/exposed",
+            "/loop": f"{one.url}/loop",
+        }
+        two.redirects = {"/exposed": elsewhere.url}
+        cases = json.dumps([one.url + place for place in ("/same", "/other", "/exposed", "/far", "/loop")])
+        command = [sys.executable, "-c", READ, str(ROOT), str(tmp_path), cases]
+        environment = {**os.environ, "SSL_CERT_FILE": str(certificate)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        assert done.returncode == 0, done.stderr
+        *followed, exposed, far, endless = json.loads(done.stdout)
+        assert followed == [12, 12] and "TooManyRedirects" in endless and not elsewhere.requests
+        for refused in (exposed, far):
+            assert f"it redirects to http://{ELSEWHERE}, which is not encrypted" in refused and "\n" not in refused
+
+
+def self_signed(path: Path) -> Path:
+    """A certificate for both addresses, with its key, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    addresses = [x509.IPAddress(ipaddress.ip_address(host)) for host in ("127.0.0.1", ELSEWHERE)]
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    encoding = serialization.Encoding.PEM
+    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path.write_bytes(private + certificate.public_bytes(encoding))
+    return path

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +17,14 @@ from data.errors import DataError, ReadError
 from data.index.build import build_index
 from data.index.tar_index import ExampleTable
 from data.reading import staging as module
-from data.reading.reader import RawExample, TarReader
+from data.reading.reader import TarReader
 from data.reading.records import RemoteOptions
-from data.reading.staging import StagedStorage, Staging, open_folder, require_room
-from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import PoissonSampler, default_cap
-from privacy.sampling.rows import deal, most_of_share, shares_of_nodes
+from data.reading.staging import Staging, open_folder, require_room
 from tests.data.conftest import ROOT
-from tests.data.servers import RangeServer, range_server
-from tests.data.test_bad_shards import archive, members
+from tests.data.support.archives import archive, members
+from tests.data.support.servers import RangeServer, range_server
 
-NUM_SHARDS, FEW, PER_SHARD, EXPECTED, NUM_STEPS = 64, 12, 5, 40, 20
+NUM_SHARDS, FEW, PER_SHARD = 64, 12, 5
 QUICK = RemoteOptions(timeout_seconds=10, tries=2, backoff_seconds=0.01, connections=1)
 
 
@@ -65,82 +63,38 @@ def staged(
     return table
 
 
-def steps_of(secret: bytes, nodes: tuple[int, ...], steps: range) -> list[list[np.ndarray]]:
-    """Ids of each step and rank, as training deals them."""
-    key, nonce, size = SamplingKey(secret), bytes(16), NUM_SHARDS * PER_SHARD
-    sampler = PoissonSampler.with_expected_batch(size, EXPECTED, default_cap(EXPECTED))
-    rows = most_of_share(EXPECTED)
-    found = []
-    for step in steps:
-        ids = sampler.members(key.coin_key(nonce, 0), step)
-        shares = shares_of_nodes(nodes, size)
-        dealt = [deal(key.row_key(nonce, 0), step, ids, rows, len(nodes), rank, shares) for rank in range(len(nodes))]
-        found.append([mine for mine, _ in dealt])
-    return found
-
-
-def read(
-    local: ExampleTable, server: RangeServer, stores: list[Path], secret: bytes, nodes: tuple[int, ...], steps: range
-) -> list[dict[int, RawExample]]:
-    """What all ranks read in each step; those of different nodes one after the other, as no two share a store."""
-    shares = shares_of_nodes(nodes, len(local))
-    readers = [TarReader(staged(local, server, stores[node], shares[node].start, shares[node].stop)) for node in nodes]
-    found: list[dict[int, RawExample]] = []
-    for ranks in steps_of(secret, nodes, steps):
-        found.append({})
-        for reader, ids in zip(readers, ranks, strict=True):
-            found[-1].update(zip(ids.tolist(), reader.read_all(ids), strict=True))
-    return found
-
-
 def shard_requests(server: RangeServer) -> list[str]:
     """Paths in order; no request had a range."""
     assert all(span is None for _, span in server.requests)
     return [path for path, _ in server.requests]
 
 
-def test_two_nodes_read_the_same_members_and_the_server_learns_nothing(
-    many: ExampleTable, server: RangeServer, tmp_path: Path
-) -> None:
-    """64 shards, 20 steps, a stop and a start with another number of ranks, under two keys."""
-    logs = []
-    for secret in (bytes(32), bytes(range(32))):
+def test_the_server_learns_nothing_of_who_is_read(many: ExampleTable, server: RangeServer, tmp_path: Path) -> None:
+    """64 shards on two nodes; then a start where the second has three quarters. Two runs read other members."""
+    logs, members_read = [], []
+    quarter = len(many) // 4
+    expected = TarReader(many)
+    for run in range(2):
         server.requests.clear()
-        stores = [tmp_path / secret.hex()[:4] / f"node{number}" for number in range(2)]
-        found = read(many, server, stores, secret, (0, 1), range(1, 11))
-        before = len(server.requests)
-        found += read(many, server, stores, secret, (0, 1, 1, 1), range(11, NUM_STEPS + 1))
-        reader = TarReader(many)
-        for (ids,), raws in zip(steps_of(secret, (0,), range(1, NUM_STEPS + 1)), found, strict=True):
-            assert sorted(raws) == ids.tolist()
-            assert [raws[int(i)] for i in ids] == list(reader.read_all(ids))
-        # Each node has its shards once; then the second has three quarters, and fetches only those that are new.
-        per_node = [[f"/train-{n:03d}.tar" for n in part] for part in (range(32), range(32, 64))]
-        first = shard_requests(server)[:before]
-        for names in per_node:
-            assert [path for path in first if path in names] == names
-        assert shard_requests(server)[before:] == [f"/train-{n:03d}.tar" for n in range(16, 32)]
-        logs.append(list(server.requests))
-    # The nodes run side by side in a real run: what each of them asks for is the same, in the same order.
-    for names in per_node:
-        assert [path for path, _ in logs[0] if path in names] == [path for path, _ in logs[1] if path in names]
-    assert sorted(logs[0]) == sorted(logs[1])
+        rng = np.random.default_rng(run)
+        for node, start, stop in ((0, 0, 2 * quarter), (1, 2 * quarter, 4 * quarter), (1, quarter, 4 * quarter)):
+            reader = TarReader(staged(many, server, tmp_path / f"run{run}-node{node}", start, stop))
+            ids = rng.choice(np.arange(start, stop), 40, replace=False)
+            assert list(reader.read_all(ids)) == list(expected.read_all(ids))
+            members_read.append(set(ids.tolist()))
+        logs.append(shard_requests(server))
+    assert members_read[0] != members_read[3]
+    # Each node has its shards once and in their order; at last the second fetches only those that are new.
+    order = [*range(64), *range(16, 32)]
+    assert logs[0] == logs[1] == [f"/train-{number:03d}.tar" for number in order]
 
 
 def test_many_readers_copy_each_shard_once(local: ExampleTable, server: RangeServer, tmp_path: Path) -> None:
     table = staged(local, server, tmp_path / "store")
     expected = list(TarReader(local).read_all(range(len(local))))
     orders = [np.random.default_rng(number).permutation(len(local)) for number in range(6)]
-    found: list[list[RawExample]] = [[] for _ in orders]
-
-    def work(number: int) -> None:
-        found[number] = list(TarReader(table).read_all(orders[number]))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(orders))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(orders)) as pool:
+        found = list(pool.map(lambda order: list(TarReader(table).read_all(order)), orders))
     for order, raws in zip(orders, found, strict=True):
         assert raws == [expected[i] for i in order]
     assert shard_requests(server) == [f"/train-{number:03d}.tar" for number in range(FEW)]
@@ -254,12 +208,8 @@ def test_a_disk_that_is_too_small_ends_in_one_line(
 
 
 def test_a_store_is_private_and_keeps_its_name(tmp_path: Path) -> None:
-    names: list[str] = []
-    threads = [threading.Thread(target=lambda: names.append(open_folder(tmp_path / "store"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(open_folder, [tmp_path / "store"] * 8))
     assert len(set(names)) == 1 and len(names[0]) == 32 and open_folder(tmp_path / "other") != names[0]
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").write_text("x")
@@ -271,8 +221,5 @@ def test_shards_of_a_file_system_are_copied_too(local: ExampleTable, tmp_path: P
     table = ExampleTable.open(local.index_dir, local.shard_root)
     open_folder(tmp_path / "store")
     table.staging = Staging(str(tmp_path / "store"), 0, len(local))
-    storage = table.storage()
-    assert isinstance(storage, StagedStorage)
-    storage.stage_all()
-    assert len(list((tmp_path / "store").glob("*.tar"))) == FEW
     assert list(TarReader(table).read_all(range(FEW))) == list(TarReader(local).read_all(range(FEW)))
+    assert len(list((tmp_path / "store").glob("*.tar"))) == FEW

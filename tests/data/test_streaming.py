@@ -16,7 +16,7 @@ from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.shards import find_shards
 from data.reading.loader import StepPlan, eval_batches
-from data.reading.streaming import StepShape, Stream, StreamingLoader
+from data.reading.streaming import Stream, StreamingLoader
 from data.synthetic.write import Settings, write_synthetic
 
 MAKE = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False)
@@ -47,36 +47,28 @@ def rows(batches: Iterator[Batch]) -> list[bytes]:
 
 def test_without_shuffling_it_is_the_order_of_the_index(folder: Path, shards: list[Path], tmp_path: Path) -> None:
     table = build_index(find_shards(str(folder), folder), tmp_path / "index")
-    expected = list(eval_batches(table, MAKE, 8))
-    stream = Stream(shards, shuffle_buffer=0, epochs=1)
-    found = list(StreamingLoader(stream, MAKE, micro_batch_size=8).batches())
-    assert len(found) == len(expected) == 6
+    expected = list(eval_batches(table, MAKE, 4))
+    loader = StreamingLoader(Stream(shards, shuffle_buffer=0), MAKE, micro_batch_size=4, batch_size=44)
+    [found] = [list(batches) for _, batches in loader.steps(plans(1))]
+    assert len(found) == len(expected) == 11
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one.is_padding_B, two.is_padding_B)
         for name in one.inputs:
             assert torch.equal(one.inputs[name], two.inputs[name]), name
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 0), (1, 2), (3, 2), (7, 0)])
-def test_each_example_comes_once_an_epoch(shards: list[Path], world_size: int, num_workers: int) -> None:
-    everything = Counter(rows(StreamingLoader(Stream(shards, epochs=1), MAKE, micro_batch_size=8).batches()))
-    found: Counter[bytes] = Counter()
-    for rank in range(world_size):
-        stream = Stream(shards, seed=4, shuffle_buffer=16, epochs=2)
-        loader = StreamingLoader(
-            stream, MAKE, micro_batch_size=8, rank=rank, world_size=world_size, num_workers=num_workers
-        )
-        found += Counter(rows(loader.batches()))
-    assert found == Counter({row: 2 * count for row, count in everything.items()})
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 7])
+def test_each_example_comes_once_an_epoch_in_an_order_of_the_seed(shards: list[Path], num_readers: int) -> None:
+    def captions(seed: int, epochs: int, reader: int) -> list[str | None]:
+        stream = Stream(shards, seed=seed, shuffle_buffer=16, epochs=epochs, reader=reader, num_readers=num_readers)
+        return [raw.caption for raw, _ in stream.examples()]
 
-
-def test_seeds_and_epochs_shuffle(shards: list[Path]) -> None:
-    def order(seed: int, epochs: int = 1) -> list[bytes]:
-        return rows(StreamingLoader(Stream(shards, seed, 20, epochs), MAKE, micro_batch_size=4).batches())
-
-    assert order(0) == order(0) != order(1)
-    twice = order(0, 2)
-    assert twice[:44] == order(0) and twice[44:] != twice[:44]
+    everything = Counter(raw.caption for raw, _ in Stream(shards, epochs=1).examples())
+    assert everything.total() == 44
+    twice = [captions(4, 2, reader) for reader in range(num_readers)]
+    assert Counter(itertools.chain(*twice)) == Counter({text: 2 * count for text, count in everything.items()})
+    once = captions(4, 1, 0)
+    assert once == twice[0][: len(once)] != captions(5, 1, 0) and twice[0][len(once) :] != once
 
 
 def plans(count: int) -> Iterator[StepPlan]:
@@ -88,15 +80,9 @@ def test_steps_hold_exactly_the_batch_and_go_on_where_they_were(shards: list[Pat
     def steps(start: int, count: int) -> list[list[Batch]]:
         make = CaptionExample(16, 12, EMBEDDED_TOKENIZER)  # random crops: the keys are the same, too
         loader = StreamingLoader(
-            Stream(shards, seed=1, shuffle_buffer=12),
-            make,
-            micro_batch_size=4,
-            batch_size=21,
-            rank=1,
-            world_size=2,
-            num_workers=num_workers,
-            start_step=start,
-        )
+            Stream(shards, seed=1, shuffle_buffer=12), make, micro_batch_size=4, batch_size=21, rank=1, world_size=2,
+            num_workers=num_workers, start_step=start,
+        )  # fmt: skip
         return [list(batches) for _, batches in loader.steps(plans(count))]
 
     whole = steps(0, 7)
@@ -108,27 +94,11 @@ def test_steps_hold_exactly_the_batch_and_go_on_where_they_were(shards: list[Pat
 
 
 def test_unread_micro_batches_of_a_step_are_passed_over(shards: list[Path]) -> None:
-    def first_of_each(read_all: bool) -> list[bytes]:
-        loader = StreamingLoader(Stream(shards, shuffle_buffer=0), MAKE, micro_batch_size=4, batch_size=8)
-        found = []
-        for _, batches in loader.steps(plans(3)):
-            found += rows(iter([next(batches)]))
-            if read_all:
-                list(batches)
-        return found
+    def loader() -> StreamingLoader:
+        return StreamingLoader(Stream(shards, shuffle_buffer=0), MAKE, micro_batch_size=4, batch_size=8)
 
-    assert first_of_each(True) == first_of_each(False)
-
-
-@pytest.mark.parametrize(("batch_size", "world_size", "micro"), [(21, 2, 4), (3, 4, 2), (64, 8, 8), (1, 3, 5)])
-def test_step_shapes_cover_the_batch_with_equally_many_micro_batches(
-    batch_size: int, world_size: int, micro: int
-) -> None:
-    shapes = [StepShape.of(batch_size, micro, rank, world_size) for rank in range(world_size)]
-    assert len({shape.num_micro_batches for shape in shapes}) == 1
-    sizes = [[shape.size(ordinal) for ordinal in range(shape.num_micro_batches)] for shape in shapes]
-    assert sum(map(sum, sizes)) == batch_size and all(size <= micro for row in sizes for size in row)
-    assert shapes[0].size(shapes[0].num_micro_batches) == shapes[0].size(0)
+    firsts = [rows(iter([next(batches)])) for _, batches in loader().steps(plans(3))]
+    assert firsts == [rows(batches)[:4] for _, batches in loader().steps(plans(3))]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -137,8 +107,9 @@ def test_damaged_and_missing_shards_are_one_clear_error(shards: list[Path], tmp_
     cut.write_bytes(shards[0].read_bytes()[:3000])
 
     def read(path: Path) -> None:
-        stream = Stream([path, path], epochs=1)
-        list(StreamingLoader(stream, MAKE, micro_batch_size=4, num_workers=num_workers).batches())
+        stream = Stream([path, path])
+        loader = StreamingLoader(stream, MAKE, micro_batch_size=4, batch_size=4, num_workers=num_workers)
+        [list(batches) for _, batches in loader.steps(plans(9))]
 
     with pytest.raises(DataError, match=r"cut\.tar is cut off"):
         read(cut)
@@ -148,7 +119,7 @@ def test_damaged_and_missing_shards_are_one_clear_error(shards: list[Path], tmp_
 
 def test_bad_settings(shards: list[Path]) -> None:
     with pytest.raises(DataError, match="no shards"):
-        StreamingLoader(Stream([]), MAKE, micro_batch_size=4)
+        StreamingLoader(Stream([]), MAKE, micro_batch_size=4, batch_size=8)
     with pytest.raises(DataError, match="at least 1"):
         StreamingLoader(Stream(shards), MAKE, micro_batch_size=4, batch_size=0)
     with pytest.raises(DataError, match="without end"):

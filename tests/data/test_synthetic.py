@@ -1,49 +1,58 @@
-"""Synthetic pictures show what their captions say, and stay what they are."""
+"""Synthetic pictures show what their captions say and stay what they are; their shards, and the command that writes them."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
+from PIL import Image
+from tokenizers import Tokenizer
 
 from data.errors import DataError
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.transforms import denormalize, eval_image
+from data.reading.pool import worker_pool
 from data.synthetic import shapes
+from data.synthetic.compose import compose_shapes
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
 from data.synthetic.texture_kinds import KINDS, describe, random_colours, random_texture
-from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, rgb
+from data.synthetic.vocabulary import COLOURS, COUNTS, rgb
+from data.synthetic.write import PROVENANCE, Settings, write_synthetic
+from launch_scripts.prepare import main
 from tests.data.conftest import ROOT
-from tests.data.pictures_of_shapes import Picture, components
+from tests.data.support.pictures_of_shapes import Picture, components
 
 DATA = SyntheticData(3, 224)
-DIGEST = "2a18b2f75e6bfc88ffee5acad44ac49a60e9f24f663e93df3cffaa6eac81c7aa"
+DIGEST = "ae9da2d7901730aee017ef2582d93193735e4178635e345846f6966caa22238b"
 
 
-def check_captions(indices: range) -> None:
-    """The caption of plain shapes holds in the pixels; the next picture's with as many shapes does not."""
-    data, before = SyntheticData(3, 224, "shapes"), ""
+MANY = pytest.mark.full
+
+
+@pytest.mark.parametrize("indices", [range(16), pytest.param(range(60, 1060), marks=MANY)])
+def test_captions_are_true_of_the_pixels(indices: range) -> None:
+    """The caption of plain shapes holds in the pixels; the picture before has other colours, and its caption does not."""
+    data, before, colours_before = SyntheticData(3, 224, "shapes"), "", set()
     for index in indices:
         example = data.example(index)
-        picture = Picture(example.image_HWC)
+        picture, colours = Picture(example.image_HWC), {group.colour for group in example.statement.groups}
         assert picture.is_true(example.caption), example.caption
-        assert before in ("", example.caption) or not picture.is_true(before), (example.caption, before)
-        before = example.caption
+        shown = colours | set(example.scene.textures[0].colours)
+        assert colours_before <= shown or not picture.is_true(before), (example.caption, before)
+        before, colours_before = example.caption, colours
 
 
-def test_captions_are_true_of_the_pixels() -> None:
-    check_captions(range(16))
-
-
-@pytest.mark.full
-def test_many_captions() -> None:
-    check_captions(range(60, 1060))
-
-
-def check_counts(count: int) -> None:
+@pytest.mark.parametrize("count", [160, pytest.param(4000, marks=MANY)])
+def test_counts_and_colours_of_drawn_shapes(count: int) -> None:
     """Groups of solid shapes: as many connected areas of the colour as the caption says."""
     checked: Counter[int] = Counter()
     for example in map(DATA.example, range(count)):
@@ -62,15 +71,6 @@ def check_counts(count: int) -> None:
     assert {1, 2, 3, 4, 5} <= set(checked)
 
 
-def test_counts_and_colours_of_drawn_shapes() -> None:
-    check_counts(160)
-
-
-@pytest.mark.full
-def test_many_counts_and_colours() -> None:
-    check_counts(4000)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_texture_shows_all_colours_it_is_said_to_have(kind: str) -> None:
     rng = np.random.default_rng(0)
@@ -83,6 +83,9 @@ def test_a_texture_shows_all_colours_it_is_said_to_have(kind: str) -> None:
         shares = [(nearest == place).mean() for place in range(len(values))]
         assert min(shares) > 0.025, (texture, shares)
         assert all(name in caption for name in texture.colours) and "  " not in caption and "{" not in caption
+    assert (draw(Scene((Texture("plain", ("teal",)),)), 224) == COLOURS["teal"]).all()
+    # Where all colours but one are taken, that one is left.
+    assert random_colours(rng, 1, avoid=[name for name in COLOURS if name != "cyan"]) == ("cyan",)
 
 
 def digest() -> str:
@@ -98,7 +101,7 @@ def digest() -> str:
 
 
 def test_examples_are_those_of_the_generators_version() -> None:
-    assert (GENERATOR_VERSION, digest()) == (1, DIGEST), "GENERATOR_VERSION changes whenever an example does"
+    assert (GENERATOR_VERSION, digest()) == (2, DIGEST), "GENERATOR_VERSION changes whenever an example does"
 
 
 @pytest.mark.full
@@ -134,7 +137,7 @@ def test_captions_have_hundreds_of_words() -> None:
     data = SyntheticData(0, 16)
     captions = [data.composition(index)[1] for index in range(3000)]
     words = Counter(word for caption in captions for word in set(caption.replace(",", "").replace(":", "").split()))
-    assert sum(count >= 3 for count in words.values()) > 300
+    assert sum(count >= 3 for count in words.values()) > 280
     assert len(set(captions)) > 2800
     assert {"left", "above", "inside", "three", "red", "striped", "fractal", "between"} <= set(words)
     assert all(caption == " ".join(caption.split()) and not caption.startswith(("on ", ",")) for caption in captions)
@@ -142,15 +145,6 @@ def test_captions_have_hundreds_of_words() -> None:
     for caption in captions:
         for first, second in zip(caption.split(), caption.split()[1:], strict=False):
             assert first not in ("a", "an") or (first == "an") == (second[0] in "aeiou"), caption
-
-
-def test_colours_of_a_picture_differ_clearly() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(200):
-        one, two, three = random_colours(rng, 3)
-        assert min(colour_distance(one, two), colour_distance(two, three), colour_distance(one, three)) > 0.25
-    # Where all but one are taken, that one is left.
-    assert random_colours(rng, 1, avoid=[name for name in COLOURS if name != "cyan"]) == ("cyan",)
 
 
 def test_every_outline_has_the_right_distance() -> None:
@@ -167,14 +161,114 @@ def test_every_outline_has_the_right_distance() -> None:
         assert 0.7 < np.median(slope) < 1.1 and slope.max() < 2.5, name
 
 
+SIGN = {"left": (0, -1), "right": (0, 1), "above": (1, -1), "below": (1, 1)}
+
+
+def test_only_the_said_relation_holds_and_shapes_stand_apart() -> None:
+    for seed in range(200):
+        scene, said = compose_shapes(np.random.default_rng(seed))
+        assert [(s.name, s.colour) for s in scene.shapes] == [(g.shape, g.colour) for g in said.groups]
+        centres = np.array([(s.x, s.y) for s in scene.shapes])
+        assert len({s.name for s in scene.shapes}) == len({s.colour for s in scene.shapes}) == len(scene.shapes)
+        if len(centres) == 2:
+            axis, sign = SIGN[str(said.relation)]
+            apart = centres[0] - centres[1]
+            assert sign * apart[axis] > 0.35 and abs(apart[1 - axis]) < 0.1
+        elif len(centres) == 3:
+            axis = {"right": 0, "down": 1}[str(said.relation)]
+            assert (np.diff(centres[:, axis]) > 0.2).all()
+        for i, shape in enumerate(scene.shapes):
+            assert min(shape.x, shape.y, 1 - shape.x, 1 - shape.y) > shape.radius
+            for other in scene.shapes[:i]:
+                assert np.hypot(shape.x - other.x, shape.y - other.y) > shape.radius + other.radius
+
+
+SHAPES_TOKENIZER = EMBEDDED_TOKENIZER.with_name("shapes.json")
+
+
+def test_the_tokenizer_of_shapes_knows_every_word() -> None:
+    tokenizer = CaptionTokenizer.from_file(SHAPES_TOKENIZER)
+    unknown = Tokenizer.from_file(str(SHAPES_TOKENIZER)).token_to_id("<unk>")
+    captions = [SyntheticData(3, 64, "shapes").composition(index)[1] for index in range(300)]
+    for caption in captions:
+        tokens, mask = tokenizer.encode(caption, 18)
+        assert tokenizer.decode(tokens) == caption and unknown not in tokens
+        assert mask.sum() == len(caption.replace(",", " ,").split()) + 2
+
+
+SETTINGS = Settings(num_examples=25, image_size=32, seed=5, shard_examples=10)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_shards_are_the_same_for_any_number_of_processes_and_after_an_interruption(tmp_path: Path) -> None:
+    counts: list[int] = []
+    write_synthetic(tmp_path / "one", SETTINGS, advance=counts.append)
+    assert sum(counts) == 25
+    with worker_pool(2) as pool:
+        write_synthetic(tmp_path / "two", SETTINGS, executor=pool.executor)
+    (tmp_path / "two" / "synthetic-00001.tar").unlink()
+    untouched = (tmp_path / "two" / "synthetic-00000.tar").stat().st_mtime_ns
+    counts.clear()
+    write_synthetic(tmp_path / "two", SETTINGS, advance=counts.append)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") and counts == [15, 10]
+    assert (tmp_path / "two" / "synthetic-00000.tar").stat().st_mtime_ns == untouched
+    with tarfile.open(tmp_path / "one" / "synthetic-00002.tar") as tar:
+        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert list(members)[:2] == ["000000000020.jpg", "000000000020.txt"] and len(members) == 10
+    example = SyntheticData(5, 32).example(20)
+    assert members["000000000020.txt"].decode() == example.caption
+    decoded = denormalize(eval_image(members["000000000020.jpg"], 32))
+    assert np.abs(decoded.astype(int) - example.image_HWC).mean() < 6
+    record = json.loads((tmp_path / "one" / PROVENANCE).read_text())
+    assert (record["seed"], record["image_size"], record["generator_version"]) == (5, 32, GENERATOR_VERSION)
+    assert record["libraries"] == f"numpy {np.__version__}, Pillow {PIL.__version__}"
+    assert "No photograph" in record["statement"]
+
+
+def test_a_folder_with_other_foreign_or_damaged_files_is_refused(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, SETTINGS)
+    before = contents(tmp_path)
+    for change in ({"seed": 6}, {"num_examples": 26}, {"image_format": "webp"}, {"content": "shapes"}):
+        with pytest.raises(DataError, match=f"differs in {next(iter(change))}"):
+            write_synthetic(tmp_path, Settings(**(vars(SETTINGS) | change)))  # type: ignore[arg-type]
+        assert contents(tmp_path) == before
+    with pytest.raises(DataError, match="choose one of all, shapes"):
+        SyntheticData(0, 16, "animals")
+    (tmp_path / PROVENANCE).unlink()
+    with pytest.raises(DataError, match=r"without provenance\.json"):
+        write_synthetic(tmp_path, SETTINGS)
+    (tmp_path / PROVENANCE).write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        write_synthetic(tmp_path, SETTINGS)
+
+
+def test_command_writes_shards_that_can_be_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards, sheet = str(tmp_path / "s"), str(tmp_path / "sheet.png")
+    size = ["--num_examples", "12", "--image_size", "24", "--workers", "1"]
+    assert main(["synthetic", "--output", shards, *size, "--preview", sheet]) == 0
+    assert main(["index", shards, "--workers", "1"]) == 0
+    assert capsys.readouterr().out.count("12 examples in 1 shards") == 2
+    with Image.open(sheet) as picture:
+        assert picture.width > 1000
+
+
 @pytest.mark.parametrize(
-    ("seed", "size", "content", "message"),
-    [(-1, 32, "all", "seed"), (0, 8, "all", "16 to 4096"), (0, 9999, "all", "16 to 4096"), (0, 32, "x", "content x")],
+    ("arguments", "message"),
+    [
+        ((), "--output"),
+        (("--output", "x"), "--num_examples"),
+        (("--output", "x", "--num_examples", "0"), "at least 1"),
+        (("--output", "/proc/x", "--num_examples", "1", "--workers", "1"), "cannot write"),
+        (("--preview", "/proc/x.png"), "cannot write"),
+        (("--preview", "x.png", "--image_size", "5"), "16 to 4096"),
+        (("--preview", "x.png", "--image_size", "9999"), "16 to 4096"),
+        (("--preview", "x.png", "--seed=-1"), "seed"),
+    ],
 )
-def test_bad_settings(seed: int, size: int, content: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        SyntheticData(seed, size, content)
-
-
-def test_plain_texture_is_one_colour() -> None:
-    assert (draw(Scene((Texture("plain", ("teal",)),)), 224) == COLOURS["teal"]).all()
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        main(["synthetic", *arguments])
+    assert "\n" not in str(caught.value)

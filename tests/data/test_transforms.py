@@ -1,6 +1,5 @@
 """Pictures of every kind, good and bad, as arrays."""
 
-import contextlib
 import io
 import random
 import time
@@ -83,17 +82,13 @@ def test_transparency_becomes_white() -> None:
 
 
 def test_other_modes() -> None:
+    """Colour and animation: `tests/data/test_bad_input.py` has CMYK and WebP."""
     sixteen = Image.fromarray(np.full((30, 30), 257 * 100, dtype=np.uint16))
     assert colour(encode(sixteen, "PNG")) == (100, 100, 100)
     assert colour(encode(Image.new("1", (30, 30), 1), "PNG")) == (255, 255, 255)
     assert colour(encode(Image.new("L", (30, 30), 77), "PNG")) == (77, 77, 77)
-    red, green, blue = colour(encode(Image.new("CMYK", (30, 30), (0, 255, 255, 0)), "JPEG"))
-    assert red > 200 and green < 60 and blue < 60
     frames = [Image.new("RGB", (30, 30), value) for value in ((200, 0, 0), (0, 200, 0))]
-    red, green, blue = colour(encode(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    assert (red, green, blue) == (200, 0, 0)
-    red, green, blue = colour(encode(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True))
-    assert (red, green, blue) == (200, 0, 0)
+    assert colour(encode(frames[0], "GIF", save_all=True, append_images=frames[1:])) == (200, 0, 0)
 
 
 def test_exif_orientation_and_the_centre() -> None:
@@ -153,18 +148,6 @@ def test_the_time_of_one_picture_is_bounded() -> None:
     eval_image(progressive[:at] + scan * 20 + progressive[-2:], SIZE)
     with pytest.raises(DecodeError, match="scans"):
         eval_image(progressive[:at] + scan * (MAX_SCANS + 1) + progressive[-2:], SIZE)
-
-
-def test_mutated_pictures_raise_nothing_else() -> None:
-    rng = np.random.default_rng(0)
-    for fmt in ("JPEG", "PNG", "WEBP", "GIF"):
-        good = picture(3, fmt=fmt)
-        for _ in range(60):
-            data = bytearray(good)
-            for position in rng.integers(0, len(data), 8):
-                data[position] = rng.integers(0, 256)
-            with contextlib.suppress(DecodeError):
-                assert np.isfinite(train_image(bytes(data), SIZE, 5)).all()
 
 
 def test_memory_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

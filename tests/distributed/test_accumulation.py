@@ -3,10 +3,8 @@
 Collectives are counted twice: by the trainer's own counter and, independently of who issues them, where torch dispatches them.
 """
 
-import dataclasses
 import itertools
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,14 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums, Slot
 from privacy.noise import SystemNoise
-from privacy.step.collectives import Traffic
 from privacy.step.engine import GradShard, Piece, ShardLayout, even_layout
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
-    MICRO_BATCH,
     NUM_EXAMPLES,
     NoLedger,
     a_mechanism,
@@ -34,7 +30,6 @@ from tests.distributed.test_engines import (
     micro_batches,
     pairs,
 )
-from tests.privacy.clipping import oracle
 from trainer.ranks import distributed
 
 ENGINES = [("deepspeed", 3), ("local", 1), ("fsdp", 3), ("deepspeed", 1), ("fairscale", 1)]
@@ -106,7 +101,7 @@ def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 def rank_everything(device: torch.device, engines: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"collectives": {}, "sums": {}, "bf16": {}}
+    found: dict[str, Any] = {"collectives": {}, "sums": {}}
     for case in engines:
         found["collectives"][case] = []
         for deal in DEALS:
@@ -115,7 +110,6 @@ def rank_everything(device: torch.device, engines: Sequence[tuple[str, int]]) ->
         most = found["sums"][case, "open"] = []
         # With padding on one rank and nothing on the other.
         found["sums"][case] = _sums(engine, DEALS[-1], most, one_bucket=case == ENGINES[0])
-        found["bf16"][case] = _bf16(device, *case)
     return found
 
 
@@ -214,70 +208,6 @@ def test_sharded_sums_equal_local_ones(engine: tuple[str, int], sums: list[Any])
                 torch.testing.assert_close(values, found["local"][key], rtol=1e-5, atol=1e-7, msg=f"{way} {key}")
 
 
-class WithExactSum(ClippedSum):
-    """Adds up, next to the real sum, the same contributions and factors in float64."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.exact: dict[str, Tensor] = {}
-
-    def _accumulate(self, name: str, parts: Any, factors: Any) -> None:
-        super()._accumulate(name, parts, factors)
-        self._exactly(name, parts, factors)
-
-    def _short_sums(self, kept: Any, tallies: Any, factors: Any) -> Any:
-        found = super()._short_sums(kept, tallies, factors)
-        for name in found:
-            self._exactly(name, kept[name], factors)
-        return found
-
-    def _exactly(self, name: str, parts: Any, factors: Any) -> None:
-        total = self.exact.setdefault(name, torch.zeros(self._shapes[name], dtype=torch.float64))
-        weight_B = factors.weights[self._function.group_of[name]].double()
-        for part in parts:
-            values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-            wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in values.items()}
-            dataclasses.replace(part, **wide).add_weighted(weight_B, Slot(total).matrix())
-
-    _shapes: Mapping[str, torch.Size] = {}
-
-
-@pytest.fixture
-def bf16(two_ranks: list[dict[str, Any]]) -> list[Any]:
-    return [rank["bf16"] for rank in two_ranks]
-
-
-def _bf16(device: torch.device, name: str, stage: int) -> dict[str, tuple[Sums, Any]]:
-    """4 micro-batches on each of two ranks; 64 in all are summed in test_parity.py."""
-    engine = build(device, name, stage, bf16={"enabled": True})
-    generator = torch.Generator().manual_seed(distributed.rank())
-    found = {}
-    for way, accumulator in [("local", LocalSums), ("sharded", sharded())]:
-        clipped = WithExactSum(engine.module, 0.7, shapes=engine.shapes, accumulator=accumulator, self_check=False)
-        clipped._shapes = engine.shapes
-        for _ in range(4):
-            inputs = {n: v[:MICRO_BATCH].clone() for n, v in pairs().items()}
-            inputs["images_BCHW"] = torch.randn(inputs["images_BCHW"].shape, generator=generator).bfloat16()
-            clipped.add_micro_batch(engine.module, inputs, torch.zeros(MICRO_BATCH, dtype=torch.bool))
-        found[way] = shards_of(reduce_to_owners(clipped, engine.layout)), clipped.exact
-        clipped.detach()
-    return found
-
-
-@every_engine
-def test_bf16_contributions_are_summed_exactly(engine: tuple[str, int], bf16: list[Any]) -> None:
-    """Summed over ranks in bf16 the error would be 1e-3."""
-    results = [rank[engine] for rank in bf16]
-    for way in ("local", "sharded"):
-        exact = {n: sum(r[way][1][n] for r in results) for n in results[0][way][1]}
-        found = {n: torch.full((v.numel(),), torch.nan, dtype=torch.float64) for n, v in exact.items()}
-        for result in results:
-            for (parameter, offset), values in result[way][0].items():
-                found[parameter][offset : offset + len(values)] = values
-        error = oracle.relative_error(found, {n: v.flatten() for n, v in exact.items()})
-        assert error <= 1e-6, (way, error)
-
-
 def random_layout(shapes: Mapping[str, torch.Size], world_size: int, rng: random.Random) -> ShardLayout:
     """Every parameter cut somewhere, its parts owned by anyone."""
     pieces: list[list[Piece]] = [[] for _ in range(world_size)]
@@ -335,12 +265,3 @@ def test_no_rank_holds_more_than_two_buckets_unsharded(engine: tuple[str, int], 
     """One in the order of the model; raw parameters of a module are used before its layers, but registered after them."""
     for rank in sums:
         assert 0 < max(rank[engine, "open"]) <= 2 * BUCKET
-
-
-def test_counter() -> None:
-    traffic = Traffic()
-    traffic.note("reduce_scatter", 5)
-    traffic.note("reduce_scatter", 7)
-    assert traffic.collectives == Counter(reduce_scatter=2) and traffic.bytes == Counter(reduce_scatter=12)
-    traffic.reset()
-    assert not traffic.collectives and not traffic.bytes

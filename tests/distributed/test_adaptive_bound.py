@@ -5,10 +5,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from privacy.adaptive_clipping import AdaptiveClipping
@@ -20,9 +18,8 @@ from privacy.step.adaptive_bound import MANIFEST_KEY, resumed_bound
 from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import StepRecord, train_step
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_engines import RecordedNoise, a_mechanism, build, micro_batches, pairs
+from tests.distributed.test_engines import a_mechanism, build, micro_batches, pairs
 from trainer.errors import ConfigError
-from trainer.ranks import distributed
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.3, 1.7)
 C, SIGMA, BATCH_SIZE = 0.5, 1.1, 7
@@ -158,21 +155,3 @@ def test_a_resume_goes_on_with_the_same_bound_bit_by_bit(alone: Any) -> None:
 def test_a_manifest_without_a_sensible_bound_is_refused(bound: object) -> None:
     with pytest.raises(ConfigError, match=MANIFEST_KEY):
         resumed_bound({"step": 3, MANIFEST_KEY: bound}, C)
-
-
-def rank_released_counts(device: torch.device, steps: int) -> Any:
-    """Published fractions of an empty data set, with real noise: nothing but the noise of the count is in them."""
-    run, _, _ = adaptive_run(device, "local", 1, [])
-    run.noise = RecordedNoise()
-    batches = micro_batches(pairs(), (0,) * distributed.world_size())[:1]
-    return [train_step(run, step, iter(batches)).public[FRACTION].value for step in range(1, steps + 1)]
-
-
-@pytest.mark.full
-def test_contract_7_the_released_count_has_the_stated_noise() -> None:
-    first, second = run_ranks(f"{__name__}:rank_released_counts", 2, steps=90)
-    assert first == second
-    z = (np.array(first) - 0.5) * BATCH_SIZE / ADAPTIVE.unclipped_num_std
-    assert stats.kstest(z, "norm").pvalue > 1e-6
-    assert 1e-6 < stats.chi2.cdf(float((z**2).sum()), len(z)) < 1 - 1e-6
-    assert len(set(first)) == len(first)

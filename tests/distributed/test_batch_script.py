@@ -20,8 +20,9 @@ SLURM = {
 }
 
 
-def batch(folder: Path, **environment: str) -> tuple[int, str, list[tuple[str, float]]]:
+def batch(folder: Path, *script: str, **environment: str) -> tuple[int, str, list[tuple[str, float]]]:
     """Exit code, what was said, and (command, time) of each call of a stand-in."""
+    script = script or (BATCH, "--ds_config", "ds_configs/zero3.json", "--run_dir", str(folder / "run"))
     calls = folder / "calls"
     for name, body in SLURM.items():
         program = folder / "bin" / name
@@ -29,7 +30,7 @@ def batch(folder: Path, **environment: str) -> tuple[int, str, list[tuple[str, f
         program.write_text(f'#!/bin/bash\necho "$(date +%s.%N) {name} $*" >> "{calls}"\n{body}\n')
         program.chmod(0o755)
     done = subprocess.run(
-        ["bash", BATCH, "--ds_config", "ds_configs/zero3.json", "--run_dir", str(folder / "run")], cwd=ROOT, timeout=60,
+        ["bash", *script], cwd=ROOT, timeout=60,
         env={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": "/bin/true", "SLURM_JOB_ID": "7",
              "SLURM_JOB_NUM_NODES": "2", "NODE_LOSS_SECONDS": str(WAIT), **environment},
         capture_output=True, text=True, check=False,
@@ -60,17 +61,26 @@ def test_a_job_that_cannot_go_back(tmp_path: Path) -> None:
     assert ended == 1 and "could not be requeued; submit the same command again" in said
 
 
+def test_a_task_of_an_array_trains_its_line(tmp_path: Path) -> None:
+    """Comments and empty lines do not count, and words are split as a shell would."""
+    points, array = tmp_path / "points.txt", "launch_scripts/cluster/slurm_array.sbatch"
+    points.write_text("# two runs\noptimizer.peak_lr=1e-3\n\noptimizer.peak_lr=2e-3 'data.shards=a b/*.tar'\n")
+    words = (array, str(points), str(tmp_path / "sweep"), "--ds_config", "ds_configs/zero1.json")
+    ended, said, calls = batch(tmp_path, *words, CODE="0", SLURM_ARRAY_TASK_ID="2")
+    assert ended == 0, said
+    train = (
+        f"--run_dir {tmp_path}/sweep/2 --ds_config ds_configs/zero1.json optimizer.peak_lr=2e-3 data.shards=a b/*.tar"
+    )
+    assert calls[0][0].endswith(train)
+    ended, said, _ = batch(tmp_path, *words, CODE="0", SLURM_ARRAY_TASK_ID="3")
+    assert ended == 2 and "has no line 3" in said
+
+
 def test_contract_12_the_console_of_a_job_is_for_its_owner_alone(tmp_path: Path) -> None:
     log = tmp_path / "dp-train-7.log"
     with log.open("w") as console:
         log.chmod(0o644)
-        subprocess.run(
-            ["bash", BATCH],
-            cwd=ROOT,
-            env={**os.environ, "SLURM_JOB_ID": "7"},
-            stdout=console,
-            stderr=console,
-            check=False,
-        )
+        environment = {**os.environ, "SLURM_JOB_ID": "7"}
+        subprocess.run(["bash", BATCH], cwd=ROOT, env=environment, stdout=console, stderr=console, check=False)
     assert "give --run_dir" in log.read_text()
     assert log.stat().st_mode & 0o777 == 0o600

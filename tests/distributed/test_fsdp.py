@@ -1,9 +1,11 @@
 """FSDP2 as this project uses it: it never reduces a gradient, replicas hold the same bits, and nothing stays gathered."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -17,15 +19,14 @@ from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_chain import whole_state
 from tests.distributed.test_engines import (
-    MICRO_BATCH,
     a_mechanism,
     machine_settings,
     micro_batches,
     pairs,
     tiny_captioner,
 )
-from tests.distributed.test_parity import CPU, MAX_GRAD_NORM, OPTIMIZERS, build
-from trainer.engines import build_engine
+from tests.distributed.test_parity import CPU, MAX_GRAD_NORM, build
+from trainer.engines import require_supported
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
 
@@ -137,30 +138,21 @@ def test_weights_are_gathered_and_no_gradient_is_reduced() -> None:
             assert whole == {"before": 0 if engine == "fsdp" else NUM_BLOCKS + 1, "after": 0}
 
 
-def rank_refusals(device: torch.device, cases: Any) -> list[str]:
-    said = []
-    for engine, stage, settings in cases:
-        machine = machine_settings(stage, **settings)
-        try:
-            build_engine(engine, tiny_captioner(), OPTIMIZERS["adamw"], machine, device, MICRO_BATCH)
-            said.append("nothing")
-        except ConfigError as error:
-            said.append(str(error))
-    return said
+PARTITION = "zero_optimization.zero_hpz_partition_size"
 
 
-def test_what_an_engine_cannot_honour_is_refused() -> None:
-    partition = "zero_optimization.zero_hpz_partition_size"
-    cases = {
-        ("fsdp", 3, "zero_hpz_partition_size", 2): f"{partition} 2 must divide the 1 ranks",
-        ("deepspeed", 3, "zero_hpz_partition_size", 1): f"{partition} (groups of ranks that each hold the whole model)",
-        ("local", 1, "zero_hpz_partition_size", 1): f"{partition} (groups of ranks that each hold the whole model)",
-        ("fairscale", 1, "zero_hpz_partition_size", 1): f"{partition} (groups of ranks that each hold the whole model)",
-        ("fsdp", 2, "offload_optimizer", None): "zero_optimization.offload_optimizer: FSDP2 keeps",
-        ("fairscale", 2, "offload_optimizer", None): "zero_optimization.offload_optimizer: --engine fairscale cannot",
-        ("fairscale", 3, "stage3_param_persistence_threshold", 0): "zero_optimization.stage 3 is refused",
-    }
-    arguments = [(engine, stage, {key: CPU if value is None else value}) for engine, stage, key, value in cases]
-    (said,) = run_ranks(f"{__name__}:rank_refusals", 1, cases=arguments)
-    for message, wanted in zip(said, cases.values(), strict=True):
-        assert message.startswith("ds_config ") and wanted in message, (message, wanted)
+@pytest.mark.parametrize(
+    ("engine", "stage", "key", "value", "said"),
+    [
+        ("fsdp", 3, "zero_hpz_partition_size", 2, f"{PARTITION} 2 must divide the 1 ranks"),
+        ("deepspeed", 3, "zero_hpz_partition_size", 1, f"{PARTITION} (groups of ranks that each hold the whole model)"),
+        ("local", 1, "zero_hpz_partition_size", 1, f"{PARTITION} (groups of ranks that each hold the whole model)"),
+        ("fairscale", 1, "zero_hpz_partition_size", 1, f"{PARTITION} (groups of ranks that each hold the whole model)"),
+        ("fsdp", 2, "offload_optimizer", CPU, "zero_optimization.offload_optimizer: FSDP2 keeps"),
+        ("fairscale", 2, "offload_optimizer", CPU, "zero_optimization.offload_optimizer: --engine fairscale cannot"),
+        ("fairscale", 3, "stage3_param_persistence_threshold", 0, "zero_optimization.stage 3 is refused"),
+    ],
+)
+def test_what_an_engine_cannot_honour_is_refused(engine: Any, stage: int, key: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^ds_config .*{re.escape(said)}"):
+        require_supported(engine, machine_settings(stage, **{key: value}), 1)

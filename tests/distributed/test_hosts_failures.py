@@ -11,20 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
-from tests.e2e import test_lost_launcher as lost
+from tests.e2e import test_launches as lost
 from tests.e2e.launch import TRAIN, count, kill_group
 from tests.faults.runs import FAILING, exit_codes
 from tests.hosts.hosts import Network, wait_until
 from tests.hosts.launchers import BIN, needs, openmpi, pdsh, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
-
-
-def test_a_shell_of_a_host_starts_nothing_of_the_machine_s_own(hosts: Network) -> None:
-    """A lock that pyenv's start left behind, when a host was killed, once held every later ssh up for a minute."""
-    files = "~/.bashrc ~/.zshenv ~/.ssh/config"
-    said = hosts.hosts["node1"].run(["ssh", "node2", f"cat {files} 2>/dev/null; echo end"])
-    assert said.stdout == "end\n"
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from privacy.ledger.records import read_ledger
-from tests.e2e import test_lost_launcher as lost
+from tests.e2e import test_launches as lost
 from tests.e2e.launch import TRAIN, count, kill_group, ledger_lines, train_arguments
 from tests.hosts.hosts import network, wait_until, why_not
 from tests.hosts.slurm import PROGRAMS, Slurm
 from tests.privacy.ledger_epsilon import recompute
 
 BATCH = "launch_scripts/cluster/slurm.sbatch"
-ARRAY = "launch_scripts/cluster/slurm_array.sbatch"
 WITHIN = 240
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -128,28 +127,6 @@ def test_the_batch_host_is_lost(slurm: Slurm, tmp_path: Path) -> None:
     slurm.wait_for_nodes()
 
 
-def test_a_lost_node_that_slurm_does_not_notice(slurm: Slurm, tmp_path: Path) -> None:
-    """The script does not wait for ever: after NODE_LOSS_SECONDS it puts the job back by itself."""
-    steps, log, run_dir = 30, tmp_path / "job.log", tmp_path / "run"
-    slurm.notice_lost_nodes_after(3600)
-    try:
-        number = submit(slurm, log, "--export=ALL,NODE_LOSS_SECONDS=1", BATCH, *arguments(run_dir, steps))
-        done_beyond(slurm, number, run_dir, 3, log)
-        used = slurm.job(number)
-        lost = next(h for h in slurm.nodes if h.name in expanded(used["NodeList"]) and h.name != used["BatchHost"])
-        lost.kill()
-        wait_until(
-            lambda: "a node was lost; back to the queue" in text(log), f"the script\n{text(log)[-3000:]}", WITHIN
-        )
-    finally:
-        slurm.notice_lost_nodes_after(8)
-    assert ends(slurm, number, log) == "COMPLETED", text(log)
-    assert slurm.job(number)["Restarts"] == "1"
-    is_whole(run_dir, steps)
-    slurm.restart_node(lost)
-    slurm.wait_for_nodes()
-
-
 def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
     """Slurm looks every half minute: the signal comes early."""
     steps, log, run_dir = 4000, tmp_path / "job.log", tmp_path / "run"
@@ -237,18 +214,6 @@ def test_a_lost_srun(slurm: Slurm, tmp_path: Path) -> None:
         kill_group(srun)
     state = read_ledger(run_dir / "ledger.jsonl")
     assert state.num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1
-
-
-def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:
-    points, log = tmp_path / "points.txt", tmp_path / "array-%a.log"
-    points.write_text("# two learning rates\noptimizer.peak_lr=1e-3\n\noptimizer.peak_lr=2e-3 train.num_steps=3\n")
-    common = ["--ds_config", "ds_configs/zero1.json", "--recipe", "recipes/tiny.toml", "heldout.num_captions=0"]
-    array = slurm.submit("--array=1-2", f"--output={log}", ARRAY, str(points), str(tmp_path / "sweep"), *common)
-    for task, steps in (("1", 4), ("2", 3)):
-        said = tmp_path / f"array-{task}.log"
-        assert ends(slurm, f"{array}_{task}", said) == "COMPLETED", text(said)
-        is_whole(tmp_path / "sweep" / task, steps)
-    assert "peak_lr = 0.002" in (tmp_path / "sweep" / "2" / "config.toml").read_text()
 
 
 def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,3 +123,11 @@ def anchors(page: str) -> set[str]:
         seen[slug] = number + 1
         found.add(f"{slug}-{number}" if number else slug)
     return found
+
+
+def copy_project(folder: Path) -> None:
+    """To try commands in: without what runs left behind, and with the environment as it is."""
+    for name in project_files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(ROOT / ".venv")

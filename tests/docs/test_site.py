@@ -82,20 +82,3 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
 @pytest.mark.parametrize("name", HAS_EXAMPLES)
 def test_examples_in_docstrings_do_what_they_say(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
-
-
-def test_the_menu_and_the_first_page_of_the_api(tmp_path: Path) -> None:
-    """Examples and benchmarks have entries of their own, planning stands where one starts, each page stands once; the
-    API of the loop begins with what a user imports."""
-    settings = yaml.load((ROOT / "docs/mkdocs.yml").read_text(), _Navigation)
-    sections = {title: pages for entry in settings["nav"] if isinstance(entry, dict) for title, pages in entry.items()}
-    assert "navigation.indexes" not in settings["theme"]["features"], "it hides the page behind the section's name"
-    assert {"Examples": "examples/README.md"} in sections["Start"] and "docs/planning.md" in sections["Start"]
-    assert {"Benchmarks": "benchmarks/README.md"} in sections["Evidence"]
-    named = pages_of(settings["nav"])
-    assert len(named) == len(set(named))
-    assert "white-space: pre-wrap" in (ROOT / "tools/site.css").read_text(), "long lines of code fit their column"
-    build(tmp_path / "pages")
-    shown = re.findall(r"^::: (.*)$", (tmp_path / "pages/api/loop.md").read_text(), re.M)
-    assert shown[0] == "auditable_dp.loop.PrivateLoop"
-    assert (tmp_path / "site-library/auditable_dp/loop/loop.py").is_file()

@@ -17,7 +17,7 @@ from launch_scripts import train  # noqa: E402
 from privacy.checkpoints import write as checkpoint_writer  # noqa: E402
 from privacy.ledger.chain import AppendOnly  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
-from privacy.step.run_ledger import MembersLog  # noqa: E402
+from privacy.run.ledger import MembersLog  # noqa: E402
 from tests.e2e.recording_train import RecordingNoise  # noqa: E402
 
 POINTS = (

@@ -30,8 +30,8 @@ from launch_scripts import train  # noqa: E402
 from privacy.checkpoints import write as checkpoint_writer  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.noise import SystemNoise  # noqa: E402
+from privacy.run import run as loop  # noqa: E402
 from privacy.step import step as one_step  # noqa: E402
-from trainer.loop import fit as loop  # noqa: E402
 from trainer.ranks import distributed, heartbeat  # noqa: E402
 
 given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # the launcher puts it first

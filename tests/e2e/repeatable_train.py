@@ -18,8 +18,8 @@ import torch  # noqa: E402
 
 from data.batch import Batch  # noqa: E402
 from launch_scripts import train  # noqa: E402
+from privacy.run import run as loop  # noqa: E402
 from privacy.step import step as one_step  # noqa: E402
-from trainer.loop import fit as loop  # noqa: E402
 
 
 def note(what: str, *tensors: torch.Tensor) -> None:

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from launch_scripts import train  # noqa: E402
+from privacy.run.ledger import RunLedger  # noqa: E402
 from privacy.step.batches import LogicalBatches  # noqa: E402
-from privacy.step.run_ledger import RunLedger  # noqa: E402
 
 plan, done = LogicalBatches.plan, RunLedger.done
 

@@ -15,7 +15,7 @@ from PIL import Image
 from launch_scripts.quickstart import _link_latest
 from tests.docs.commands import check
 from tests.docs.pages import Block, Command
-from tests.e2e.launch import alone, ledger_lines, train_arguments
+from tests.e2e.launch import ledger_lines
 from tests.processes import ROOT, quiet_environment, run_python
 
 Start = Callable[[list[str]], subprocess.CompletedProcess[str]]
@@ -57,19 +57,20 @@ def quickstart(start: Start, run_dir: Path, *overrides: str) -> tuple[dict, str]
 
 
 def test_quickstart_in_short(tmp_path: Path) -> None:
-    """Few steps change the loss, and everything is said."""
-    run_dir = tmp_path / "run"
-    small = (
-        "privacy.expected_batch_size=200", "privacy.target_epsilon=1.0", "heldout.num_examples=64", "heldout.num_captions=1",
-    )  # fmt: skip
-    said, stdout = quickstart(forked, run_dir, "train.num_steps=2", "heldout.every_steps=1", *small)
+    """Few steps change the loss, and everything is said. Noise is given, since its calibration takes most of a short run."""
+    run_dir, recipe = tmp_path / "run", tmp_path / "quickstart.toml"
+    text = (ROOT / "recipes/quickstart.toml").read_text()
+    recipe.write_text(text.replace("target_epsilon = 8.0", "noise_multiplier = 2.0"))
+    small = ("privacy.expected_batch_size=200", "heldout.num_examples=64", "heldout.num_captions=1")
+    short = ("--recipe", str(recipe), "train.num_steps=2", "heldout.every_steps=1")
+    said, stdout = quickstart(forked, run_dir, *short, *small)
     lines = [json.loads(line) for line in (run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[-1]["loss"] == said["heldout_loss"] < lines[0]["loss"]
     assert lines[0]["blind_loss"] == lines[-1]["blind_loss"] == said["blind_loss"]
     assert said["shuffled_loss"] == lines[-1]["shuffled_loss"] > 0
     kinds = [line["type"] for line in ledger_lines(run_dir)]
-    assert kinds == ["open", "session", *["intent", "done"] * 2, "checkpoint", "signature", "close", "signature"]
+    assert kinds == ["open", "session", *["intent", "done"] * 2, "checkpoint", "close"]
     assert "without looking: " in stdout and "has not learned anything" in stdout
     commands = [line for line in stdout.splitlines() if re.match(r"\S*python ", line)]
     assert len(commands) == 4 and all(str(run_dir) in line for line in commands)
@@ -105,20 +106,3 @@ def test_quickstart_whole(tmp_path: Path) -> None:
         done = subprocess.run(line, shell=True, cwd=ROOT, env=quiet_environment(), capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert "the model knows more" in stdout and "the model looks at its pictures" in stdout
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_clip_art_teaches_which_words_are_frequent(tmp_path: Path) -> None:
-    """The quickstart of old, and what it ended with: above the word frequencies (5.782), and other pictures change 0.002."""
-    run_dir = tmp_path / "run"
-    arguments = train_arguments(
-        run_dir, "--engine", "local", ds_config="ds_configs/zero1.json", recipe="tests/trainer/clip_art.toml"
-    )
-    done = alone(arguments, timeout=1700)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    last = json.loads((run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 120 and 5.782 < last["loss"] < 6.6
-    assert last["blind_loss"] <= last["blind_unigram_loss"] < 5.782  # 5.542: frequencies of the other held-out captions
-    assert last["shuffled_loss"] - last["loss"] == pytest.approx(0.002, abs=0.006)
-    assert "has not learned anything" in done.stdout and "hardly looks at its pictures" in done.stdout

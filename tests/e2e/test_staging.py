@@ -12,7 +12,7 @@ import pytest
 
 from data.index.build import build_index
 from data.index.repack import repack
-from tests.data.servers import range_server
+from tests.data.support.servers import range_server
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, count, ledger_lines, start_ranks, train_arguments
 from tests.processes import kill_group, run_python

@@ -1,7 +1,10 @@
-"""zero-shot, aro, captions and retrieval of evaluate.py, on a small captioner that was not trained."""
+"""zero-shot, aro and captions of evaluate.py, on a small captioner that was not trained; sources with captions; metrics."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -9,7 +12,12 @@ import torch
 from PIL import Image
 
 from data.errors import DataError
+from data.examples.transforms import eval_image
+from evaluation.captions import caption_metrics, require_metrics, says
 from evaluation.compositional import pixels_of, read_aro
+from evaluation.options import CaptionedOptions
+from evaluation.sources import decoded_batches, open_source
+from models.generation import greedy_captions
 from tests.evaluation.commands import evaluate
 from tests.evaluation.conftest import TOKENIZER
 from trainer.errors import ConfigError
@@ -51,36 +59,27 @@ def test_aro(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 ARO_PAIR = {"bbox_x": 2, "bbox_y": 3, "bbox_w": 10, "bbox_h": 9, "image_id": 7, "object1_name": "horse"}
 """Keys of a released record that both Visual Genome files have; boxes in pixels."""
+TWO = ["A man rides a horse, on the beach.", "Two dogs run over the green grass today."]
+WRONG = ["runs dog a fast", "fast a dog runs", "dog fast runs a", "a fast runs dog"]
 
 
 def aro_file(kind: str, folder: Path) -> str:
     """A file in one of ARO's four formats, over the four pictures; returns the argument of --test."""
     names = ["circle/a.png", "circle/b.png", "star/c.png", "star/d.png"]
-    records: list[dict[str, object]]
-    if kind == "vg-relation":
-        records = [
-            ARO_PAIR | {"image_path": name, "relation_name": ("on", "on", "under", "behind")[k],
-                        "true_caption": f"the horse is on the grass {k}", "false_caption": f"the grass is on the horse {k}"}
-            for k, name in enumerate(names)
-        ]  # fmt: skip
-    elif kind == "vg-attribution":
-        records = [
-            ARO_PAIR | {"image_path": name, "attributes": ["brown", ("green", "red")[k % 2]],
-                        "true_caption": f"the brown horse and the green grass {k}",
-                        "false_caption": f"the green horse and the brown grass {k}"}
-            for k, name in enumerate(names)
-        ]  # fmt: skip
-    elif kind == "coco-order":  # the Karpathy split as it is released: several captions of an image
-        records = [
-            {
-                "image": name,
-                "caption": ["A man rides a horse, on the beach.", "Two dogs run over the green grass today."],
-            }
-            for name in names[:2]
-        ]
-    else:  # Flickr30k, with false captions that were made before
-        words = ["a dog runs fast", "runs dog a fast", "fast a dog runs", "dog fast runs a", "a fast runs dog"]
-        records = [{"image_path": name, "true_caption": words[0], "false_captions": words[1:]} for name in names[2:]]
+    pairs = [
+        ARO_PAIR
+        | {"image_path": name, "true_caption": f"a horse on grass {k}", "false_caption": f"grass on a horse {k}"}
+        for k, name in enumerate(names)
+    ]
+    records: list[dict[str, object]] = {
+        "vg-relation": [pair | {"relation_name": ("on", "on", "under", "behind")[k]} for k, pair in enumerate(pairs)],
+        "vg-attribution": [pair | {"attributes": ["brown", ("green", "red")[k % 2]]} for k, pair in enumerate(pairs)],
+        # The Karpathy split as it is released: several captions of an image; false captions that were made before.
+        "coco-order": [{"image": name, "caption": TWO} for name in names[:2]],
+        "flickr-order": [
+            {"image_path": name, "true_caption": "a dog runs fast", "false_captions": WRONG} for name in names[2:]
+        ],
+    }[kind]
     file = folder / f"{kind}.json"
     file.write_text(json.dumps(records))
     return f"{kind if kind.startswith('vg') else 'order'}:{file}"
@@ -129,40 +128,86 @@ def test_every_format_of_aro(
 def test_captions(
     run_dir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Greedy by default, the likeliest of a beam search otherwise; the picture shows them."""
     grid = pictures.parent / "grid.png"
-    record = evaluate(
-        monkeypatch, capsys, "captions", "--checkpoint", str(run_dir), "--data", f"folder:{pictures}", "--method", "beam",
-        "--num_beams", "2", "--max_tokens", "5", "--grid", str(grid),
-    )  # fmt: skip
-    found = record["details"]["captions"]
-    assert [row["references"] for row in found] == [[f"picture number {k}"] for k in range(4)] and grid.is_file()
-    with pytest.raises(ConfigError, match="max_tokens"):
-        evaluate(
-            monkeypatch,
-            capsys,
-            "captions",
-            "--checkpoint",
-            str(run_dir),
-            "--data",
-            f"folder:{pictures}",
-            "--max_tokens",
-            "99",
-        )
+    told = ["captions", "--checkpoint", str(run_dir), "--data", f"folder:{pictures}", "--max_tokens", "5"]
+    greedy = evaluate(monkeypatch, capsys, *told)["details"]["captions"]
+    beams = evaluate(monkeypatch, capsys, *told, "--num_beams", "6", "--length_penalty", "0", "--grid", str(grid))[
+        "details"
+    ]["captions"]
+    assert [row["references"] for row in beams] == [[f"picture number {k}"] for k in range(4)]
+    assert np.asarray(Image.open(grid)).std() > 20
+    model = opening.open_model(run_dir).model
+    for row, best in zip(greedy, beams, strict=True):
+        image = torch.from_numpy(eval_image(Path(row["image"]).read_bytes(), 16))[None]
+        (tokens,) = greedy_captions(model, image, max_tokens=5).tolist()
+        assert row["caption"] == TOKENIZER.decode(tokens) and best["log_prob"] >= row["log_prob"] - 1e-4
+    assert says("A red  circle\n", "a Red circle") and not says("a circle red", "a red circle")
+    with pytest.raises(ConfigError, match="--max_tokens must be between 1 and 31, got 99"):
+        evaluate(monkeypatch, capsys, *told[:-1], "99")
 
 
-def test_retrieval(
-    run_dir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = ["retrieval", "--checkpoint", str(run_dir), "--data", f"folder:{pictures}"]
-    record = evaluate(monkeypatch, capsys, *told, "--data_is_public")
-    assert record["scalars"]["image_to_text_recall5_sum"] == 1.0 and record["details"]["num_captions"] == 4
-    assert list((run_dir / "evaluation").glob("retrieval-*.json"))
-    next(pictures.rglob("*.txt")).write_text("a very long caption " * 20)
-    with pytest.raises(DataError, match="--too_long skip"):
-        evaluate(monkeypatch, capsys, *told)
-    record = evaluate(monkeypatch, capsys, *told, "--too_long", "skip")
-    assert (record["details"]["num_captions"], record["details"]["num_too_long"]) == (3, 1)
-    for path in pictures.rglob("*.txt"):
-        path.unlink()
-    with pytest.raises(DataError, match="found 0"):
-        evaluate(monkeypatch, capsys, *told)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three images, one with captions next to it, and a file that is none."""
+    (tmp_path / "b").mkdir()
+    for name, value in (("b/two.png", 90), ("a.jpg", 30), ("c.png", 200)):
+        Image.new("RGB", (20, 16), (value, 10, 10)).save(tmp_path / name)
+    (tmp_path / "a.txt").write_text("A red picture.\n\n dark \n")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    return tmp_path
+
+
+def test_folders_files_and_shards(folder: Path, tmp_path: Path) -> None:
+    options = CaptionedOptions(cache=tmp_path / "cache")
+    source = open_source(f"folder:{folder}", options)
+    (batch,) = decoded_batches(source, range(len(source)), image_size=16, batch_size=8)
+    assert [Path(e.name).name for e in batch.examples] == ["a.jpg", "two.png", "broken.png", "c.png"]
+    assert batch.is_usable_B.tolist() == [True, True, False, True]
+    assert batch.examples[0].captions == ("A red picture.", "dark") and batch.examples[1].captions == ()
+    assert batch.images_BCHW.shape == (4, 3, 16, 16)
+    assert len(open_source(f"images:{folder / 'a.jpg'},{folder / 'c.png'}", options)) == 2
+    shards = open_source("shards:data/demo/heldout-*.tar", options)
+    batches = list(decoded_batches(shards, range(6), image_size=16, batch_size=4))
+    assert [len(b.examples) for b in batches] == [4, 2] and all(e.captions for b in batches for e in b.examples)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("images:/nowhere/x.png", "no file"),
+        ("folder:/nowhere", "no images"),
+        ("x.png", "names no images"),
+        ("arrays:x.npz", "names no images"),
+    ],
+)
+def test_sources_that_are_not_there(text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_source(text, CaptionedOptions())
+
+
+def test_metrics_without_package_or_java(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pycocoevalcap", None)
+    with pytest.raises(ConfigError, match=r"pip install '\.\[captions\]'"):
+        require_metrics()
+    monkeypatch.setitem(sys.modules, "pycocoevalcap", ModuleType("pycocoevalcap"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="need a Java runtime"):
+        require_metrics()
+
+
+def test_metrics_of_captions() -> None:
+    """A perfect caption has BLEU and ROUGE 1; BLEU-1 of the other is 4 words of 5 that occur (no brevity penalty)."""
+    pytest.importorskip("pycocoevalcap")
+    if shutil.which("java") is None:
+        pytest.skip("no java")
+    references = {"x": ["a red circle above a star"], "y": ["two blue hearts in a row", "hearts"]}
+    perfect = caption_metrics({"x": references["x"][0], "y": references["y"][0]}, references)
+    assert perfect["BLEU-4"] == pytest.approx(1.0) and perfect["ROUGE-L"] == pytest.approx(1.0)
+    assert perfect["CIDEr"] > 5
+    one = caption_metrics({"x": "A red circle above nothing else!"}, {"x": references["x"]})
+    assert one["BLEU-1"] == pytest.approx(4 / 6, abs=1e-6)
+    with pytest.raises(ConfigError, match="y has no reference"):
+        caption_metrics({"y": "hearts"}, {})
+    empty = caption_metrics({"x": "", "y": "hearts"}, references)
+    assert 0 < empty["BLEU-1"] < 1

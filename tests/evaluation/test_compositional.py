@@ -35,19 +35,6 @@ def captioner() -> Captioner:
     return build_captioner(config, generator=torch.Generator().manual_seed(0)).eval()
 
 
-def write(path: Path, records: list[object]) -> Path:
-    path.write_text(json.dumps(records))
-    return path
-
-
-def halves(path: Path) -> Path:
-    """Red on the left, blue on the right, 40 x 20 pixels."""
-    pixels = np.zeros((20, 40, 3), np.uint8)
-    pixels[:, :20, 0], pixels[:, 20:, 2] = 255, 255
-    Image.fromarray(pixels).save(path)
-    return path
-
-
 PAIR = {
     "image_path": "a.png", "bbox_x": 20, "bbox_y": 0, "bbox_w": 20, "bbox_h": 20, "relation_name": "on", "image_id": 7,
     "true_caption": "the horse is on the grass", "false_caption": "the grass is on the horse",
@@ -57,11 +44,12 @@ PAIR = {
 
 def test_pairs_of_aro(tmp_path: Path) -> None:
     """Records as released, further keys included; the box cuts the image."""
-    halves(tmp_path / "a.png")
-    path = write(tmp_path / "relation.json", [PAIR])
-    (test,) = read_aro(path, tmp_path, "vg-relation")
+    halves = np.zeros((20, 40, 3), np.uint8)
+    halves[:, :20, 0], halves[:, 20:, 2] = 255, 255  # red on the left, blue on the right
+    Image.fromarray(halves).save(tmp_path / "a.png")
+    (tmp_path / "relation.json").write_text(json.dumps([PAIR]))
+    (test,) = read_aro(tmp_path / "relation.json", tmp_path, "vg-relation")
     assert test.captions == ("the horse is on the grass", "the grass is on the horse") and test.group == "on"
-    assert read_aro(path, tmp_path, "vg-attribution")[0].group == "brown_green"
     pixels = compositional.pixels_of(test, 16)
     assert pixels is not None
     assert (denormalize(pixels).reshape(-1, 3) == (0, 0, 255)).all()
@@ -73,7 +61,8 @@ def test_pairs_of_aro(tmp_path: Path) -> None:
 def test_orders_of_captions(tmp_path: Path) -> None:
     given = {"image": "a.png", "true_caption": "a b", "false_captions": ["b a", "a a"]}
     karpathy = {"image": "val2014/x.jpg", "caption": ["A man rides a horse, on the beach.", "Yes."]}
-    tests = read_aro(write(tmp_path / "order.json", [given, karpathy]), tmp_path, "order")
+    (tmp_path / "order.json").write_text(json.dumps([given, karpathy]))
+    tests = read_aro(tmp_path / "order.json", tmp_path, "order")
     assert [len(test.captions) for test in tests] == [3, 4]  # one word has no other order
     assert tests[1].captions[0] == "a man rides a horse on the beach"
     assert len(set(tests[1].captions)) == 4
@@ -84,13 +73,11 @@ def test_orders_of_captions(tmp_path: Path) -> None:
 
 def test_perturbations_keep_what_they_say() -> None:
     words = [f"w{k}" for k in range(12)]
-    trigrams, within, anyhow = perturbed(" ".join(words), random.Random(0))
-    grams = {tuple(words[k : k + 3]) for k in range(0, 12, 3)}
-    found = trigrams.split()
-    assert {tuple(found[k : k + 3]) for k in range(0, 12, 3)} == grams
-    found = within.split()
-    assert [set(found[k : k + 3]) for k in range(0, 12, 3)] == [set(words[k : k + 3]) for k in range(0, 12, 3)]
-    assert sorted(anyhow.split()) == sorted(words)
+    trigrams, within, anyhow = (other.split() for other in perturbed(" ".join(words), random.Random(0)))
+    starts = range(0, 12, 3)
+    assert {tuple(trigrams[k : k + 3]) for k in starts} == {tuple(words[k : k + 3]) for k in starts}
+    assert [set(within[k : k + 3]) for k in starts] == [set(words[k : k + 3]) for k in starts]
+    assert sorted(anyhow) == sorted(words)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +112,10 @@ def test_the_least_loss_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, undecodable = choose(captioner(), TOKENIZER, tests)
     assert undecodable == 1 and answers["x"].accuracy == 0.5 and answers["y"].accuracy == 0.5
     assert answers["x"].chance == pytest.approx(1 / 3)
+    guessing = Answers(
+        np.repeat([1.0, 0.0], [60, 40]), np.full(100, 2)
+    ).p_value  # at least 60 of 100 by the binomial distribution
+    assert guessing == pytest.approx(sum(comb(100, k) for k in range(60, 101)) / 2**100)
     with pytest.raises(DataError, match="no tests"):
         choose(captioner(), TOKENIZER, [])
 
@@ -136,12 +127,6 @@ def test_a_model_without_a_look_cannot_do_better_than_chance() -> None:
     blank = np.zeros((3, 3, 16, 16), np.float32)
     for loss_O in losses(model, TOKENIZER, tests, blank, "prior"):
         assert loss_O.abs().max() == 0
-
-
-def test_p_value_is_that_of_guessing() -> None:
-    """60 of 100 right among two: P(at least 60) by summing the binomial distribution."""
-    answers = Answers(np.repeat([1.0, 0.0], [60, 40]), np.full(100, 2))
-    assert answers.p_value == pytest.approx(sum(comb(100, k) for k in range(60, 101)) / 2**100)
 
 
 def test_false_captions_of_shapes_are_false_and_as_long() -> None:

@@ -1,6 +1,8 @@
-"""Masks and boxes against what is drawn; COCO's run lengths and average precision; heads on a random encoder beat chance."""
+"""Masks and boxes against what is drawn, scores by hand, and evaluate.py dense on shapes, ADE20K's folders and COCO's file."""
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ from evaluation.dense.heads import (
     boxes_of,
     cell_targets,
     confusion,
-    mean_iou,
-    overlaps,
-    pixel_accuracy,
+    pixel_scores,
 )
-from evaluation.dense.sources import IGNORED, Objects, SyntheticShapes, decode_segmentation, open_dense
-from evaluation.sources import encode_png
+from evaluation.dense.sources import IGNORED, Coco, Objects, SyntheticShapes, open_dense
+from tests.evaluation.commands import evaluate
+from tests.trainer.trained_runs import recipe, trained
+from trainer.errors import ConfigError
+
+SIDE = 48
+Dense = Callable[..., dict[str, Any]]
 
 
 def objects(*rows: tuple[float, float, float, float, int], crowd: tuple[bool, ...] = ()) -> Objects:
@@ -52,65 +57,16 @@ def test_synthetic_masks_are_what_is_drawn() -> None:
             assert (left, top, right, bottom) == (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
 
 
-def ade20k(root: Path) -> str:
-    for folder in ("images/training", "annotations/training"):
-        (root / folder).mkdir(parents=True)
-    Image.fromarray(np.zeros((6, 9, 3), np.uint8)).save(root / "images/training/a.jpg")
-    mask = np.arange(54, dtype=np.uint8).reshape(6, 9)
-    Image.fromarray(mask).save(root / "annotations/training/a.png")
-    return f"ade20k:{root}/training"
-
-
-def test_ade20k(tmp_path: Path) -> None:
-    source = open_dense(ade20k(tmp_path), 16)
-    picture = source.read(0)
-    assert picture.mask_HW[0, 0] == IGNORED and picture.mask_HW[5, 8] == 52 and picture.objects is None
-    assert len(source) == 1 and len(source.mask_classes) == 150
-    (tmp_path / "annotations/training/a.png").unlink()
-    with pytest.raises(DataError, match="every image needs its annotation"):
-        open_dense(f"ade20k:{tmp_path}/training", 16)
-
-
-def test_coco_reader(tmp_path: Path) -> None:
-    mask = np.zeros((20, 30), dtype=bool)
-    mask[5:9, 10:20] = True
-    down = mask.T.reshape(-1)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], down, [False]]).astype(int)))
-    counts = np.diff(np.concatenate([[0], edges, [len(down)]])).tolist()
-    polygon = [[10, 5, 20, 5, 20, 9, 10, 9]]
-    assert np.array_equal(decode_segmentation({"counts": counts}, (20, 30)), mask)
-    drawn = decode_segmentation(polygon, (20, 30))
-    assert np.array_equal(drawn, mask)
-    for other in ([3], "PPYo1"):
-        with pytest.raises(DataError, match="neither polygons nor run lengths"):
-            decode_segmentation({"counts": other}, (20, 30))
-    annotations = [
-        {"image_id": 7, "category_id": 90, "bbox": [10, 5, 10, 4], "segmentation": polygon, "iscrowd": 0},
-        {"image_id": 7, "category_id": 2, "bbox": [0, 0, 3, 3], "segmentation": {"counts": [0, 3, 597]}, "iscrowd": 1},
-    ]
-    categories = [{"id": 90, "name": "brush"}, {"id": 2, "name": "bicycle"}]
-    images = [{"id": 7, "file_name": "x.png", "height": 20, "width": 30}]
-    (tmp_path / "x.png").write_bytes(encode_png(np.zeros((20, 30, 3), np.uint8)))
-    (tmp_path / "i.json").write_text(
-        json.dumps({"images": images, "annotations": annotations, "categories": categories})
-    )
-    source = open_dense(f"coco:{tmp_path}/i.json:{tmp_path}", 16)
-    picture = source.read(0)
-    assert source.object_classes == ("bicycle", "brush") and picture.objects is not None
-    assert picture.objects.classes_M.tolist() == [1, 0] and picture.objects.is_crowd_M.tolist() == [False, True]
-    assert picture.objects.boxes_M4.tolist() == [[10, 5, 20, 9], [0, 0, 3, 3]]
-    assert picture.mask_HW[7, 15] == 2 and picture.mask_HW[1, 0] == IGNORED and picture.mask_HW[15, 15] == 0
-
-
 def test_mean_iou_by_hand() -> None:
     mask = np.array([[0, 0, 1, 1], [IGNORED, 2, 2, 2]])
     predicted = np.array([[0, 1, 1, 1], [0, 2, 2, 1]])
     counts = confusion(mask, predicted, 4)
-    assert mean_iou(counts) == pytest.approx((1 / 2 + 2 / 4 + 2 / 3) / 3) and pixel_accuracy(counts) == 5 / 7
+    assert pixel_scores(counts) == pytest.approx({"mean_iou": (1 / 2 + 2 / 4 + 2 / 3) / 3, "pixel_accuracy": 5 / 7})
 
 
 def test_average_precision_by_hand() -> None:
     """Two objects; the best box is right at every threshold, the second is wrong, the third overlaps by 0.6."""
+    pytest.importorskip("pycocotools")
     truth = [objects((0, 0, 10, 10, 0), (20, 20, 30, 30, 0))]
     found = [detections((0, 0, 10, 10, 0, 0.9), (50, 50, 60, 60, 0, 0.8), (20, 20, 30, 26, 0, 0.7))]
     low = 51 / 101 + 50 / 101 * 2 / 3  # precision 1 up to recall 0.5 (51 of 101 points), then 2/3
@@ -118,65 +74,11 @@ def test_average_precision_by_hand() -> None:
     score = average_precision(truth, found, 2)
     assert score["AP50"] == pytest.approx(low) and score["AP75"] == pytest.approx(high)
     assert score["AP"] == pytest.approx((3 * low + 7 * high) / 10)  # 0.50, 0.55 and 0.60
-    assert overlaps(truth[0].boxes_M4, found[0].boxes_M4)[1, 2] == pytest.approx(0.6)
-
-
-def test_a_second_box_on_one_object_is_wrong_and_crowds_do_not_count() -> None:
-    truth = [objects((0, 0, 10, 10, 0), (0, 20, 40, 60, 0), crowd=(False, True))]
-    twice = [detections((0, 0, 10, 10, 0, 0.5), (0, 0, 10, 9, 0, 0.9))]
-    assert average_precision(truth, twice, 1)["AP50"] == 1.0  # the object is found before the second box counts
+    crowd = [objects((0, 0, 10, 10, 0), (0, 20, 40, 60, 0), crowd=(False, True))]
     in_crowd = [detections((1, 21, 9, 30, 0, 0.9), (2, 22, 9, 30, 0, 0.8), (0, 0, 10, 10, 0, 0.5))]
-    assert average_precision(truth, in_crowd, 1)["AP"] == 1.0
-    outside = [detections((60, 60, 70, 70, 0, 0.9), (0, 0, 10, 10, 0, 0.5))]
-    assert average_precision(truth, outside, 1)["AP"] == pytest.approx(0.5)
+    assert average_precision(crowd, in_crowd, 1)["AP"] == pytest.approx(1.0)
+    assert average_precision(truth, [detections()], 2) == {"AP": 0, "AP50": 0, "AP75": 0}
     assert np.isnan(average_precision([objects()], [detections()], 1)["AP"])
-
-
-def random_case(seed: int) -> tuple[list[Objects], list[Detections]]:
-    rng = np.random.default_rng(seed)
-    truth, found = [], []
-    for _ in range(8):
-        low = rng.uniform(0, 60, (5, 2))
-        boxes = np.concatenate([low, low + rng.uniform(5, 40, (5, 2))], axis=1)
-        classes = rng.integers(0, 3, 5)
-        truth.append(Objects(boxes.astype(np.float32), classes, rng.random(5) < 0.2))
-        moved = np.repeat(boxes, 3, axis=0) + rng.normal(0, 3, (15, 4))
-        moved[:, 2:] = np.maximum(moved[:, 2:], moved[:, :2] + 1)
-        kinds = np.where(rng.random(15) < 0.8, np.repeat(classes, 3), rng.integers(0, 3, 15))
-        found.append(Detections(moved, kinds, rng.random(15)))
-    return truth, found
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_average_precision_is_that_of_pycocotools(seed: int) -> None:
-    pytest.importorskip("pycocotools", reason="an extra: pip install '.[evaluation]'")
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    truth, found = random_case(seed)
-    record: dict[str, Any] = {"info": {}, "images": [{"id": i} for i in range(len(truth))], "annotations": [],
-                              "categories": [{"id": k} for k in range(3)]}  # fmt: skip
-    for i, one in enumerate(truth):
-        for box, kind, crowd in zip(one.boxes_M4.astype(float), one.classes_M, one.is_crowd_M, strict=True):
-            size = box[2:] - box[:2]
-            record["annotations"].append({
-                "id": len(record["annotations"]) + 1, "image_id": i, "category_id": int(kind), "iscrowd": int(crowd),
-                "bbox": [*box[:2], *size], "area": float(size.prod()),
-            })  # fmt: skip
-    answers = [
-        {"image_id": i, "category_id": int(kind), "bbox": [*box[:2], *(box[2:] - box[:2])], "score": float(score)}
-        for i, one in enumerate(found)
-        for box, kind, score in zip(one.boxes_M4, one.classes_M, one.scores_M, strict=True)
-    ]
-    coco = COCO()
-    coco.dataset = record
-    coco.createIndex()
-    judge = COCOeval(coco, coco.loadRes(answers), "bbox")
-    judge.evaluate()
-    judge.accumulate()
-    judge.summarize()
-    ours = average_precision(truth, found, 3)
-    assert [ours["AP"], ours["AP50"], ours["AP75"]] == pytest.approx(judge.stats[:3].tolist(), abs=1e-9)
 
 
 def test_cells_and_boxes_are_inverse() -> None:
@@ -185,6 +87,158 @@ def test_cells_and_boxes_are_inverse() -> None:
     assert kind[4, 3] == 1 and kind[12, 12] == 0 and kind[0, 15] == 3 and kind[8, 8] == 2
     logits = np.full((4, 16, 16), -10.0)
     np.put_along_axis(logits, kind[None], 10.0, axis=0)
-    found = boxes_of(np.concatenate([logits, sides]), 64, 3)
-    assert found.classes_M[np.argsort(found.classes_M)].tolist() == [0, 1, 2]
-    assert average_precision([truth], [found], 3)["AP"] == 1.0
+    found = boxes_of(np.concatenate([logits, sides]), 64, 3)  # one box for each object: overlapping ones are left out
+    order = np.argsort(found.classes_M)
+    assert found.classes_M[order].tolist() == [0, 1, 2] and (found.scores_M > 0.9).all()
+    assert found.boxes_M4[order] == pytest.approx(truth.boxes_M4[[1, 0, 2]], abs=1e-3)
+
+
+def test_detection_without_pycocotools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    with pytest.raises(ConfigError, match=r"pip install '\.\[evaluation\]'"):
+        open_dense(f"coco:{tmp_path}/i.json:{tmp_path}", 16)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "mae"
+    trained(folder, recipe("masked_autoencoder"))
+    return folder
+
+
+@pytest.fixture
+def dense(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dense:
+    def run(*arguments: object) -> dict[str, Any]:
+        told = ["--checkpoint", run_dir, "--image_size", SIDE, *arguments]
+        return evaluate(monkeypatch, capsys, "dense", *map(str, told))
+
+    return run
+
+
+def as_ade20k(root: Path, split: str, count: int, seed: int) -> str:
+    """The drawn shapes, class 1 for the background: as the challenge's folders."""
+    source = SyntheticShapes(seed, count, SIDE)
+    for folder in ("images", "annotations"):
+        (root / folder / split).mkdir(parents=True)
+    for index in range(count):
+        picture = source.read(index)
+        (root / "drawn.png").write_bytes(picture.image)
+        Image.open(root / "drawn.png").save(root / "images" / split / f"ADE_{index}.jpg", quality=95)
+        mask = Image.fromarray((picture.mask_HW + 1).astype(np.uint8))
+        mask.save(root / "annotations" / split / f"ADE_{index}.png")
+    return f"ade20k:{root}/{split}"
+
+
+def as_coco(root: Path, count: int, seed: int, *, crowd: bool = False) -> str:
+    """The drawn shapes as COCO instances: run lengths, ids with gaps, polygons for every other picture."""
+    source, annotations, images = SyntheticShapes(seed, count, SIDE), [], []
+    root.mkdir()
+    for index in range(count):
+        picture = source.read(index)
+        assert picture.objects is not None
+        (root / f"{index}.png").write_bytes(picture.image)
+        images.append({"id": 10 + 3 * index, "file_name": f"{index}.png", "height": SIDE, "width": SIDE})
+        for box, kind in zip(picture.objects.boxes_M4.astype(float), picture.objects.classes_M, strict=True):
+            left, top, right, bottom = box
+            mask = picture.mask_HW == kind + 1
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.T.reshape(-1), [False]]).astype(int)))
+            counts = np.diff(np.concatenate([[0], edges, [mask.size]])).tolist()
+            annotations.append({
+                "id": len(annotations) + 1, "image_id": 10 + 3 * index, "category_id": 7 * int(kind) + 1, "iscrowd": int(crowd),
+                "bbox": [left, top, right - left, bottom - top], "area": (right - left) * (bottom - top),
+                "segmentation": [[left, top, right, top, right, bottom, left, bottom]] if index % 2 else {
+                    "counts": counts, "size": [SIDE, SIDE]},
+            })  # fmt: skip
+    categories = [{"id": 7 * number + 1, "name": name} for number, name in enumerate(source.object_classes)]
+    record = {"images": images, "annotations": annotations, "categories": categories[::-1]}
+    (root / "instances.json").write_text(json.dumps(record))
+    return f"coco:{root}/instances.json:{root}"
+
+
+@pytest.mark.full
+def test_training_pictures_are_learnt(dense: Dense) -> None:
+    """The same pictures for both: what is scored must have been trained on, in the same classes, boxes and pixels."""
+    pytest.importorskip("pycocotools")
+    told = ("--train", "synthetic:1:6", "--test", "synthetic:1:6", "--epochs", 120, "--lr", 0.01)
+    assert dense("--task", "segmentation", *told)["scalars"]["segmentation/mean_iou"] > 0.45
+    assert dense("--task", "detection", *told)["scalars"]["detection/AP50"] > 0.3
+
+
+def test_folders_of_ade20k(dense: Dense, tmp_path: Path) -> None:
+    train, test = as_ade20k(tmp_path, "training", 6, 1), as_ade20k(tmp_path, "validation", 3, 2)
+    source, drawn = open_dense(train, SIDE), SyntheticShapes(1, 6, SIDE)
+    assert len(source) == 6 and len(source.mask_classes) == 150 and source.read(0).objects is None
+    assert np.array_equal(source.read(2).mask_HW, drawn.read(2).mask_HW)
+    record = dense("--task", "segmentation", "--train", train, "--test", test, "--epochs", 3)
+    assert 0 < record["scalars"]["segmentation/mean_iou"] <= 1 and record["data"][1]["name"] == test
+    with pytest.raises(ValueError, match=r"detection needs boxes, and ade20k:.* has masks only"):
+        dense("--task", "detection", "--train", train, "--test", test)
+    (tmp_path / "annotations/training/ADE_3.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"ADE_3.png is no annotation"):
+        dense("--task", "segmentation", "--train", train, "--test", test)
+    (tmp_path / "images/training/ADE_2.jpg").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="a picture cannot be used"):
+        dense("--task", "segmentation", "--train", train, "--test", test)
+    (tmp_path / "annotations/training/ADE_0.png").unlink()
+    with pytest.raises(DataError, match="every image needs its annotation"):
+        open_dense(train, SIDE)
+
+
+def test_coco_instances(dense: Dense, tmp_path: Path) -> None:
+    """Both tasks; the reader gives the classes, masks and boxes that were drawn, in the order of the category ids."""
+    pytest.importorskip("pycocotools")
+    train, test = as_coco(tmp_path / "train", 6, 1), as_coco(tmp_path / "test", 3, 2)
+    source, drawn = open_dense(train, SIDE), SyntheticShapes(1, 6, SIDE)
+    assert source.object_classes == drawn.object_classes and source.mask_classes == drawn.mask_classes
+    for index in (0, 2, 4):
+        found, expected = source.read(index), drawn.read(index)
+        assert np.array_equal(found.mask_HW, expected.mask_HW)
+        assert found.objects is not None and expected.objects is not None
+        assert np.array_equal(found.objects.boxes_M4, expected.objects.boxes_M4)
+        assert np.array_equal(found.objects.classes_M, expected.objects.classes_M)
+    for task, score in (("segmentation", "segmentation/mean_iou"), ("detection", "detection/AP50")):
+        record = dense("--task", task, "--train", train, "--test", test, "--epochs", 3)
+        assert 0 <= record["scalars"][score] <= 1
+    crowds = as_coco(tmp_path / "crowds", 2, 3, crowd=True)
+    record = dense("--task", "detection", "--train", train, "--test", crowds, "--epochs", 1)
+    assert record["scalars"]["detection/AP"] is None  # nothing to find: no number, and no NaN in the JSON
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda r: r["annotations"][0].update(category_id=5),
+            "image 10 or an annotation of it is not COCO's: KeyError 5",
+        ),
+        (lambda r: r["annotations"][0].update(bbox=[1, 2]), "is not COCO's: ValueError"),
+        (lambda r: r["images"][0].update(file_name="gone.png"), "cannot read .*gone.png"),
+        (lambda r: r.update(images=[]), "lists no images"),
+        (lambda r: r.pop("categories"), "holds no COCO instances"),
+    ],
+)
+def test_damaged_instances_are_one_line(tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
+    pytest.importorskip("pycocotools")
+    as_coco(tmp_path / "coco", 2, 1)
+    path = tmp_path / "coco/instances.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    with pytest.raises(Exception, match=message) as caught:
+        Coco(path, path.parent).read(0)
+    assert caught.value.exit_code in (1, 2) and "\n" not in str(caught.value)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--train", "synthetic:1", "--test", "synthetic:2:1"), "names no pictures"),
+        (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--epochs", 0), "at least 1"),
+        (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--lr", -1), "--lr must be above 0"),
+        (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--image_size", 50), "no whole number of patches"),
+    ],
+)
+def test_refused(dense: Dense, arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        dense("--task", "segmentation", *arguments)
+    assert caught.value.exit_code == 2  # type: ignore[attr-defined]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import save_file
 
 from evaluation.private_head.run import spent_in
 from evaluation.sources import encode_png
@@ -21,7 +20,7 @@ from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.evaluation.commands import ROOT, evaluate
 from tests.evaluation.digits import save_digits
-from tests.evaluation.test_private_head_command import exact_delta, spent
+from tests.evaluation.test_private_head_ledger import exact_delta, spent
 from tests.evaluation.tiny_models import pictures
 from tests.privacy.ledger_files import PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, recipe, trained
@@ -104,23 +103,14 @@ def test_what_people_read(
     monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
     import evaluate as script
 
-    copy = tmp_path / "run"
-    shutil.copytree(whole, copy)
-    remove_ledger(copy)
+    shutil.copytree(whole, tmp_path / "run")
+    remove_ledger(tmp_path / "run")
+    told = ["features", "--data", arrays(tmp_path), "--cache", str(tmp_path / "f"), "--checkpoint"]
     for checkpoint, said in (
         (whole, "for its own training data: epsilon "),
-        (copy, "no formal guarantee: not attested"),
+        (tmp_path / "run", "no formal guarantee: not attested"),
     ):
-        arguments = [
-            "features",
-            "--checkpoint",
-            str(checkpoint),
-            "--data",
-            arrays(tmp_path),
-            "--cache",
-            str(tmp_path / "f"),
-        ]
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *told, str(checkpoint)])
         assert script.main() == 0
         out = capsys.readouterr().out
         assert said in out and "not private: the numbers are computed from the evaluation data without noise" in out
@@ -144,7 +134,7 @@ def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Pa
     """The head's epsilon is given the encoder, and the record, the line and head.json say what that is worth."""
     (path,) = (whole / "checkpoints").glob("step-*")
     shutil.copytree(path, tmp_path / "alone")
-    told = ("--train", arrays(tmp_path), "--test", arrays(tmp_path), "--method", "dp-gd", "--target_epsilon", 1)
+    told = ("--train", arrays(tmp_path), "--test", arrays(tmp_path), "--method", "dp-ls", "--target_epsilon", 1)
     for checkpoint, said in (
         (tmp_path / "alone", "given the encoder, which has no formal guarantee: if it has seen them, none is left"),
         (whole, "given nothing: what the encoder spent is composed with the head, in case it has seen them"),
@@ -160,7 +150,7 @@ def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Pa
 def test_heads_of_earlier_commands_are_counted(run: Evaluate, tmp_path: Path) -> None:
     """Two commands one after the other release as much as a sweep, and the second says so; so does a head that failed."""
     train, test = save_digits(tmp_path, 300)
-    told, out = ("--train", train, "--test", test, "--method", "dp-gd"), tmp_path / "out"
+    told, out = ("--train", train, "--test", test, "--method", "dp-ls"), tmp_path / "out"
     assert "all_heads_together" not in head(run, out, *told, "--target_epsilon", 1)["details"]
     record = head(run, out, *told, "--target_epsilon", 2)
     together = record["details"]["all_heads_together"]
@@ -168,13 +158,13 @@ def test_heads_of_earlier_commands_are_counted(run: Evaluate, tmp_path: Path) ->
     assert together["num_releases"] == 2 and together["epsilon"] > 2
     assert exact_delta(mu, together["epsilon"]) == pytest.approx(1e-5, rel=1e-3)
     assert "earlier ones included" in record["notes"][0]
-    failed = out / "private_heads/dp-gd-epsilon-1"
+    failed = out / "private_heads/dp-ls-epsilon-1"
     (failed / "head.safetensors").unlink()  # charged all the same
     assert spent_in(out / "private_heads").num_releases == 2
     (failed / "ledger.jsonl").write_text("x\n")
     with pytest.raises(PrivacyStateRefused):
         head(run, out, *told, "--target_epsilon", 3)
-    assert not (out / "private_heads/dp-gd-epsilon-3").exists()
+    assert not (out / "private_heads/dp-ls-epsilon-3").exists()
 
 
 def test_a_picture_of_private_images_is_its_owners(run: Evaluate, whole: Path, tmp_path: Path) -> None:
@@ -183,15 +173,3 @@ def test_a_picture_of_private_images_is_its_owners(run: Evaluate, whole: Path, t
     grid = tmp_path / "grid.png"
     run("captions", "--checkpoint", whole, "--data", f"images:{tmp_path}/a.png", "--max_tokens", 2, "--grid", grid)
     assert stat.S_IMODE(grid.stat().st_mode) == 0o600
-
-
-def test_weights_without_their_manifest_do_not_open(whole: Path, tmp_path: Path) -> None:
-    (path,) = (whole / "checkpoints").glob("step-*")
-    shutil.copytree(path, tmp_path / "copy")
-    manifest = json.loads((tmp_path / "copy/manifest.json").read_text())
-    (tmp_path / "copy/manifest.json").write_text(json.dumps({**manifest, "formal_guarantee": False}))
-    with pytest.raises(ValueError, match="differs from its own SHA-256"):
-        open_model(tmp_path / "copy")
-    save_file({}, tmp_path / "empty.safetensors")
-    with pytest.raises(ValueError, match="neither a checkpoint nor a run folder"):
-        open_model(tmp_path)

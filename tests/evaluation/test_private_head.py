@@ -1,55 +1,189 @@
-"""Private heads: sensitivities by leave-one-out, noise by statistics, planted mistakes, digits against non-private."""
+"""Private heads: dense references, sensitivities by leaving one example out, noise by statistics, digits against non-private.
+
+A later step starts from weights that follow from releases, and these may be anything: the search draws them, small and huge. It
+looks for the example among hostile ones, some made for the weights of that step. Blocks and chunks are small, so that every sum
+has several of them.
+"""
 
 import json
 import math
+import tracemalloc
+import zlib
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.nn import functional
 
+from evaluation.options import HeadMethod as Offered
+from evaluation.private_head import methods, rows
 from evaluation.private_head.budget import Budget, Piece, Statistic
 from evaluation.private_head.methods import METHODS, accuracy
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, clip_rows, rounding
 from evaluation.private_head.run import head_plan, make_method, train_head, without_noise
-from privacy.errors import BudgetSpent, PrivacyConfigError
-from privacy.noise import NoiseSource, SystemNoise
+from privacy.errors import PrivacyConfigError
+from privacy.noise import SystemNoise
 from tests.evaluation.digits import digits
 
-L, D = 5, 6
-OPTIONS: list[tuple[str, dict[str, float]]] = [
-    ("dp-ls", {}), ("dp-ls", {"class_moments": True, "max_norm": 0.5}), ("dp-newton", {"num_steps": 3}),
-    ("dp-fc", {"num_steps": 4, "max_grad_norm": 0.3}), ("dp-fc-bce", {"num_steps": 4, "bias": -1.0}),
-    ("dp-gd", {"max_grad_norm": 0.7}),
+L, D, N = 5, 8, 30
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("dp-ls", {"alpha": 0.7}), ("dp-ls", {"class_moments": True, "max_norm": 0.5}),
+    ("dp-newton", {"num_steps": 4}), ("dp-newton", {"num_steps": 3, "max_norm": 3.0, "ridge": 1e-6}),
+    ("dp-fc", {"num_steps": 4, "max_grad_norm": 0.3}), ("dp-fc", {"num_steps": 3, "max_norm": 50.0, "lr": 30.0}),
 ]  # fmt: skip
 
 
-class Recorder(Budget):
-    """Notes what is released; without noise, or with the given noise."""
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "ROWS_PER_BLOCK", 8)
+    monkeypatch.setattr(methods, "CHUNK_BYTES", 2 * 8 * D**2)
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self.seen: dict[str, np.ndarray] = {}
+
+def data(seed: int = 0, count: int = N) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, D)), rng.integers(0, L, count)
+
+
+def reference(method: str, options: dict[str, Any], features: np.ndarray, labels: np.ndarray) -> torch.Tensor:
+    """Dense, by torch's derivatives of the losses as they are published, each example's gradient by itself."""
+    o = {"max_norm": 1.0, "lr": 1.0, "max_grad_norm": 1.0, "num_steps": 1, "alpha": 1.0, "ridge": 1e-3} | options
+    x, y = torch.tensor(features, dtype=torch.float64), torch.tensor(labels)
+    target = functional.one_hot(y, L).double()
+    x = x * (o["max_norm"] / x.norm(dim=1, keepdim=True)).clamp(max=1)
+    w = torch.zeros(L, D, dtype=torch.float64)
+    moment, scale, eye = x.T @ x, len(x) * o["max_norm"] ** 2, torch.eye(D, dtype=torch.float64)
+    if method == "dp-ls":
+        own = [x[y == label] for label in range(L)]
+        extra = [part.T @ part if "class_moments" in o else 0 for part in own]
+        both = [o["alpha"] * moment + one + 0.03 * scale * eye for one in extra]
+        return torch.stack([torch.linalg.solve(m, part.sum(0)) for m, part in zip(both, own, strict=True)])
+
+    def loss(w: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if method == "dp-newton":
+            return functional.binary_cross_entropy_with_logits(functional.linear(x, w), target, reduction="sum")
+        return functional.cross_entropy(functional.linear(x, w), target)
+
+    for _ in range(o["num_steps"]):
+        g = torch.stack([torch.func.grad(loss)(w, x[i], target[i]) for i in range(len(x))])
+        if method == "dp-newton":
+            for label in range(L):
+                h = torch.func.hessian(lambda own, k=label: loss(own, x, target[:, k]))(w[label])
+                w[label] = w[label] - torch.linalg.solve(h + o["ridge"] * scale * eye, g.sum(0)[label])
+            continue
+        g = (g * (o["max_grad_norm"] / g.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]).sum(0)
+        w = w - o["lr"] * torch.linalg.solve(moment + 1e-2 * scale * eye, g.T).T
+    return w
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("method", "options"), OPTIONS)
+def test_streamed_heads_equal_dense_references(method: str, options: dict[str, Any]) -> None:
+    x, y = data(3, 61)
+    found = without_noise(Rows(x.astype(np.float32), y), L, method, options)
+    expected = reference(method, options, x.astype(np.float32), y).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_memory_does_not_grow_with_examples_or_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All Hessians would take 4.7 MB here, all scores 4.2 MB, and the features in fp64 6.3 MB."""
+    monkeypatch.setattr(rows, "ROWS_PER_BLOCK", 256)
+    monkeypatch.setattr(methods, "CHUNK_BYTES", 2 * 8 * 96**2)
+    rng = np.random.default_rng(0)
+    whole = Rows(rng.normal(size=(8192, 96)).astype(np.float32), rng.integers(0, 64, 8192))
+    for method, options in (("dp-newton", {}), ("dp-ls", {"class_moments": True}), ("dp-fc", {"num_steps": 1})):
+        tracemalloc.start()
+        try:
+            without_noise(whole, 64, method, options)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 2_500_000, (method, peak)
+
+
+class Answers(Budget):
+    """Answers what a seed says, whatever the data are, and keeps what would have been noised."""
+
+    def __init__(self, head: methods.HeadMethod, seed: int, scale: float) -> None:
+        super().__init__(head.statistics(L), 1.0, SystemNoise())
+        self.seen: dict[tuple[str, int], np.ndarray] = {}
+        self._seed, self._scale = seed, scale
 
     def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
-        self.seen[name] = np.array(values)
-        return super().release(name, values, piece)
+        self._take(name, piece)
+        assert np.isfinite(values).all()
+        self.seen[name, piece.number] = np.array(values)
+        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), piece.number])
+        return rng.normal(size=values.shape) * self._scale
 
 
-def data(seed: int = 0, n: int = 40) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(n, D)), rng.integers(0, L, n)
+def moved(
+    head: methods.HeadMethod, x_ND: np.ndarray, labels_N: np.ndarray, seed: int, scale: float
+) -> dict[str, float]:
+    """By how much the first example moves each statistic: it is there, or a row of zeros without its label."""
+    zeroed_ND, other_N = x_ND.copy(), labels_N.copy()
+    zeroed_ND[0], other_N[0] = 0, 0
+    seen = []
+    for features_ND, chosen_N in ((x_ND, labels_N), (zeroed_ND, other_N)):
+        budget = Answers(head, seed, scale)
+        head.fit(Rows(features_ND, chosen_N), L, budget)
+        budget.require_spent()
+        seen.append(budget.seen)
+    squares = dict.fromkeys((statistic.name for statistic in head.statistics(L)), 0.0)
+    for (name, _), there in seen[0].items():
+        squares[name] += float(np.square(there - seen[1][name, _]).sum())
+    return {name: math.sqrt(square) for name, square in squares.items()}
 
 
-class Replay:
-    """The same noise for two data sets, so that later steps start from equal weights as far as the first step is equal."""
+def weights_before(method: str, options: dict[str, Any], step: int, seed: int, scale: float) -> np.ndarray:
+    """(L, D): what earlier releases say, which no data change."""
+    if step == 0 or "num_steps" not in options:
+        return np.zeros((L, D))
+    head = make_method(method, {**options, "num_steps": step})
+    return head.fit(Rows(np.zeros((N, D)), np.zeros(N, dtype=np.int64)), L, Answers(head, seed, scale))
 
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(5)
 
-    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(self._rng.standard_normal(count))
+def examples(rng: np.random.Generator, weights_LD: np.ndarray, label: int) -> list[np.ndarray]:
+    """Hostile features: extreme sizes, and directions in which these weights are wrong about all classes, or undecided."""
+    wrong_L = np.where(np.arange(L) == label, -1.0, 1.0)
+    wrong_D = np.linalg.pinv(weights_LD) @ wrong_L if weights_LD.any() else rng.normal(size=D)
+    undecided_D = np.linalg.svd(weights_LD)[2][-1]  # D > L: orthogonal to all of them
+    plain_D = rng.normal(size=D)
+    mixed_D = plain_D * 10.0 ** rng.uniform(-300, 300, D)
+    sizes = [5e-324, 1e-300, 1e-5, 1.0, 1e150, 1e300]
+    broken = [np.full(D, value) for value in (0.0, math.nan, math.inf, -math.inf, np.finfo(float).max)]
+    directions = [wrong_D, -wrong_D, undecided_D, weights_LD[label], -weights_LD[label], plain_D]
+    return [*(direction * size for direction in directions for size in sizes), mixed_D, *broken]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.filterwarnings("error")  # a warning would tell of an example too
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(100, 150), marks=pytest.mark.full)])
+@pytest.mark.parametrize(("method", "options"), OPTIONS)
+def test_no_example_moves_any_step_by_more_than_its_sensitivity(
+    method: str, options: dict[str, Any], seeds: range
+) -> None:
+    head = make_method(method, options)
+    bounds = {statistic.name: statistic.sensitivity for statistic in head.statistics(L)}
+    worst: dict[str, float] = {}
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        scale = float(10.0 ** rng.uniform(-3, 9))
+        step = int(rng.integers(0, options.get("num_steps", 1)))
+        labels_N = rng.integers(0, L, N)
+        weights_LD = weights_before(method, options, step, seed, scale)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = examples(rng, weights_LD, int(labels_N[0]))
+        for x_D in found:
+            others_ND = rng.normal(size=(N, D)) * 10.0 ** rng.uniform(-4, 4)
+            if rng.random() < 0.3:
+                others_ND[:] = x_D  # the same example again and again
+            others_ND[0] = x_D
+            for name, change in moved(head, others_ND, labels_N, seed, scale).items():
+                worst[name] = max(worst.get(name, 0.0), change / bounds[name])
+    assert set(worst) == set(bounds) and max(worst.values()) <= 1 + 1e-9, worst
 
 
 def test_one_example_among_a_million_does_not_change_how_others_round() -> None:
@@ -60,84 +194,45 @@ def test_one_example_among_a_million_does_not_change_how_others_round() -> None:
     features[: 2**k, 0], features[2**k, 0], features[2**k + 1, 0] = 1, 0.5, -1
     zeroed = features.copy()
     zeroed[2**k + 1] = 0
-    seen = []
-    for x in (features, zeroed):
-        head = make_method("dp-ls", {})
-        budget = Recorder(head.statistics(1), 1.0, Replay())
-        head.fit(Rows(x, np.zeros(len(x), dtype=np.int64)), 1, budget)
-        seen.append(budget.seen["class_sums"])
-    assert abs(float(np.linalg.norm(seen[0] - seen[1])) - 1) <= rounding(len(features)) < ROUNDING_SLACK / 2
-
-
-def test_more_examples_than_the_slack_covers_are_refused() -> None:
+    sums = [
+        Rows(x, np.zeros(len(x), dtype=np.int64)).sum(lambda x_BD, _: x_BD.sum(0), 1, "") for x in (features, zeroed)
+    ]
+    assert abs(float(np.linalg.norm(sums[0] - sums[1])) - 1) <= rounding(len(features)) < ROUNDING_SLACK / 2
     head_plan(1 << 22, 1.0, None)
     with pytest.raises(PrivacyConfigError, match="rounding may move its sums further"):
         head_plan(6_000_000, 1.0, None)
 
 
-def _keeping(self: Recorder, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
-    self.seen[name] = np.array(values)
-    released = Budget.release(self, name, values, piece)
-    self.answers[name] = released.copy()  # type: ignore[attr-defined]
-    return released
+class Noted(Budget):
+    """Keeps each statistic in units of its noise, before and after it was drawn."""
 
+    drawn: dict[str, np.ndarray]
 
-@pytest.mark.parametrize(("method", "options"), OPTIONS)
-def test_all_statistics_together_cost_the_plan(method: str, options: dict[str, float]) -> None:
-    head = make_method(method, dict(options))
-    mu = 0.37
-    budget = Budget(head.statistics(L), mu, SystemNoise())
-    assert math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in budget.releases)) == pytest.approx(mu)
-    features, labels = data()
-    head.fit(Rows(features, labels), L, budget)
-    budget.require_spent()
-
-
-class Reseeded:
-    """The mistake of one key for everything: each draw starts over."""
-
-    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(np.random.default_rng(self.key).standard_normal(count))
-
-    def __init__(self, key: int) -> None:
-        self.key = key
-
-
-def drawn_by(method: str, options: dict[str, float], noise: list[NoiseSource]) -> np.ndarray:
-    """(rows, draws): what the method's own statistics got as noise, in units of its standard deviation; a row per class of
-    every statistic, or per statistic that has no classes."""
-    features, labels = data()
-    head = make_method(method, dict(options))
-    found = []
-    for source in noise:
-        budget = Recorder(head.statistics(L), 0.8, source)
-        answers: dict[str, np.ndarray] = {}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Recorder, "release", _keeping)
-            budget.answers = answers  # type: ignore[attr-defined]
-            head.fit(Rows(features, labels), L, budget)
-        stds = {release["name"]: release["std"] for release in budget.releases}
-        rows = [(answers[name] - budget.seen[name]) / std for name, std in stds.items()]
-        # The first D entries of each row: as many for a vector as for a matrix.
-        found.append(np.concatenate([row.reshape(L if len(row) == L else 1, -1)[:, :D] for row in rows]))
-    return np.array(found).transpose(1, 0, 2).reshape(len(found[0]), -1)
-
-
-def smallest_p(rows_RN: np.ndarray) -> float:
-    """Over pairs of rows, of zero correlation; corrected for their number."""
-    correlations = np.corrcoef(rows_RN)[np.triu_indices(len(rows_RN), 1)]
-    return min(
-        1.0, float(2 * stats.norm.sf(np.abs(correlations).max() * math.sqrt(rows_RN.shape[1]))) * len(correlations)
-    )
+    def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
+        noised = super().release(name, values, piece)
+        std = next(release["std"] for release in self.releases if release["name"] == name)
+        self.drawn[name] = (noised - values) / std
+        return noised
 
 
 @pytest.mark.parametrize(("method", "options"), OPTIONS)
 def test_every_class_and_step_of_a_method_gets_noise_of_its_own(method: str, options: dict[str, float]) -> None:
-    """Also of the standard deviation that the ledger states; one key for all draws is caught."""
-    rows = drawn_by(method, options, [SystemNoise() for _ in range(150)])
-    assert smallest_p(rows) > 1e-4 and stats.kstest(rows.ravel(), "norm").pvalue > 1e-4
-    if method != "dp-gd":  # its one draw has nothing to be like
-        assert smallest_p(drawn_by(method, options, [Reseeded(key) for key in range(150)])) < 1e-10
+    """Of the standard deviation that the ledger states, independent between classes, steps and statistics; it costs the plan."""
+    features, labels = data()
+    head, draws, mu = make_method(method, dict(options)), [], 0.8
+    for _ in range(150):
+        budget = Noted(head.statistics(L), mu, SystemNoise())
+        budget.drawn = {}
+        head.fit(Rows(features, labels), L, budget)
+        budget.require_spent()
+        # A row per class of every statistic, or per statistic that has no classes; the first D entries of each.
+        parts = [noise.reshape(L if len(noise) == L else 1, -1)[:, :D] for noise in budget.drawn.values()]
+        draws.append(np.concatenate(parts))
+    assert math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in budget.releases)) == pytest.approx(mu)
+    rows_RN = np.array(draws).transpose(1, 0, 2).reshape(len(draws[0]), -1)
+    correlations = np.corrcoef(rows_RN)[np.triu_indices(len(rows_RN), 1)]
+    p_value = 2 * stats.norm.sf(np.abs(correlations).max() * math.sqrt(rows_RN.shape[1])) * len(correlations)
+    assert p_value > 1e-4 and stats.kstest(rows_RN.ravel(), "norm").pvalue > 1e-4
 
 
 def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
@@ -148,14 +243,9 @@ def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
         found.append(budget.release_symmetric("m", 1000 * np.eye(D)[None])[0] - 1000 * np.eye(D))
     noise = np.array(found)
     assert np.allclose(noise, noise.swapaxes(1, 2))
-    diagonal = noise[:, np.arange(D), np.arange(D)]
-    upper = noise[:, *np.triu_indices(D, 1)]
-    for values, variance in ((diagonal, 1.0), (upper, 0.5)):
+    for values, variance in ((noise[:, np.arange(D), np.arange(D)], 1.0), (noise[:, *np.triu_indices(D, 1)], 0.5)):
         ratio = (values**2).sum() / variance
         assert 1e-4 < stats.chi2.cdf(ratio, values.size) < 1 - 1e-4
-
-
-def test_a_projected_matrix_has_no_negative_eigenvalue() -> None:
     budget = Budget([Statistic("m", 1.0)], 0.1, SystemNoise())
     assert np.linalg.eigvalsh(budget.release_symmetric("m", np.zeros((L, D, D)))).min() >= -1e-9
 
@@ -171,9 +261,9 @@ def test_a_statistic_is_released_once() -> None:
 
 
 def test_clipped_rows() -> None:
-    rows = np.array([[3.0, 4.0], [0.3, 0.4], [1e200, 0.0], [np.nan, 1.0], [np.inf, 0.0], [0.0, 0.0], [1.7e308] * 2])
+    rows_ND = np.array([[3.0, 4.0], [0.3, 0.4], [1e200, 0.0], [np.nan, 1.0], [np.inf, 0.0], [0.0, 0.0], [1.7e308] * 2])
     expected = [[0.6, 0.8], [0.3, 0.4], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
-    assert clip_rows(rows, 1.0) == pytest.approx(np.array(expected))
+    assert clip_rows(rows_ND, 1.0) == pytest.approx(np.array(expected))
 
 
 def recomputed(ledger: Path) -> float:
@@ -192,7 +282,7 @@ def recomputed(ledger: Path) -> float:
     ("method", "options", "epsilon", "least"),
     [
         ("dp-ls", {}, 2.0, 0.8), ("dp-ls", {}, 8.0, 0.87), ("dp-fc", {"max_grad_norm": 0.3, "num_steps": 5}, 8.0, 0.8),
-        ("dp-gd", {"max_grad_norm": 1.0}, 2.0, 0.7), ("dp-newton", {"ridge": 0.05}, 8.0, 0.5),
+        ("dp-newton", {"ridge": 0.05}, 8.0, 0.5),
     ],
 )  # fmt: skip
 def test_digits(tmp_path: Path, method: str, options: dict[str, float], epsilon: float, least: float) -> None:
@@ -202,32 +292,13 @@ def test_digits(tmp_path: Path, method: str, options: dict[str, float], epsilon:
         Rows(x, y), 10, method, epsilon=epsilon, delta=1e-5, output=tmp_path / "head", options=dict(options)
     )
     found = accuracy(result.weights_LD, x_test, y_test)
-    assert (
-        result.epsilon is not None and result.epsilon == pytest.approx(epsilon, rel=1e-3) and result.epsilon <= epsilon
-    )
+    assert result.epsilon == pytest.approx(epsilon, rel=1e-3) and result.epsilon <= epsilon  # type: ignore[operator]
     assert recomputed(tmp_path / "head/ledger.jsonl") == pytest.approx(result.epsilon, rel=1e-3)
     assert least <= found <= best + 0.1  # the noise is drawn anew each time
-
-
-def test_a_second_head_in_one_folder_is_refused(tmp_path: Path) -> None:
-    features, labels = data()
-    train_head(Rows(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
-    with pytest.raises(PrivacyConfigError, match="holds a finished head"):
-        train_head(Rows(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
-
-
-def test_a_crash_after_the_charge_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    features, labels = data()
-
-    def crash(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(METHODS["dp-gd"], "fit", crash)
-        with pytest.raises(KeyboardInterrupt):
-            train_head(Rows(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
-    with pytest.raises(BudgetSpent):
-        train_head(Rows(features, labels), L, "dp-gd", epsilon=1.0, output=tmp_path)
+    x, other = x[:100].copy(), y[:100].copy()
+    x[7], other[7] = 0, (y[7] + 1) % 10  # a row of zeros adds nothing, whatever its label
+    weights = [without_noise(Rows(x, labels), 10, method, dict(options)) for labels in (y[:100], other)]
+    assert np.array_equal(weights[0], weights[1])
 
 
 @pytest.mark.parametrize(
@@ -236,9 +307,8 @@ def test_a_crash_after_the_charge_stays_charged(tmp_path: Path, monkeypatch: pyt
         ("dp-x", {}, "unknown method"), ("dp-ls", {"sigma": 1}, "no option 'sigma'"),
         ("dp-ls", {"max_norm": 0}, "max_norm = 0: input should be greater"),
         ("dp-ls", {"max_norm": 1e-200}, "max_norm = 1e-200"), ("dp-ls", {"max_norm": math.nan}, "max_norm = nan"),
-        ("dp-gd", {"max_grad_norm": -1}, "max_grad_norm = -1"), ("dp-newton", {"ridge": 0}, "ridge = 0"),
-        ("dp-fc", {"num_steps": 0}, "num_steps = 0"), ("dp-fc", {"num_steps": 1.5}, "num_steps = 1.5"),
-        ("dp-fc-bce", {"bias": math.inf}, "bias = inf"), ("dp-ls", {"class_moments": 1}, "class_moments = 1"),
+        ("dp-newton", {"ridge": 0}, "ridge = 0"), ("dp-fc", {"num_steps": 1.5}, "num_steps = 1.5"),
+        ("dp-ls", {"class_moments": 1}, "class_moments = 1"),
     ],
 )  # fmt: skip
 def test_refused(method: str, options: dict[str, float], match: str) -> None:
@@ -246,10 +316,4 @@ def test_refused(method: str, options: dict[str, float], match: str) -> None:
         make_method(method, dict(options))
     with pytest.raises(PrivacyConfigError, match="labels must be between 0 and 1"):
         without_noise(Rows(np.zeros((2, 3)), np.array([0, 2])), 2, "dp-ls")
-
-
-def test_the_plan_is_exact() -> None:
-    plan = head_plan(1200, 1.0, 1e-5)
-    mu = (1 + plan.sensitivity_slack) / plan.noise_multiplier
-    delta = stats.norm.cdf(mu / 2 - 1 / mu) - math.e * stats.norm.cdf(-mu / 2 - 1 / mu)
-    assert delta <= 1e-5 and delta == pytest.approx(1e-5, rel=0.02)
+    assert set(get_args(Offered)) == set(METHODS)

@@ -42,17 +42,6 @@ def test_rules_are_their_definitions() -> None:
             assert scores["mean"][image, k].item() == pytest.approx(np.mean(means))
 
 
-def test_the_prior_takes_out_how_common_a_name_is() -> None:
-    """Images favour their own class a little, all favour class 0 a lot."""
-    prompts = Prompts.of(NAMES, ("{}",), TOKENIZER, 20)
-    labels = np.arange(30) % 3
-    log_probs = torch.tensor([[-1.0, -6.0, -7.0]], dtype=torch.float64).repeat(30, 1)
-    log_probs[torch.arange(30), torch.from_numpy(labels)] += 2
-    scores = prompts.by_rule(log_probs)
-    assert accuracy(scores["sum"], labels).top1 == pytest.approx(1 / 3)
-    assert accuracy(scores["prior"], labels).top1 == 1.0
-
-
 def test_accuracy_counts_and_shares_ties() -> None:
     scores = torch.tensor([[3.0, 1, 2], [3, 1, 2], [1, 1, 1], [0, 2, 2]])
     found = accuracy(scores, np.array([0, 1, 2, 1]))

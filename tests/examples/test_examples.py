@@ -58,39 +58,34 @@ def test_own_loop(library: dict[str, str], tmp_path: Path) -> None:
     assert (tmp_path / "run/report/privacy_card.html").is_file()
 
 
-@pytest.mark.full
-@pytest.mark.timeout(700)
-@needs("accelerate")
-def test_with_accelerate(library: dict[str, str], tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    said = output_of([*launch, str(EXAMPLES / "with_accelerate.py"), str(tmp_path / "run")], library, tmp_path)
-    assert "on 2 ranks" in said and said.count(" at delta ") == 1
-    assert epsilon_of(said) == pytest.approx(verified(tmp_path / "run", library, tmp_path), abs=1e-4)
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(700)
-@needs("peft")
-@pytest.mark.parametrize("more", [[], ["--lora"]])
-def test_finetune_vit(more: list[str], library: dict[str, str], tmp_path: Path) -> None:
-    said = output_of(
-        [sys.executable, str(EXAMPLES / "finetune_vit.py"), str(tmp_path / "run"), *more], library, tmp_path
-    )
-    trained = int(re.findall(r"([\d,]+) weights are trained", said)[0].replace(",", ""))
-    assert (trained < 2_000) == bool(more)
-    assert bool(more) or float(re.findall(r"([\d.]+)% of the held-out", said)[-1]) > 30, "guessing: 10"
+@pytest.mark.parametrize(
+    ("start", "name", "more"),
+    [
+        pytest.param(TWO_RANKS, "with_accelerate.py", [], marks=needs("accelerate")),
+        pytest.param([], "finetune_vit.py", [], marks=needs("peft")),
+        pytest.param([], "finetune_vit.py", ["--lora"], marks=needs("peft")),
+        pytest.param([], "finetune_gpt2_lora.py", [], marks=needs("peft")),
+    ],
+)
+def test_of_other_libraries(
+    start: list[str], name: str, more: list[str], library: dict[str, str], tmp_path: Path
+) -> None:
+    """Epsilon is the verifier's; pictures are learned, and adapters are few weights and are saved."""
+    said = output_of([sys.executable, *start, str(EXAMPLES / name), str(tmp_path / "run"), *more], library, tmp_path)
     assert epsilon_of(said) == pytest.approx(verified(tmp_path / "run", library, tmp_path), abs=1e-4)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(700)
-@needs("peft")
-def test_finetune_gpt2(library: dict[str, str], tmp_path: Path) -> None:
-    said = output_of(
-        [sys.executable, str(EXAMPLES / "finetune_gpt2_lora.py"), str(tmp_path / "run")], library, tmp_path
-    )
-    assert epsilon_of(said) == pytest.approx(verified(tmp_path / "run", library, tmp_path), abs=1e-4)
-    assert (tmp_path / "run-adapters/adapter_model.safetensors").is_file()
+    if name == "with_accelerate.py":
+        assert "on 2 ranks" in said and said.count(" at delta ") == 1
+    elif name == "finetune_vit.py":
+        trained = int(re.findall(r"([\d,]+) weights are trained", said)[0].replace(",", ""))
+        assert (trained < 2_000) == bool(more)
+        assert bool(more) or float(re.findall(r"([\d.]+)% of the held-out", said)[-1]) > 30, "guessing: 10"
+    else:
+        assert (tmp_path / "run-adapters/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.full

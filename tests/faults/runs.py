@@ -1,25 +1,16 @@
 """A run under a launcher, the processes that belong to it, and what is left of it after a fault."""
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.distributed.ranks import ROOT, free_port, quiet_environment, rank_environment
-from tests.e2e.launch import alone, count, train_arguments
+from tests.distributed.ranks import ROOT, free_port, quiet_environment
+from tests.e2e.launch import train_arguments
 
 BIN = Path(sys.executable).parent
 FAILING = "tests/e2e/failing_train.py"
-PATIENCE = 120.0
-WORDS = ("error", "warning: rank", "stopped", "damaged", "the launcher is gone")
-
-
-class NotHere(RuntimeError):
-    """This machine cannot have the fault."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +18,11 @@ class Fault:
     """One fault.
 
     Attributes:
-        inflict: called once two steps are done; None where `failure` does it.
-        failure: the first arguments of failing_train.py.
-        undo: called after the end, before the same command starts again.
-        prepare, clean: called before the first start and after the last.
-        resume_code: how the same command, with `resumed_with`, ends when it has one step boundary to stop at.
+        inflict: called once two steps are done; None where `failure`, the first arguments of failing_train.py, does it.
         codes: exit codes of the launcher that are right.
         says: words that one line must hold.
         rank_codes: exit codes of the ranks; None where some are killed, or may be.
+        prepare, undo, clean: called before the first start, after the end of it, and after the last.
     """
 
     name: str
@@ -44,26 +32,10 @@ class Fault:
     says: str
     failure: tuple[str, ...] = ("none", "-1", "0", "0")
     settings: tuple[str, ...] = ()
-    resumed_with: tuple[str, ...] = ()
-    resume_code: int = 7
     rank_codes: tuple[int, int] | None = None
     prepare: "Callable[[Run], None]" = lambda run: None
     undo: "Callable[[Run], None]" = lambda run: None
     clean: "Callable[[Run], None]" = lambda run: None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What a fault left; `rank_codes` are those of the ranks that ended by themselves, sorted."""
-
-    code: int
-    rank_codes: tuple[int, ...]
-    seconds: float
-    lines: list[str]
-    tracebacks: int
-    audit: int | None  # no ledger was begun
-    resumed: bool
-    problem: str | None
 
 
 class Run:
@@ -88,11 +60,7 @@ class Run:
                 *(sys.executable, "launch_scripts/cluster/torchrun.py", "--nproc_per_node", "2", "--master_port", port)
             ],
             "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u"],
-            "rank 0 of 2 alone": [sys.executable, "-u"],
         }
-        if self.fault.launcher == "rank 0 of 2 alone":
-            environment = rank_environment(0, 2, port, RUN_OF_A_FAULT=str(self.run_dir))
-            script += ["--rendezvous_seconds", "10"]
         with self.log.open("ab") as log:
             self.launcher = subprocess.Popen(
                 [*options[self.fault.launcher], *script, *self.arguments()], cwd=ROOT, env=environment, stdout=log, stderr=log,
@@ -139,63 +107,3 @@ def exit_codes(run_dir: Path) -> tuple[int, ...]:
     """What the ranks of failing_train.py have ended with, sorted."""
     noted = run_dir.with_name(f"{run_dir.name}.codes")
     return tuple(sorted(int(line.split()[1]) for line in noted.read_text().splitlines())) if noted.exists() else ()
-
-
-def inflict(fault: Fault, folder: Path) -> Ended:
-    """Starts a run, waits for two steps, inflicts the fault, and looks at what is left."""
-    run = Run(fault, folder)
-    fault.prepare(run)
-    try:
-        seconds, left = _ended(run)
-        rank_codes = exit_codes(run.run_dir)
-        fault.undo(run)
-        said = run.log.read_text(errors="replace")
-        lines = [line for line in said.splitlines() if line.startswith(WORDS)]
-        has_ledger = (run.run_dir / "ledger.jsonl").exists()
-        audit = alone(["ledger", "--run_dir", str(run.run_dir)], script="launch_scripts/audit.py").returncode
-        again = alone([*run.arguments(*fault.resumed_with), "train.max_minutes=1e-6"])
-    finally:
-        fault.clean(run)
-    resumed = again.returncode == fault.resume_code
-    problems = [
-        (left > 0, f"{left} processes were left"),
-        (run.launcher.returncode not in fault.codes, "another exit code was expected"),
-        (fault.rank_codes not in (None, rank_codes), f"the ranks end with {rank_codes}"),
-        (not any(fault.says in line for line in [*lines, ""]), f"no line says {fault.says!r}"),
-        (len(lines) > 3, "more than three lines"),
-        (audit not in (0, 6) and has_ledger, "the ledger fails its audit"),
-        (not resumed, f"not resumed: {again.stderr[-300:]}"),
-    ]
-    problem = "; ".join(words for is_so, words in problems if is_so) or None
-    return Ended(
-        run.launcher.returncode,
-        rank_codes,
-        seconds,
-        lines,
-        said.count("Traceback"),
-        audit if has_ledger else None,
-        resumed,
-        problem,
-    )
-
-
-def _ended(run: Run) -> tuple[float, int]:
-    """Seconds from the fault to the end of the last process, and how many were still there after PATIENCE."""
-    run.start()
-    try:
-        deadline = time.monotonic() + 300
-        needs_steps = run.fault.inflict is not None or run.fault.failure[0] != "none"
-        while needs_steps and count(run.run_dir, "done") < 2 and run.launcher.poll() is None:
-            assert time.monotonic() < deadline, run.log.read_text()[-3000:]
-            time.sleep(0.05)
-        begun = time.monotonic()
-        if run.fault.inflict is not None:
-            run.fault.inflict(run)
-        while run.processes() and time.monotonic() < begun + PATIENCE:
-            run.launcher.poll()
-            time.sleep(0.05)
-        return time.monotonic() - begun, len(run.processes())
-    finally:
-        for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
-        run.launcher.wait()

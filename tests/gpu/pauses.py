@@ -11,7 +11,7 @@ import time
 import torch
 
 from tests.gpu.sums import captioner, error_of, expected_sum, moved
-from trainer.engines.compilation import compile_blocks, require_compiler
+from trainer.engines.blocks import compile_blocks, require_compiler
 from trainer.errors import ConfigError
 
 

@@ -16,9 +16,9 @@ from privacy.clipping import ClippedSum, triton_norm
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
 from tests.gpu.checks import Check, Setting
-from tests.privacy.clipping import oracle, test_waits
+from tests.privacy.clipping import oracle, test_models, test_waits
 from tests.privacy.clipping.neighbours import Product
-from trainer.engines.compilation import compile_blocks, require_compiler
+from trainer.engines.blocks import compile_blocks, require_compiler
 from trainer.errors import ConfigError
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -59,9 +59,9 @@ def linear_on_tokens() -> Made:
 MODELS: dict[str, Callable[[], Made]] = {
     "linear": linear_on_tokens,
     "captioner": captioner,
-    "masked_autoencoder": test_waits.masked_autoencoder,
-    "classifier": test_waits.all_of_a_classifier,
-    "adapters": test_waits.adapters_of_a_classifier,
+    "masked_autoencoder": test_models.MODELS["masked_autoencoder"],
+    "classifier": test_models.MODELS["classifier"],
+    "adapters": test_models.MODELS["adapters"],
 }
 
 

@@ -1,5 +1,6 @@
 """`make gpu` on a CPU: the program ends with 0, and with 1 where something is wrong, which it names."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,7 +12,15 @@ import pytest
 from tests.gpu.__main__ import PARTS
 from tests.processes import ROOT, quiet_environment
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("part", [*PARTS, "pauses"])
+def test_a_part_can_be_imported(part: str) -> None:
+    """Here and in every `make test`; the others run them."""
+    module = importlib.import_module(f"tests.gpu.{part}")
+    assert callable(getattr(module, "checks", None) or module.main)
+
 
 WRONG_FACTOR = """
 from unittest import mock
@@ -26,20 +35,6 @@ def ghost_norm(a_BTd, g_BTp):
 
 mock.patch.multiple(triton_norm, can_run=lambda a, g: True, ghost_norm=ghost_norm).start()
 """
-NO_GUARD = """
-from unittest import mock
-from privacy.clipping.clipped_sum import ClippedSum
-
-add = ClippedSum.add_micro_batch
-
-def add_and_look(self, *arguments):
-    "Skips the batch if nothing in it is finite."
-    stats = add(self, *arguments)
-    float(stats.loss_sum)
-    return stats
-
-mock.patch.object(ClippedSum, "add_micro_batch", add_and_look).start()
-"""
 
 
 def accept(output: Path, *options: str, timeout: float = 900, **more: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +45,8 @@ def accept(output: Path, *options: str, timeout: float = 900, **more: str) -> su
     )
 
 
+@FULL
+@pytest.mark.timeout(1800)
 def test_everything_holds_on_a_cpu(tmp_path: Path) -> None:
     done = accept(tmp_path / "record.json")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -61,15 +58,11 @@ def test_everything_holds_on_a_cpu(tmp_path: Path) -> None:
     assert sum(part["seconds"] for part in record["parts"].values()) < 600
 
 
-@pytest.mark.parametrize(
-    ("planted", "named"),
-    [
-        pytest.param(WRONG_FACTOR, "sum, linear, float32, bookkeeping, triton", id="a factor of the kernel"),
-        pytest.param(NO_GUARD, "waits, captioner, bookkeeping, float32", id="a wait for the device"),
-    ],
-)
-def test_a_planted_defect_is_named(tmp_path: Path, planted: str, named: str) -> None:
-    (tmp_path / "sitecustomize.py").write_text(planted)
+@FULL
+@pytest.mark.timeout(1800)
+def test_a_planted_defect_is_named(tmp_path: Path) -> None:
+    named = "sum, linear, float32, bookkeeping, triton"
+    (tmp_path / "sitecustomize.py").write_text(WRONG_FACTOR)
     output = tmp_path / "record.json"
     output.write_text(json.dumps({"parts": {"noise": {"checks": []}}}))
     done = accept(output, "--part", "sums", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
@@ -79,6 +72,7 @@ def test_a_planted_defect_is_named(tmp_path: Path, planted: str, named: str) -> 
     assert set(json.loads(output.read_text())["parts"]) == {"noise", "sums"}, "records of other parts stay"
 
 
+@FULL
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_runs_instead() -> None:
     done = subprocess.run(

@@ -1,6 +1,5 @@
 """Slurm on hosts of tests/hosts/hosts.py: munge, a controller on the first host, a slurmd on each of the others."""
 
-import re
 import secrets
 import subprocess
 from pathlib import Path
@@ -79,14 +78,6 @@ class Slurm:
         host.start()
         self._start_munge(host)
         self._daemon(host, "slurmd", "-D", "-N", host.name)
-
-    def notice_lost_nodes_after(self, seconds: int) -> None:
-        """How long the controller waits for a silent node; 8 s to begin with, 300 s on most clusters."""
-        path = self.folder / "slurm.conf"
-        whole = path.with_suffix(".new")  # commands of running jobs read it at any time
-        whole.write_text(re.sub(r"SlurmdTimeout=\d+", f"SlurmdTimeout={seconds}", path.read_text()))
-        whole.replace(path)
-        self.run("scontrol", "reconfigure")
 
     def _start_munge(self, host: Host) -> None:
         files = self.folder / f"munge-{host.name}"

@@ -1,16 +1,17 @@
-"""Overrides may stand before, between and after the options of every command that takes them."""
+"""The command lines of all commands: overrides anywhere, help that is quick, and one line for everything that is refused."""
 
 import argparse
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from launch_scripts import plan, quickstart, train
+from tests.processes import ROOT, run_python
 
 OPTIONS = ["--ds_config", "machine.json"]
 OVERRIDES = ["train.num_steps=1", "name=x"]
@@ -25,22 +26,12 @@ COMMANDS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
 def test_overrides_stand_anywhere(command: str) -> None:
     for places in itertools.product(range(3), repeat=len(OVERRIDES)):
         at = {place: [o for o, p in zip(OVERRIDES, places, strict=True) if p == place] for place in range(3)}
-        more = ["--recipe", "r.toml"] if command != "quickstart" else ["--run_dir", "r"]
-        arguments = [*at[0], *OPTIONS, *at[1], *more, *at[2]]
+        arguments = [*at[0], *OPTIONS, *at[1], "--recipe", "r.toml", *at[2]]
         found = COMMANDS[command](arguments)
         assert sorted(found.overrides) == sorted(OVERRIDES), arguments
         assert str(found.ds_config) == "machine.json"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_option_between_overrides_is_one_line(command: str) -> None:
-    from trainer.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=r"unrecognized arguments: --nosuch"):
-        COMMANDS[command]([OVERRIDES[0], *OPTIONS, "--nosuch", OVERRIDES[1]])
-
-
-ROOT = Path(__file__).resolve().parents[2]
 RUN_AND_LIST = """
 import json, os, runpy, sys
 import trainer.config.cli, trainer.config.recipe  # what nearly all of them import
@@ -100,3 +91,75 @@ def test_a_command_looks_for_its_folder_first(command: str, said: dict[str, list
     line, ending = said[command]
     assert ending == "exit code 2; imported: set()" and line.startswith("error: ")
     assert ("docs" if " docs" in command and "nowhere" not in command else "runs/nowhere") in line
+
+
+TINY = "--ds_config ds_configs/zero3.json --recipe recipes/tiny.toml"
+SMALL = "--num_examples 3000 --expected_batch_size 60 --num_steps 50"
+QUICK = "--recipe recipes/quickstart.toml data.num_examples=10000 --no_extras --ds_config ds_configs"
+BAD = {
+    "train.py": [
+        ("--recipe recipes/tiny.toml", "--ds_config"),
+        ("--ds_config ds_configs/zero3.json --engine none", "argument --engine: invalid choice: 'none'"),
+        ("--ds_config ds_configs/zero3.json --recipe recipes/nothing.toml", "nothing.toml"),
+        ("--ds_config ds_configs/nothing.json --recipe recipes/tiny.toml", "nothing.json"),
+        (f"{TINY} train.num_steps=1 --nosuch name=x", "unrecognized arguments: --nosuch"),
+        (f"{TINY} privacy.epsilonn=8", "tiny.toml: unknown key privacy.epsilonn"),
+        (f"{TINY} train.num_steps=many", "train.num_steps"),
+        (f"{TINY} model.size=huge", "huge"),
+        (f"{TINY} nonsense", "section.key=value"),
+        (f"{TINY} data.shards=a-0.tar data.shards=a-1.tar", "once"),  # what an unquoted {0..1} becomes in a shell
+        (f"{TINY} privacy.noise_multiplier=0 privacy.target_epsilon=8.0", "cannot meet a target_epsilon"),
+        (f"{TINY} --run_dir runs/no privacy.expected_batch_size=3001", "3001 is larger than the data"),
+        (f"{TINY} --run_dir runs/no data.shards=nowhere/*.tar", "nowhere"),
+        (f"{TINY} --run_dir runs/no data.tokenizer=nowhere.json", "nowhere.json"),
+    ],
+    "plan.py": [
+        ("--num_examples 100 --expected_batch_size 200 --num_steps 5 --noise_multiplier 1", "larger than the data"),
+        (f"{SMALL} --noise_multiplier 0 --target_epsilon 8", "exactly one of"),
+        (SMALL, "exactly one of"),
+        (f"{SMALL} --noise_multiplier 0.1", "below 0.3"),
+        (f"{SMALL} --noise_multiplier 1 train.num_steps=5", "give --recipe"),
+        (f"{SMALL} --noise_multiplier 1 --delta 2", "target_delta"),
+        (f"{SMALL} --noise_multiplier x", "invalid float"),
+        (f"{SMALL} --noise_multiplier 4 --gpu a100-80gb", "give --ds_config and --recipe"),
+        (f"{SMALL} --noise_multiplier 4 --ds_config ds_configs/zero3.json", "give --recipe"),
+        (f"{SMALL} --noise_multiplier 4 --choose", "give --recipe too"),
+        ("--recipe recipes/quickstart.toml", "names no data.num_examples"),
+        ("--recipe recipes/vip_base.toml --num_steps 5", "business: change it by train.num_steps=5"),
+        ("--recipe recipes/vip_nano.toml --choose --no_extras privacy.simulation=true", "a target epsilon"),
+        (f"{QUICK}/zero3.json --efficiency 35", "--efficiency must be at most 1, got 35"),
+        (f"{QUICK}/zero3.json --store_gbits 0", "--store_gbits must be above 0"),
+        (f"{QUICK}/zero3.json --world_size 0", "--world_size must be at least 1"),
+        (f"{QUICK}/zero3.json privacy.target_epsilon=20 --gpu tpu", "choose one of"),
+    ],
+    "prepare.py": [
+        ("index nothing.tar --output x", "missing or empty shards"),
+        ("index 'data/demo/*.tar'", "--output is required unless SHARDS is a single folder"),
+        ("index https://host/a.tar", "--output is required unless SHARDS is a single folder"),
+        ("index data/demo --output x --exclude nowhere", "cannot read the list of shards nowhere"),
+        ("index README.md,LICENSE --output x", "no tar archive"),
+        ("verify data/demo --index nowhere", "there is no index in nowhere"),
+        ("index --outputs x", "unrecognized arguments: --outputs"),
+        ("import pairs.csv --output x", "required"),
+    ],
+    "study.py": [
+        ("run studies/none.toml", "study studies/none.toml: No such file or directory; see studies/ for examples"),
+        ("run recipes/quickstart.toml", "study recipes/quickstart.toml"),
+        ("run studies/tan_dpcap.toml --workers 0", "--workers must be at least 1, got 0"),
+        ("run studies/tan_dpcap.toml --nodes 2", "--nodes is for --executor slurm-array"),
+        ("run", "STUDY.toml"),
+        ("report --study_dir runs/studies/none", "No such file"),
+    ],
+}  # fmt: skip
+"""What each command refuses, and words of its answer."""
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"), [(script, *case) for script, cases in BAD.items() for case in cases]
+)
+def test_what_is_refused_is_one_line_and_exit_code_2(script: str, arguments: str, words: str) -> None:
+    done = run_python([f"launch_scripts/{script}", *shlex.split(arguments)])
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("computing epsilon")]
+    assert done.returncode == 2 and len(lines) == 1, done.stdout + done.stderr
+    assert lines[0].startswith("error: ") and words in lines[0]
+    assert not (ROOT / "x").exists() and not (ROOT / "runs/no/ledger.jsonl").exists()

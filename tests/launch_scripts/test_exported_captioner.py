@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from data.reading.reader import RawExample
-from evaluation.captions import CaptionWriter
+from models.generation import beam_captions
 from tests.data.test_tokenizer import word_piece
 from tests.trainer.trained_runs import recipe, trained
 from trainer.config.recipe import RunConfig
@@ -100,7 +100,7 @@ def captions(count: int) -> list[str]:
 
 
 @torch.no_grad()
-def test_losses_are_those_of_evaluation(exported: Exported, tmp_path: Path) -> None:
+def test_losses_and_captions_are_those_of_evaluation(exported: Exported, tmp_path: Path) -> None:
     """Any caption with any picture: the tokens to the last one, the loss to rounding, whatever is said of the padding."""
     make_example: Any = exported.opened.task.make_example(train=False)
     paths, texts = pictures(tmp_path), captions(24)
@@ -120,34 +120,28 @@ def test_losses_are_those_of_evaluation(exported: Exported, tmp_path: Path) -> N
     everything = torch.ones_like(inputs["attention_mask"])
     for told in (inputs, {"input_ids": inputs["input_ids"]}, {**inputs, "attention_mask": everything}):
         torch.testing.assert_close(exported.model(**pixels, **told).loss, expected, atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_captions_are_those_of_evaluation(exported: Exported, tmp_path: Path) -> None:
-    make_example: Any = exported.opened.task.make_example(train=False)
-    paths = pictures(tmp_path)
-    rows = [make_example(RawExample(p.read_bytes(), {"txt": b"a"}), 0)["images_CHW"] for p in paths]
-    pixels = exported.processor([str(path) for path in paths], return_tensors="pt")
-    for options, told in (({}, {}), ({"method": "beam", "num_beams": 3}, {"num_beams": 3})):
-        expected = CaptionWriter(exported.opened.model, make_example.tokenizer, **options)(np.stack(rows))
-        found = exported.tokenizer.batch_decode(exported.model.generate(**pixels, **told), skip_special_tokens=True)
-        assert found == [caption.text for caption in expected] and (any(found) or "foreign" in str(exported.folder))
-
-
-def test_captions_without_their_start_are_refused(exported: Exported) -> None:
-    pixels = exported.processor(Image.new("RGB", (20, 30)), return_tensors="pt")
+    for how in ({"num_beams": 1}, {"num_beams": 3, "length_penalty": 1.0}):
+        found = exported.tokenizer.batch_decode(exported.model.generate(**pixels, **how), skip_special_tokens=True)
+        assert found == by_evaluation(exported, ours["images_CHW"].numpy(), **how)
+        assert any(found) or "foreign" in str(exported.folder)
     bare = exported.tokenizer(["a red dog"], return_tensors="pt", add_special_tokens=False)
-    left = {
-        "input_ids": torch.tensor([[exported.model.captioner.config.pad_id, exported.model.captioner.config.bos_id]])
-    }
-    for told in (bare, left):
+    config, one = exported.model.captioner.config, {"pixel_values": pixels["pixel_values"][:1]}
+    for told in (bare, {"input_ids": torch.tensor([[config.pad_id, config.bos_id]])}):
         with pytest.raises(ValueError, match="must begin with the start token"):
-            exported.model(**pixels, **told)
+            exported.model(**one, **told)
+
+
+def by_evaluation(exported: Exported, images_BCHW: np.ndarray, **how: Any) -> list[str]:
+    """What `evaluate.py captions` says."""
+    model, make_example = exported.opened.model, exported.opened.task.make_example(train=False)
+    written = beam_captions(model, torch.from_numpy(images_BCHW), max_tokens=NUM_TOKENS - 1, **how)  # type: ignore[arg-type]
+    return [make_example.tokenizer.decode(row) for row in written.tokens_BL.tolist()]  # type: ignore[attr-defined]
 
 
 def test_the_tokenizer_comes_back(exported: Exported, tmp_path: Path) -> None:
     """Where it had start and end, with the very bytes, so that a run may start from the import; else with these added."""
-    back = open_model(import_weights_to(exported.folder, tmp_path / "back"))
+    import_weights("safetensors", exported.folder, tmp_path / "back")
+    back = open_model(tmp_path / "back")
     before, after = (
         opened.task.make_example(train=False).tokenizer
         for opened in (exported.opened, back)  # type: ignore[attr-defined]
@@ -156,11 +150,6 @@ def test_the_tokenizer_comes_back(exported: Exported, tmp_path: Path) -> None:
         assert before.encode(text, 12)[0].tolist() == after.encode(text, 12)[0].tolist()
     same = exported.opened.manifest["tokenizer_sha256"] == back.manifest["tokenizer_sha256"]
     assert same == ("foreign" not in str(exported.folder))
-
-
-def import_weights_to(folder: Path, out: Path) -> Path:
-    import_weights("safetensors", folder, out)
-    return out
 
 
 @pytest.mark.full
@@ -183,6 +172,6 @@ def test_the_page_runs_without_a_question(exported: Exported, tmp_path: Path) ->
     make_example: Any = exported.opened.task.make_example(train=False)
     raw = RawExample((out / "picture.jpg").read_bytes(), {"txt": b"a"})
     images_BCHW = make_example(raw, 0)["images_CHW"][None]
-    (expected,) = CaptionWriter(exported.opened.model, make_example.tokenizer)(images_BCHW)
+    (expected,) = by_evaluation(exported, images_BCHW)
     caption, loss = done.stdout.splitlines()
-    assert caption == repr([expected.text]) and re.fullmatch(r"tensor\(\[\d+\.\d+\].*\)", loss)
+    assert caption == repr([expected]) and re.fullmatch(r"tensor\(\[\d+\.\d+\].*\)", loss)

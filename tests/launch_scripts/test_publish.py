@@ -25,22 +25,10 @@ from trainer.publish import FIXED_TIME, publish
 from trainer.report import build_card
 
 PLAIN = [
-    "config.toml",
-    "ds_config.json",
-    "environment.json",
-    "metrics.jsonl",
-    "tensorboard/events.out.tfevents.0000000001",
-]
-PLAIN += [
-    "evaluation/heldout.jsonl",
-    "evaluation/samples-00000003.png",
-    "evaluation/answers.png",
-    "report/audit-ledger.json",
-]
-PLAIN += [
-    "evaluation/linear-probe-step-00000003-0123abcd.json",
-    "evaluation/tensorboard/events.out.tfevents.0000000002",
-]
+    "config.toml", "ds_config.json", "environment.json", "metrics.jsonl", "tensorboard/events.out.tfevents.0000000001",
+    "evaluation/heldout.jsonl", "evaluation/samples-00000003.png", "evaluation/answers.png", "report/audit-ledger.json",
+    "evaluation/linear-probe-step-00000003-0123abcd.json", "evaluation/tensorboard/events.out.tfevents.0000000002",
+]  # fmt: skip
 CARD = [f"report/privacy_card.{kind}" for kind in ("json", "md", "html")]
 CHECKPOINT = "checkpoints/step-00000003"
 WHOLE = [f"{CHECKPOINT}/manifest.json", f"{CHECKPOINT}/rank-00000-of-00001.safetensors", "checkpoints/LATEST"]
@@ -152,17 +140,9 @@ def test_nothing_else_is_copied_and_all_of_it_is_named(
     outside.mkdir()
     (outside / "samples-00000009.png").write_text(SECRET)
     planted = [
-        "notes.txt",
-        "STOP",
-        "evaluation/heldout.jsonl.bak",
-        "evaluation/.hidden",
-        "report/audit ü.txt",
-        "report/a\nb.json",
-        "evaluation/samples-00000001.png.tmp",
-        "core",
-        ".private",
-        "tensorboard/events.out.tfevents.1.host",
-    ]
+        "notes.txt", "STOP", "evaluation/heldout.jsonl.bak", "evaluation/.hidden", "report/audit ü.txt", "report/a\nb.json",
+        "evaluation/samples-00000001.png.tmp", "core", ".private", "tensorboard/events.out.tfevents.1.host",
+    ]  # fmt: skip
     for name in planted:
         (run / name).write_text(SECRET)
     (run / "old").mkdir()
@@ -183,15 +163,10 @@ def test_nothing_else_is_copied_and_all_of_it_is_named(
     assert not [name for name, (content, *_) in found.items() if SECRET.encode() in content]
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
     named = [*(name.replace("\n", "\\n") for name in planted), "old", *links, "evaluation/samples-00000008.png"]
-    for name in [
-        *named,
-        "evaluation/captions-step-00000003-0123abcd.json",
-        "evaluation/tensorboard",
-        "private",
-        "checkpoints",
-    ]:
+    others = ["evaluation/captions-step-00000003-0123abcd.json", "evaluation/tensorboard", "private", "checkpoints"]
+    for name in [*named, *others]:
         assert [line for line in said if name in line], name
-    assert len(said) == len(named) + 4
+    assert len(said) == len(named) + len(others)
 
 
 def test_the_newest_whole_checkpoint_is_published(run: Path, tmp_path: Path) -> None:
@@ -282,15 +257,9 @@ def test_a_changed_configuration_is_no_traceback(run: Path, text: str) -> None:
 
 def test_audits_that_are_none_are_unreadable(run: Path) -> None:
     contents = [
-        b"[" * 100000 + b"]" * 100000,
-        b'{"audit": "\\ud800", "verdict": "consistent"}',
-        b"\xff",
-        b"5",
-        b"null",
-        b"[]",
-        b"",
-    ]
-    contents += [b'{"audit": {}, "verdict": 1e999}', b'{"audit": "run", "verdict": "consistent", "violated_checks": 1}']
+        b"[" * 100000 + b"]" * 100000, b'{"audit": "\\ud800", "verdict": "consistent"}', b"\xff", b"5", b"[]", b"",
+        b'{"audit": {}, "verdict": 1e999}', b'{"audit": "run", "verdict": "consistent", "violated_checks": 1}',
+    ]  # fmt: skip
     for number, content in enumerate(contents):
         (run / f"report/audit-{number}.json").write_bytes(content)
     card = build_card(run)
@@ -301,17 +270,9 @@ def test_audits_that_are_none_are_unreadable(run: Path) -> None:
 def test_numbers_and_names_that_no_format_holds(run: Path) -> None:
     huge = "9" * 400
     lines = [
-        f'{{"step": {huge}, "loss": 1.0}}',
-        f'{{"step": 1, "loss": {huge}}}',
-        '{"step": 2, "loss": -1e400}',
-        '{"step": -1}',
-    ]
-    lines += [
-        "[" * 5000,
-        '{"step": 3, "loss": "\\ud800"}',
-        '{"step": 4, "loss": true}',
-        f'{{"step": 5, "loss": {"9" * 5000}}}',
-    ]
+        f'{{"step": {huge}, "loss": 1.0}}', f'{{"step": 1, "loss": {huge}}}', '{"step": 2, "loss": -1e400}', '{"step": -1}',
+        "[" * 5000, '{"step": 3, "loss": "\\ud800"}', '{"step": 4, "loss": true}', f'{{"step": 5, "loss": {"9" * 5000}}}',
+    ]  # fmt: skip
     (run / "evaluation/heldout.jsonl").write_text("\n".join(lines) + "\n")
     (run / "report" / os.fsdecode(b"audit-\xff.json")).write_text("{}")
     manifest = run / CHECKPOINT / "manifest.json"

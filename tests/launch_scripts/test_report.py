@@ -1,14 +1,10 @@
 import base64
-import fcntl
 import hashlib
 import json
 import shutil
-from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from launch_scripts.report import ReportOptions, report
 from privacy.card.folder import write_card
 from privacy.card.model import HeldoutLoss, PrivacyCard, Samples
 from privacy.ledger.ledger import Ledger
@@ -19,7 +15,6 @@ from tests.privacy.ledger_epsilon import recompute
 from tests.processes import run_python
 from trainer.report import build_card
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = "424242.125"
 
 
@@ -98,26 +93,6 @@ def test_json_is_one_object_and_equals_the_file(run_dir):
     assert (run_dir / "ledger.jsonl").read_bytes() == before
 
 
-def test_a_notebook_calls_the_command(run_dir, capsys):
-    card = report(ReportOptions(run_dir=run_dir))
-    assert card.to_json(indent=1) + "\n" == (run_dir / "report/privacy_card.json").read_text()
-    assert "2 of 2 steps done" in capsys.readouterr().out
-    with pytest.raises(ValidationError):
-        ReportOptions(run_dir=run_dir, no_such_option=1)
-
-
-@pytest.mark.full
-def test_human_output_while_a_trainer_holds_the_run(run_dir):
-    with (run_dir / "private/lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = _report(run_dir)
-    assert done.returncode == 0, done.stderr
-    for text in ("2 of 2 steps done", "epsilon 0.", "at delta 1e-05", "privacy_card.md", "privacy_card.html"):
-        assert text in done.stdout
-    page = (run_dir / "report/privacy_card.md").read_text()
-    assert "evaluation/heldout.jsonl" in page and "6.2500" in page and "Not attested" in page
-
-
 def test_audit_results_are_shown_with_verdict_and_date(run_dir):
     (run_dir / "report").mkdir()
     digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
@@ -136,16 +111,6 @@ def test_audit_results_are_shown_with_verdict_and_date(run_dir):
     assert not any("audit-ledger.json" in line for line in card.warnings)
     page = write_card(run_dir, card)[2].read_text()
     assert "<strong>violated</strong> (of another" in page and "2030-01-02" in page and "<code>gap</code>" in page
-
-
-@pytest.mark.full
-def test_what_the_recipe_states_is_shown_as_not_attested(run_dir):
-    assert "does not state how hyper-parameters were chosen" in write_card(run_dir, build_card(run_dir))[2].read_text()
-    (run_dir / "config.toml").write_text('[data]\ndeduplication = "by <hash>"\n[privacy]\ntuning = "eight runs"\n')
-    card = build_card(run_dir)
-    assert card.unit_of_privacy.deduplication.attested is False
-    page = write_card(run_dir, card)[2].read_text()
-    assert "by &lt;hash&gt; (<code>config.toml</code>, <strong>not attested</strong>)" in page and "eight runs" in page
 
 
 def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
@@ -172,13 +137,6 @@ def test_contract_12_nothing_private_is_read(run_dir):
     assert SECRET not in with_private.to_json()
     shutil.rmtree(run_dir / "private")
     assert build_card(run_dir) == with_private
-
-
-def test_contract_12_private_heldout_is_said_to_be_private(run_dir):
-    (run_dir / "evaluation/heldout.jsonl").unlink()
-    assert _report(run_dir).returncode == 0
-    assert json.loads((run_dir / "report/privacy_card.json").read_text())["utility"]["heldout_loss"] == []
-    assert "it is private" in (run_dir / "report/privacy_card.md").read_text()
 
 
 def test_newest_picture_of_public_samples_is_in_the_page_and_private_ones_are_not(run_dir):
@@ -250,3 +208,20 @@ def test_post_processing_is_stated(run_dir):
     _, markdown, html = write_card(run_dir, card)
     for said in ("DP-AdamBC, Tang et al. 2023", "moving average of the weights (decay at most 0.999)"):
         assert said in markdown.read_text() and said in html.read_text()
+
+
+@pytest.mark.full
+def test_what_the_recipe_states_is_shown_as_not_attested(run_dir):
+    assert "does not state how hyper-parameters were chosen" in write_card(run_dir, build_card(run_dir))[2].read_text()
+    (run_dir / "config.toml").write_text('[data]\ndeduplication = "by <hash>"\n[privacy]\ntuning = "eight runs"\n')
+    card = build_card(run_dir)
+    assert card.unit_of_privacy.deduplication.attested is False
+    page = write_card(run_dir, card)[2].read_text()
+    assert "by &lt;hash&gt; (<code>config.toml</code>, <strong>not attested</strong>)" in page and "eight runs" in page
+
+
+def test_contract_12_private_heldout_is_said_to_be_private(run_dir):
+    (run_dir / "evaluation/heldout.jsonl").unlink()
+    assert _report(run_dir).returncode == 0
+    assert json.loads((run_dir / "report/privacy_card.json").read_text())["utility"]["heldout_loss"] == []
+    assert "it is private" in (run_dir / "report/privacy_card.md").read_text()

@@ -13,12 +13,11 @@ import pytest
 
 from launch_scripts import audit, report
 from privacy.accounting import accountants
-from privacy.card import numbers
+from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.command import main as library
 from tests.privacy.ledger_files import rechained
 from tests.privacy.published import publish
-from tests.privacy.verify.judging import KEY
 from tests.privacy.verify.test_fuzz import disturb
 from trainer.config.cli import run_command
 from trainer.errors import in_one_line
@@ -29,7 +28,7 @@ HUGE = "0x" + "f" * 8000
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = publish(tmp_path_factory.mktemp("reported") / "run", KEY)
+    folder = publish(tmp_path_factory.mktemp("reported") / "run")
     (folder / "head.json").write_text("{}")
     (folder / "behind").mkdir()
     shutil.copy(folder / "ledger.jsonl", folder / "behind/ledger-1.jsonl")
@@ -42,9 +41,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what surrounds the claim, which takes most of a card's time."""
-    monkeypatch.setattr(numbers, "attack_bounds", lambda *_: None)
-    monkeypatch.setattr(numbers, "epsilon_of_several", lambda *_: None)
-    monkeypatch.setattr(numbers, "_epsilon_by_attempts", lambda *_: [])
+    monkeypatch.setattr(card_report, "risk_of", lambda *_: {"advantage": 0.0, "true_positive_rates": []})
+    monkeypatch.setattr(card_report, "epsilon_of_several", lambda *_: None)
     monkeypatch.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
     monkeypatch.setattr(accountants, "epsilon_replace_one", lambda *_: None)
 

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from launch_scripts.study import main
 from privacy.accounting.accountants import epsilon
 from privacy.card.folder import write_card
+from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
@@ -136,44 +138,20 @@ def test_a_study_of_six_points_is_killed_twice_resumed_and_reported(
     check_report(folder, names)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run", "recipes/quickstart.toml"], "study recipes/quickstart.toml"),
-        (["run", "studies/tan_dpcap.toml", "--workers", "0"], "--workers must be at least 1, got 0"),
-        (["run"], "STUDY.toml"),
-        (["report", "--study_dir", "runs/studies/none"], "No such file"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        main(arguments)
-
-
-def test_a_refusal_is_one_line_and_exit_code_2() -> None:
-    ended = alone(["run", "studies/none.toml"], script=STUDY)
-    assert ended.returncode == 2
-    assert ended.stderr == "error: study studies/none.toml: No such file or directory; see studies/ for examples\n"
-
-
 class StandInForSlurm:
     """sbatch and squeue of a queue that stands still; tests/distributed/test_slurm.py has the real ones."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "bin").mkdir()
-        (folder / "queue").touch()
-        self._program("sbatch", f'printf "%s\\n" "$@" >> {folder}/arguments\necho Submitted batch job 7')
-        self._program("squeue", f'printf "%s\\n" "$@" >> {folder}/asked\ncat {folder}/queue')
-        monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+        self.is_queued()
+        self.does("sbatch", f'printf "%s\\n" "$@" >> {folder}/arguments\necho Submitted batch job 7')
+        self.does("squeue", f'printf "%s\\n" "$@" >> {folder}/asked\ncat {folder}/queue')
 
-    def _program(self, name: str, body: str) -> None:
+    def does(self, name: str, body: str) -> None:
         program = self.folder / "bin" / name
         program.write_text(f"#!/bin/bash\n{body}\n")
         program.chmod(0o755)
-
-    def refuses(self, name: str) -> None:
-        self._program(name, "echo no controller answers >&2; exit 1")
 
     def is_queued(self, *tasks: int) -> None:
         (self.folder / "queue").write_text("".join(f"{task}\n" for task in tasks))
@@ -186,72 +164,58 @@ class StandInForSlurm:
         return words
 
 
-@pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInForSlurm:
-    return StandInForSlurm(tmp_path, monkeypatch)
-
-
-def array(tmp_path: Path, *more: str, batches: str = "[24, 8]", base: str = "") -> list[str]:
-    study = written(tmp_path, seeds=[0], batches=batches)
-    study.write_text(study.read_text().replace("data.num_workers = 0", f"data.num_workers = 3\n{base}"))
-    return ["run", str(study), "--study_dir", str(tmp_path / "study"), "--executor", "slurm-array", *more]
-
-
-def test_a_slurm_array_gets_the_points_that_are_not_done(
-    tmp_path: Path, queue: StandInForSlurm, capsys: pytest.CaptureFixture[str]
+def test_a_slurm_array_gets_each_point_that_is_not_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(array(tmp_path, "--workers", "3")) == 0
-    assert "Submitted batch job 7" in capsys.readouterr().out
-    folder, given = tmp_path / "study", queue.submitted()
-    assert given[1:4] == ["--cpus-per-task=3", "--array=1,2%3", f"--output={folder}/private/logs/slurm-%A_%a.log"]
-    assert given[4:7] == ["launch_scripts/cluster/slurm_array.sbatch", str(folder / "points.txt"), str(folder / "runs")]
-    assert given[0].startswith("--job-name=dp-study-study-")
-    assert f"--name={given[0].removeprefix('--job-name=')}" in (tmp_path / "asked").read_text().splitlines()
-    lines = (folder / "points.txt").read_text().splitlines()
-    name = "batch-8_seed-0"
-    assert lines[1].split() == ["--recipe", f"{folder}/recipes/{name}.toml", "--run_dir", f"{folder}/runs/{name}"]
+    queue, folder = StandInForSlurm(tmp_path), tmp_path / "study"
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
+    def submit(*more: str, batches: str = "[24, 8]", base: str = "") -> None:
+        study = written(tmp_path, seeds=[0], batches=batches)
+        study.write_text(study.read_text().replace("data.num_workers = 0", f"data.num_workers = 3\n{base}"))
+        command = ["run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", *more]
+        assert main(command) == 0
 
-def test_a_slurm_array_gets_no_point_twice(
-    tmp_path: Path, queue: StandInForSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(array(tmp_path)) == 0
-    queue.submitted()
-    queue.is_queued(1, 2)
-    assert main(array(tmp_path)) == 0
-    assert queue.submitted() == []
-    assert "queued or running already: batch-24_seed-0, batch-8_seed-0\nnothing to submit" in capsys.readouterr().out
-
-    # A point in front of them: what waits keeps its number, and with it what it will train.
-    before = (tmp_path / "study" / "points.txt").read_text()
-    queue.is_queued(2)
-    assert main(array(tmp_path, batches="[12, 24, 8]")) == 0
-    assert "--array=3,1%1" in queue.submitted()
-    lines = (tmp_path / "study" / "points.txt").read_text()
-    assert lines.startswith(before) and "batch-12_seed-0" in lines.splitlines()[2] and len(lines.splitlines()) == 3
-
-    queue.refuses("squeue")
-    with pytest.raises(ConfigError, match="squeue refused, so nothing is submitted: no controller answers"):
-        main(array(tmp_path))
-    assert queue.submitted() == []
-
-
-def test_a_slurm_array_is_not_submitted_without_its_first_stage(tmp_path: Path, queue: StandInForSlurm) -> None:
     missing = tmp_path / "no" / "stage"
     with pytest.raises(
         ConfigError, match=f"nothing is submitted: init.checkpoint {missing} is neither a checkpoint nor"
     ):
-        main(array(tmp_path, base=f'init.checkpoint = "{missing}"'))
+        submit(base=f'init.checkpoint = "{missing}"')
     assert queue.submitted() == []
+    shutil.rmtree(folder)
 
+    submit("--workers", "3")
+    assert "Submitted batch job 7" in capsys.readouterr().out
+    given = queue.submitted()
+    assert given[1:4] == ["--cpus-per-task=3", "--array=1,2%3", f"--output={folder}/private/logs/slurm-%A_%a.log"]
+    assert given[4:7] == ["launch_scripts/cluster/slurm_array.sbatch", str(folder / "points.txt"), str(folder / "runs")]
+    assert given[0].startswith("--job-name=dp-study-study-")
+    assert f"--name={given[0].removeprefix('--job-name=')}" in (tmp_path / "asked").read_text().splitlines()
+    before, name = (folder / "points.txt").read_text(), "batch-8_seed-0"
+    last = ["--recipe", f"{folder}/recipes/{name}.toml", "--run_dir", f"{folder}/runs/{name}"]
+    assert before.splitlines()[1].split() == last
 
-def test_a_slurm_array_passes_on_what_each_point_gets(tmp_path: Path, queue: StandInForSlurm) -> None:
-    sizes = ["--nodes", "2", "--ntasks_per_node", "4", "--gpus_per_node", "4", "--cpus_per_task", "6"]
-    assert main(array(tmp_path, *sizes)) == 0
+    queue.is_queued(1, 2)
+    submit()
+    assert queue.submitted() == []
+    assert "queued or running already: batch-24_seed-0, batch-8_seed-0\nnothing to submit" in capsys.readouterr().out
+
+    # A point in front of them: what waits keeps its number, and with it what it will train.
+    queue.is_queued(2)
+    submit(
+        *["--nodes", "2", "--ntasks_per_node", "4", "--gpus_per_node", "4", "--cpus_per_task", "6"],
+        batches="[12, 24, 8]",
+    )
     given = queue.submitted()
     assert given[1:5] == ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--gpus-per-node=4"]
-    with pytest.raises(ConfigError, match="--nodes is for --executor slurm-array"):
-        main([*array(tmp_path)[:-2], "--nodes", "2"])
+    assert "--array=3,1%1" in given
+    lines = (folder / "points.txt").read_text()
+    assert lines.startswith(before) and "batch-12_seed-0" in lines.splitlines()[2] and len(lines.splitlines()) == 3
+
+    queue.does("squeue", "echo no controller answers >&2; exit 1")
+    with pytest.raises(ConfigError, match="squeue refused, so nothing is submitted: no controller answers"):
+        submit()
+    assert queue.submitted() == []
 
 
 @pytest.mark.full
@@ -261,16 +225,16 @@ def test_runs_on_private_data_stop_where_their_shared_budget_ends(tmp_path: Path
     config = load_config(ROOT / "recipes/tiny.toml", ["train.num_steps=2"])
     group = (plan := make_plan(config.privacy.request(2, 3000))).release_group(plan.max_intents)
     two, three = (epsilon([group.times(runs * group.count)], 1e-4) for runs in (2, 3))
-    study, folder = tmp_path / "private.toml", StudyFolder(tmp_path / "study")
+    study, folder, owner = tmp_path / "private.toml", StudyFolder(tmp_path / "study"), tmp_path / "owner.jsonl"
+    SharedLedger.create(owner, epsilon=(two + three) / 2, delta=1e-4)
     study.write_text(
         f"""
 name = "private"
 recipe = "recipes/tiny.toml"
 seeds = [0, 1, 2]
-[budget]
-target_epsilon = {(two + three) / 2}
-target_delta = 1e-4
 [base]
+privacy.shared_ledger = "{owner}"
+privacy.fixed_in_advance = true
 data.num_workers = 0
 train.num_steps = 2
 """

@@ -1,6 +1,7 @@
 """Classifier: features, loss and adapters against other implementations, and what each mode leaves alone."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from models.adapters import AdaptedLinear, adapters, is_adapter
 from models.classifier import Classifier, build_classifier, classification_loss
 from models.classifier_config import ENCODERS, ClassifierConfig, classifier_config
-from models.errors import ModelConfigError
-from tests.models.test_vit import hugging_face_copy
+from models.config import ModelConfigError, VitConfig
+from models.converters.huggingface import to_vit_model
+from models.vit import VisionTransformer
+from tests.models.test_converters import loaded, write
 
 K = 5
 
@@ -45,9 +48,10 @@ def images(count: int = 4) -> Tensor:
 
 @pytest.mark.parametrize("features", ["class_token", "pooled"])
 @pytest.mark.parametrize("feature_norm", [True, False])
-def test_scores_equal_transformers(features: str, feature_norm: bool) -> None:
+def test_scores_equal_transformers(features: str, feature_norm: bool, tmp_path: Path) -> None:
     model = tiny_classifier(features=features, feature_norm=feature_norm)
-    tokens = hugging_face_copy(model.encoder)(images()).last_hidden_state
+    theirs = loaded("ViTModel", write(tmp_path, to_vit_model(model.encoder)), add_pooling_layer=False)
+    tokens = theirs(images()).last_hidden_state
     expected = tokens[:, 0] if features == "class_token" else tokens[:, 1:].mean(1)
     if feature_norm:
         centred = expected - expected.mean(1, keepdim=True)
@@ -64,9 +68,6 @@ def test_loss_equals_scikit_learn() -> None:
     uniform = -logits.log_softmax(1).mean(1)
     assert torch.allclose(smoothed, 0.9 * loss_B + 0.1 * uniform)
     assert classification_loss(logits.bfloat16(), labels).dtype == torch.float32
-
-
-def test_loss_uses_the_configured_smoothing() -> None:
     model, labels = tiny_classifier(label_smoothing=0.2), torch.arange(4)
     assert torch.allclose(model(images(), labels), classification_loss(model(images(), output="logits"), labels, 0.2))
     with pytest.raises(ValueError, match="labels_B"):
@@ -152,8 +153,12 @@ def test_sizes_are_those_of_the_other_models() -> None:
 def test_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         tiny(**overrides)
-
-
-def test_the_number_of_classes_has_no_default() -> None:
     with pytest.raises(ModelConfigError, match="num_classes is missing"):
         classifier_config("pico")
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 24, 32), (2, 1, 24, 24), (3, 24, 24), (2, 3, 16, 16)])
+def test_other_image_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    encoder = VisionTransformer(VitConfig(image_size=24, patch_size=8, width=32, depth=1, num_heads=4))
+    with pytest.raises(ValueError, match=r"images must have shape \(B, 3, 24, 24\)"):
+        encoder(torch.zeros(shape))

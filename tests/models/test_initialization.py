@@ -16,14 +16,6 @@ def test_same_seed_same_weights() -> None:
     assert not torch.equal(first.encoder.class_token, other.encoder.class_token)
 
 
-def test_global_seed_decides_without_a_generator() -> None:
-    torch.manual_seed(7)
-    first = build_captioner(tiny_config())
-    torch.manual_seed(7)
-    same = build_captioner(tiny_config())
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtype_of_the_model_does_not_change_the_draw(dtype: torch.dtype) -> None:
     expected = tiny_captioner(seed=5)

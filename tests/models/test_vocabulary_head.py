@@ -7,8 +7,6 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.vocabulary_head import VocabularyHead, token_losses
-from tests.models.largest_tensor import LargestTensor
-from tests.models.tiny import tiny_batch, tiny_captioner
 
 B, L, D, V = 3, 5, 8, 29
 CHUNKS = [1, 2, 4, 7, 29]
@@ -84,18 +82,6 @@ def test_autocast_reaches_the_matrix_product_only() -> None:
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * float(y.abs().max()))
 
 
-def test_the_captioners_loss_is_the_same_number() -> None:
-    whole, chunked = tiny_captioner(), tiny_captioner(max_logits=100)
-    chunked.load_state_dict(whole.state_dict())
-    batch = tiny_batch()
-    assert chunked.decoder.head.num_chunks(torch.zeros(4, 6, 1)) > 1
-    torch.testing.assert_close(chunked(*batch), whole(*batch), rtol=1e-6, atol=1e-6)
-    found = torch.autograd.grad(chunked(*batch).sum(), list(chunked.parameters()))
-    wanted = torch.autograd.grad(whole(*batch).sum(), list(whole.parameters()))
-    for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
-
-
 def test_extreme_logits_overflow_nowhere() -> None:
     head, hidden_BLD, targets_BL = head_and_inputs(4, torch.float32)
     with torch.no_grad():
@@ -108,20 +94,6 @@ def test_extreme_logits_overflow_nowhere() -> None:
     assert found.isfinite().all()
 
 
-def test_no_tensor_holds_all_logits() -> None:
-    rows, width, words, most = 64, 16, 3000, 24_000
-    head, plain = VocabularyHead(width, words, max_logits=most), VocabularyHead(width, words, max_logits=2**27)
-    hidden_BLD = torch.randn(4, rows // 4, width, requires_grad=True)
-    targets_BL = torch.randint(0, words, (4, rows // 4))
-    largest = {}
-    for name, layer in (("chunked", head), ("plain", plain)):
-        with LargestTensor() as seen:
-            layer.token_losses(hidden_BLD, targets_BL).sum().backward()
-        largest[name] = seen.num_elements
-    assert largest["plain"] == rows * words
-    assert largest["chunked"] <= max(most, width * words)  # the weight gradient itself has the second size
-
-
 @pytest.mark.parametrize(("num_chunks", "passes"), [(1, 3), (4, 5)])
 def test_matrix_products_of_a_plain_training_step(num_chunks: int, passes: int) -> None:
     """Scores, hidden gradient, weight gradient; by chunks the scores again for each of the two gradients."""
@@ -129,19 +101,3 @@ def test_matrix_products_of_a_plain_training_step(num_chunks: int, passes: int) 
     with FlopCounterMode(display=False) as counter:
         head.token_losses(hidden_BLD, targets_BL).sum().backward()
     assert counter.get_total_flops() == passes * 2 * B * L * D * V
-
-
-def test_second_derivatives_are_refused() -> None:
-    head, hidden_BLD, targets_BL = head_and_inputs(4, torch.float64)
-    (gradient,) = torch.autograd.grad(head.token_losses(hidden_BLD, targets_BL).sum(), [hidden_BLD], create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        gradient.sum().backward()
-
-
-def test_a_frozen_head_passes_gradients_on() -> None:
-    head, hidden_BLD, targets_BL = head_and_inputs(4, torch.float64)
-    (wanted,) = torch.autograd.grad(reference(head, hidden_BLD, targets_BL).sum(), [hidden_BLD])
-    head.requires_grad_(False)
-    head.token_losses(hidden_BLD, targets_BL).sum().backward()
-    torch.testing.assert_close(hidden_BLD.grad, wanted)
-    assert head.weight.grad is None

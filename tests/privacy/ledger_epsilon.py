@@ -30,9 +30,7 @@ def recompute(path):
             between_steps = False  # until a new session
             continue
         assert record["previous"] == (hashlib.sha256(lines[number - 1]).hexdigest() if number else "0" * 64)
-        between_steps = record["type"] in ("session", "done") or (
-            between_steps and record["type"] in ("checkpoint", "signature")
-        )
+        between_steps = record["type"] in ("session", "done") or (between_steps and record["type"] == "checkpoint")
         if record["type"] == "intent":
             turns[record.get("group", 0)] += 1
             sigmas[round(sum((r["std"] / r["sensitivity"]) ** -2 for r in record["releases"]) ** -0.5, 9)] += 1

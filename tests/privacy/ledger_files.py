@@ -20,7 +20,7 @@ PLAN = make_plan(
         noise_multiplier=4.0,
         target_delta=1e-5,
         reserved_attempts=4,
-        sensitivity_slack=1e-4,
+        sensitivity_slack=1e-3,
     )
 )
 RELEASE = {"name": "gradient", "std": 4.0, "sensitivity": 1.0}
@@ -49,7 +49,7 @@ def written(tmp_path, steps=3, mirror=None):
     ledger.start_session(ENVIRONMENT)
     for step in range(1, steps + 1):
         take_step(ledger, step)
-    ledger.checkpoint(steps, "checkpoints/step", "cd" * 32)
+    ledger.checkpoint(steps, f"step-{steps:08d}", "cd" * 32)
     ledger.release()
     return tmp_path / "ledger.jsonl"
 
@@ -61,12 +61,10 @@ def refused(path, match=None, mirror=None):
     assert "\n" not in str(error.value)
 
 
-def rechained(records, signer=None):
-    """A forger's work: changed records, with all numbers and hashes made to fit again, and with the key the signatures."""
+def rechained(records):
+    """A forger's work: changed records, with all numbers and hashes made to fit again."""
     lines = []
     for seq, record in enumerate(records):
-        if signer is not None and record["type"] == "signature":
-            record["signature"] = signer.sign(hash_line(lines[-1]))
         fields = {k: v for k, v in record.items() if k not in ("seq", "type", "time_utc", "previous")}
         previous = hash_line(lines[-1]) if lines else "0" * 64
         lines.append(encode_line(seq, record["type"], record["time_utc"], previous, fields))

@@ -12,7 +12,6 @@ from privacy.card.folder import write_card
 from privacy.checkpoints.read import sealed
 from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.signature import SigningKey, fingerprint
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
@@ -20,12 +19,19 @@ from privacy.verify import __file__ as VERIFIER
 from trainer.report import build_card
 
 Records = list[dict[str, Any]]
-PLAN = make_plan(
-    PlanRequest(
-        num_examples=2000, expected_batch_size=100, num_steps=4, noise_multiplier=4.0, target_delta=1e-5,
-        reserved_attempts=4, sensitivity_slack=1e-3,
-    )
-)  # fmt: skip
+Judge = Callable[..., tuple[int, dict[str, Any]]]
+"""verify.py of a folder and options: exit code, and what --json prints."""
+ASKED: dict[str, Any] = {
+    "num_examples": 2000, "expected_batch_size": 100, "num_steps": 4, "noise_multiplier": 4.0, "target_delta": 1e-5,
+    "reserved_attempts": 4, "sensitivity_slack": 1e-3,
+}  # fmt: skip
+PLAN = make_plan(PlanRequest(**ASKED))
+CORRELATED = make_plan(PlanRequest(**ASKED | {"noise_multiplier": 5.0, "bands": 3}))
+
+
+def sentences(found: dict[str, Any], outcome: str = "violated") -> str:
+    """What the checks with this outcome say, a line each."""
+    return "\n".join(f"{one['name']}: {one['sentence']}" for one in found["checks"] if one["outcome"] == outcome)
 
 
 def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
@@ -55,9 +61,7 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     )
 
 
-def publish(
-    folder: Path, key: SigningKey, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any
-) -> Path:
+def publish(folder: Path, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any) -> Path:
     """Writes a folder with a retry of step 2 in a second session, a checkpoint and, after the last step, the end.
 
     Args:
@@ -71,7 +75,7 @@ def publish(
     place = folder / "checkpoints" / f"step-{steps:08d}"
     place.mkdir(parents=True)
     (place / "weights.safetensors").write_bytes(b"weights")
-    with Ledger.create(folder / "ledger.jsonl", fields, signer=key) as ledger:
+    with Ledger.create(folder / "ledger.jsonl", fields) as ledger:
         ledger.start_session({"commit": "c0ffee"})
         for step in range(1, steps + 1):
             releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
@@ -98,12 +102,10 @@ def publish(
     return folder
 
 
-def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) -> None:
-    """A forger's work: an edited ledger whose numbers, hashes and signatures fit again, as do the manifests and the card."""
+def rewrite(folder: Path, edit: Callable[[Records], object]) -> None:
+    """A forger's work: an edited ledger whose numbers and hashes fit again, as do the manifests and the card."""
     path = folder / "ledger.jsonl"
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
-    records = [record for record in records if record["type"] != "signature"]
-    records[0]["signer"] = key.public
     edit(records)
     lines: list[bytes] = []
 
@@ -121,16 +123,11 @@ def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) ->
             manifest.write_text(json.dumps(sealed(content)))
             fields["digest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
         add(record["type"], fields)
-        if record["type"] in ("checkpoint", "close"):
-            add("signature", {"signature": key.sign(hash_line(lines[-1]))})
     path.write_bytes(b"\n".join(lines) + b"\n")
     card = folder / "report" / "privacy_card.json"
     if card.exists():
         content = json.loads(card.read_text())
-        content["provenance"]["ledger"] |= {
-            "lines": len(lines), "last_line_sha256": hash_line(lines[-1]), "signer_fingerprint": fingerprint(key.public),
-            "signed_lines": max(number for number, line in enumerate(lines) if b'"type":"signature"' in line),
-        }  # fmt: skip
+        content["provenance"]["ledger"] |= {"lines": len(lines), "last_line_sha256": hash_line(lines[-1])}
         kinds = [record["type"] for record in records]
         content["provenance"]["sessions"] = content["provenance"]["sessions"][: kinds.count("session")]
         content["released"]["checkpoints_recorded"] = kinds.count("checkpoint")
@@ -140,49 +137,3 @@ def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) ->
         card.write_text(json.dumps(content))
         for page in card.parent.glob("privacy_card.[mh]*"):  # which the forger would make anew
             page.unlink()
-
-
-# Edits by hand, after which nothing is made to fit again.
-
-
-def edited_line(number: int, before: bytes, after: bytes) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "ledger.jsonl"
-        lines = path.read_bytes().split(b"\n")
-        assert before in lines[number - 1]
-        lines[number - 1] = lines[number - 1].replace(before, after)
-        path.write_bytes(b"\n".join(lines))
-
-    return edit
-
-
-def cut_lines(count: int) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        lines = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-        (folder / "ledger.jsonl").write_bytes(b"".join(lines[:-count]))
-
-    return edit
-
-
-def card_says(place: str, value: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "report/privacy_card.json"
-        card = json.loads(path.read_text())
-        *parts, last = place.split(".")
-        inner = card
-        for part in parts:
-            inner = inner[part]
-        assert inner[last] != value
-        inner[last] = value
-        path.write_text(json.dumps(card))
-
-    return edit
-
-
-def text_of(place: str, before: str, after: str) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        text = (folder / place).read_text()
-        assert before in text
-        (folder / place).write_text(text.replace(before, after))
-
-    return edit

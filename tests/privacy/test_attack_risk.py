@@ -26,12 +26,11 @@ def test_risk_at_the_dpcap_point_against_riskcal():
 def test_risk_of_a_gaussian_is_its_trade_off_curve():
     """Dong et al. 2022, section 2.2: true positives Phi(Phi^-1(a) + mu), advantage 2 Phi(mu / 2) - 1."""
     sigma = 0.8
-    rates = (0.0, 1e-3, 0.1, 1.0)
-    risk = risk_of(loss_distribution([ReleaseGroup(1.0, sigma, 1)], 1e-4), rates)
+    risk = risk_of(loss_distribution([ReleaseGroup(1.0, sigma, 1)], 1e-4))
     assert risk["advantage"] == pytest.approx(2 * stats.norm.cdf(0.5 / sigma) - 1, abs=1e-4)
-    for (rate, bound), given in zip(risk["true_positive_rates"], rates, strict=True):
-        expected = stats.norm.cdf(stats.norm.ppf(given) + 1 / sigma)
-        assert rate == given and expected - 1e-9 <= bound <= expected * 1.001 + 1e-9
+    for rate, bound in risk["true_positive_rates"]:
+        expected = stats.norm.cdf(stats.norm.ppf(rate) + 1 / sigma)
+        assert expected - 1e-9 <= bound <= expected * 1.001 + 1e-9
 
 
 @pytest.mark.full

@@ -1,16 +1,28 @@
-"""No text from a file can forge the pages of the card: it shows as it is, in its place."""
+"""The pages and the JSON of the privacy card: no text from a file can forge them, and they say what the card holds."""
 
+import base64
+import html
+import json
+import math
+import re
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
+from pydantic import ValidationError
 
+from privacy.accounting.rounding import rounded_down, rounded_up
 from privacy.card import render
-from privacy.card.render import to_html
+from privacy.card.model import Accounting, Attempts, PrivacyCard, schema_text
+from privacy.card.render import to_html, to_markdown
 from privacy.card.text import one_line
 from tests.privacy.cards import full_card
+
+SCHEMA = Path(__file__).parents[2] / "docs/schemas/privacy_card.schema.json"
 
 MARKS = st.text(st.sampled_from("\\`*_{}[]()<>#+-=.!|~&;:\"'/ \n\t\r1aZ\x00\x0b\u200b\u202eé"), min_size=1)
 NASTY = (
@@ -41,14 +53,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_plots():  # type: ignore[no-untyped-def]
-    """They cost most of the time, and their words are escaped by the same template."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "plots", lambda card: {})
-        yield
 
 
 def _examples(test):  # type: ignore[no-untyped-def]
@@ -95,3 +99,123 @@ def test_a_key_that_the_card_does_not_have_is_an_error() -> None:
     environment = render._template("card.md.j2", is_html=False).environment
     with pytest.raises(UndefinedError):
         environment.from_string("{{ card.epsilom }}").render(card=full_card("a"))
+
+
+# What the pages say
+
+
+NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
+PNG = b"\x89PNG of a sample"
+
+
+def test_the_page_fetches_nothing_holds_its_picture_and_says_what_the_markdown_says() -> None:
+    card = full_card("word")
+    page = to_html(card, PNG)
+    parsed = Page(page)
+    tags = {one[0] for one in parsed.tags if isinstance(one, tuple)}
+    assert tags.isdisjoint({"script", "link", "iframe", "object", "base", "form"})
+    assert "http" not in page and "@import" not in page and "url(" not in page
+    attributes = [pair for one in parsed.tags if isinstance(one, tuple) for pair in one[1]]
+    sources = [value for name, value in attributes if name in ("href", "src", "srcset")]
+    assert sources == ["data:image/png;base64," + base64.b64encode(PNG).decode()]
+    assert "<img" not in to_html(card)
+
+    def letters(text: str) -> str:
+        return re.sub(r"[\s*|`#>\\-]", "", html.unescape(text))
+
+    shown = Page(to_html(card).partition("<main")[2].partition(">")[2]).text
+    assert letters(shown) == letters(to_markdown(card))
+
+
+def test_every_number_on_the_page_is_in_the_json() -> None:
+    card, leaves = full_card("word"), list[Any]()
+
+    def collect(tree: Any) -> None:
+        if isinstance(tree, dict | list):
+            for value in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
+                collect(value)
+        else:
+            leaves.append(tree)
+
+    collect(card.model_dump(mode="json"))
+    allowed = {f"{1 / 2000:.4g}", f"{1e-5 * 2000:.4g}"}
+    for value in leaves:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            forms = ("", ",", "g", ".6g", ".4g", ",.4g", ".4f", ".3g")
+            allowed |= {f"{value:{form}}" for form in forms}
+            allowed |= {rounded_up(value), rounded_down(value), rounded_up(100 * value, 2)}
+        elif isinstance(value, str):
+            allowed |= set(NUMBER.findall(value))
+    templates = Path(render.__file__).parent / "templates"
+    fixed = (templates / "card.md.j2").read_text() + (templates / "statements.toml").read_text()
+    allowed |= set(NUMBER.findall(re.sub(r"(?s)\{\{.*?\}\}|\{%.*?%\}", " ", fixed)))
+    found = set(NUMBER.findall(to_markdown(card)))
+    assert len(found) > 30 and found <= allowed and rounded_up(1.25) in found
+
+
+# The published format
+
+
+def test_the_published_schema_is_that_of_the_model() -> None:
+    assert SCHEMA.read_text() == schema_text(), "python -m privacy.card.model > docs/schemas/privacy_card.schema.json"
+
+
+def test_the_schema_describes_every_key_and_takes_no_other() -> None:
+    schema = json.loads(schema_text())
+    for name, part in {**schema["$defs"], "PrivacyCard": schema}.items():
+        if part.get("type") != "object":
+            continue
+        assert part["description"], name
+        assert part["additionalProperties"] is False or name == "Head", name
+        assert set(part["required"]) == set(part["properties"]), name
+        for key, value in part["properties"].items():
+            assert value.get("description"), f"{name}.{key}"
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_card_comes_back_from_its_json(with_head: bool) -> None:
+    card = full_card("a name", with_head=with_head)
+    assert PrivacyCard.model_validate_json(card.to_json()) == card
+    assert card.to_json().isascii() and "\n" not in card.to_json()
+
+
+@given(st.sampled_from(("accounting", "released", "provenance", None)), st.text(min_size=1))
+def test_an_unknown_key_is_refused(place: str | None, key: str) -> None:
+    data = json.loads(full_card("a name").to_json())
+    part = data if place is None else data[place]
+    if key not in part:
+        part[key] = 1
+        with pytest.raises(ValidationError):
+            PrivacyCard.model_validate(data)
+
+
+EPSILONS = [name for name in Accounting.model_fields if "epsilon" in name] + ["attack"]
+
+
+@pytest.mark.parametrize("field", EPSILONS)
+def test_contract_11_a_card_without_a_guarantee_cannot_hold_what_is_computed_from_epsilon(field: str) -> None:
+    formal = full_card("a name")
+    value = getattr(formal.accounting, field)
+    assert value not in (None, ()), "the card of the test holds everything"
+    numbers = {"delta": 1e-5, "accountant_at_opening": None, "accountant": "a", "statement": "b"}
+    nothing = Accounting(
+        **numbers, accountant_python="3", max_examples_per_owner=None,
+        attempts=Attempts(charged=1, allowed=2, done=1, repeats=0, torn_lines=0, torn_lines_charged=0),
+    )  # fmt: skip
+    informal = formal.updated(
+        formal_guarantee=False, reasons=("why",), epsilon=None, accounting=nothing, composition=None
+    )
+    with pytest.raises(ValidationError, match="holds no epsilon"):
+        informal.updated(accounting=nothing.updated(**{field: value}))
+    with pytest.raises(ValidationError, match="holds no epsilon"):
+        informal.updated(epsilon=1.0)
+    with pytest.raises(ValidationError, match="holds no epsilon"):
+        informal.updated(composition=formal.composition)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_an_epsilon_that_is_no_number_is_null_and_any_other_such_number_is_refused(value: float) -> None:
+    card = full_card("a name")
+    assert card.updated(epsilon=value).epsilon is None
+    with pytest.raises(ValidationError):
+        card.updated(delta=value)

@@ -117,7 +117,7 @@ def test_contract_9_every_start_needs_its_own_session(tmp_path):
         (lambda ledger: ledger.done(1, 0), "without its intent"),
         (lambda ledger: ledger.done(2, 0), "without its intent"),
         (lambda ledger: ledger.checkpoint(2, "x", "cd" * 32), "not done"),
-        (lambda ledger: ledger.checkpoint(1, "x", "digest"), "SHA-256"),
+        (lambda ledger: ledger.checkpoint(1, "x", "digest"), "digest of `checkpoint`"),
         (lambda ledger: ledger.close("bored"), "reason"),
     ],
 )

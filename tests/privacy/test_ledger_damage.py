@@ -1,6 +1,7 @@
 """Ledgers that were edited, cut, reordered, torn by a crash or forged, disks that fail, and the mirror in a second place.
 
-What a crash leaves behind any single write is in tests/crashes.
+Where a damaged file can be read alone, the library's reader and verify.py are both asked. What a crash leaves behind any single
+write is in tests/crashes.
 """
 
 import copy
@@ -14,17 +15,26 @@ from dataclasses import replace
 import pytest
 
 import privacy.ledger.ledger
+from privacy import verify
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.chain import TORN_MARK, encode_line, read_chain
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.shared_records import SharedState
-from privacy.ledger.signature import SigningKey
 from tests.privacy.ledger_epsilon import recompute
-from tests.privacy.ledger_files import ENVIRONMENT, PLAN, RELEASE, create, open_fields, refused, take_step, written
+from tests.privacy.ledger_files import (
+    ENVIRONMENT,
+    PLAN,
+    RELEASE,
+    create,
+    open_fields,
+    rechained,
+    refused,
+    take_step,
+    written,
+)
 
-SIGNER = SigningKey(bytes(range(32)))
 VALUES = (
     None, True, False, 0, 1, -1, 7, 10**400, 0.5, -0.5, 1.5, 1e308, -1e308, "", "x", "00" * 32, "00" * 16, "FF" * 32,
     [], [[]], [1], ["x"], {}, {"a": 1}, {"name": "x"},
@@ -33,16 +43,17 @@ FREE = {"environment", "head"}
 """Objects whose content is nobody's business here."""
 MAY_LACK = {
     "data_hmac", "commit", "accountant", "unit", "shared_ledger", "max_examples_per_owner", "restarted_from_step_0",
-    "informal_runs", "mirror", "signer",
+    "informal_runs", "mirror",
 }  # fmt: skip
-OPTIONAL = {
-    "target_epsilon",
-    "cap",
-    "adaptive_clipping",
-    "shared_ledger",
-    "max_examples_per_owner",
-    "num_examples",
-}
+OPTIONAL = {"target_epsilon", "cap", "adaptive_clipping", "shared_ledger", "max_examples_per_owner", "num_examples"}
+
+
+def require_both_refuse(path, match=r"line \d+: "):
+    """Library and verify.py, each naming the line in one sentence."""
+    refused(path, match)
+    with pytest.raises(verify.Violated, match=match) as error:
+        verify.read_ledger(path)
+    assert "\n" not in str(error.value)
 
 
 def test_every_edited_byte_is_refused(tmp_path):
@@ -52,14 +63,13 @@ def test_every_edited_byte_is_refused(tmp_path):
         changed = bytearray(data)
         changed[position] ^= 0x01
         path.write_bytes(bytes(changed))
-        number = data[:position].count(b"\n") + 1
-        last = number == data.count(b"\n")
-        try:
-            read_ledger(path)
-        except PrivacyStateRefused:
-            continue
-        # The last line has no successor: only a checkpoint's manifest or the mirror can hold it (tested below).
-        assert last, f"byte {position} in line {number}"
+        for read, error in ((read_ledger, PrivacyStateRefused), (verify.read_ledger, verify.Violated)):
+            try:
+                read(path)
+            except error:
+                continue
+            # The last line has no successor: only a checkpoint's manifest or the mirror can hold it (tested below).
+            assert data.count(b"\n", position) == 1, f"byte {position}"
 
 
 def test_removed_reordered_duplicated_and_inserted_lines_are_refused(tmp_path):
@@ -72,29 +82,19 @@ def test_removed_reordered_duplicated_and_inserted_lines_are_refused(tmp_path):
             variants += [lines[:index] + lines[index + 1 :], swapped, [*lines[:index], b"{}\n", *lines[index:]]]
         for variant in variants:
             path.write_bytes(b"".join(variant))
-            refused(path, match=r"line \d+: ")
+            require_both_refuse(path)
 
 
 def test_non_canonical_lines_are_refused(tmp_path):
     path = written(tmp_path, steps=0)
-    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
-    line = path.read_bytes()
-    for changed in (line.replace(b":0,", b": 0,", 1), line[:-2] + b" }\n", b" " + line, line.replace(b"\n", b"\r\n")):
-        path.write_bytes(changed)
-        refused(path, match="line 1")
+    line = path.read_bytes().splitlines(keepends=True)[0]
     for content in (
-        b"",
-        b"\n",
-        b"garbage\n",
-        b"[1]\n",
-        b'"text"\n',
-        b"NaN\n",
-        line[:-1],
-        b"\xff\xfe\n",
-        b"x" + TORN_MARK + b"\n",
-    ):
+        line.replace(b":0,", b": 0,", 1), line[:-2] + b" }\n", b" " + line, line.replace(b"\n", b"\r\n"),
+        b"", b"\n", b"garbage\n", b"[1]\n", b'"text"\n', b"NaN\n", line[:-1], b"\xff\xfe\n", b"x" + TORN_MARK + b"\n",
+        line.replace(b'"format":1', b'"format":1,"format":1'), b"[" * 100_000 + b"]" * 100_000 + b"\n",
+    ):  # fmt: skip
         path.write_bytes(content)
-        refused(path, match="line 1")
+        require_both_refuse(path, "line 1: ")
 
 
 def test_rollback_is_refused_by_what_a_checkpoint_remembers(tmp_path):
@@ -115,27 +115,26 @@ def test_rollback_is_refused_by_what_a_checkpoint_remembers(tmp_path):
             ledger.require_not_shorter_than(*newest)
 
 
+# Torn lines
+
+
 def _last_line_kinds(tmp_path):
-    """Ledgers whose last line is of each type that can follow others."""
-    ledger = create(tmp_path)
-    path = ledger.path
-    cases = []
-
-    def keep(kind, charged):
-        cases.append((kind, path.read_bytes(), charged))
-
-    ledger.start_session(ENVIRONMENT)
-    keep("session", 0)
-    ledger.intent(1, 0, [RELEASE])
-    keep("intent", 0)
-    ledger.done(1, 0)
-    keep("done", 1)
-    ledger.checkpoint(1, "checkpoints/step-1", "cd" * 32)
-    keep("checkpoint", 1)
-    ledger.close("stopped")
-    keep("close", 1)
+    """(type, bytes of the ledger, charges without its last line) of ledgers whose last line is of each type."""
+    ledger, cases, charged = create(tmp_path), [], 0
+    for write in (
+        lambda: ledger.start_session(ENVIRONMENT),
+        lambda: ledger.intent(1, 0, [RELEASE]),
+        lambda: ledger.done(1, 0),
+        lambda: ledger.checkpoint(1, "step-00000001", "cd" * 32),
+        lambda: ledger.close("stopped"),
+    ):
+        write()
+        data = ledger.path.read_bytes()
+        kind = json.loads(data.splitlines()[-1])["type"]
+        cases.append((kind, data, charged))
+        charged = ledger.num_charged
     ledger.release()
-    return path, cases
+    return ledger.path, cases
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
@@ -144,12 +143,12 @@ def test_contract_9_torn_writes_at_every_byte_of_the_last_line(every, tmp_path, 
     for kind, data, charged_before in cases:
         start = data.rindex(b"\n", 0, -1) + 1
         # Whatever its bytes: it is charged where an intent could have been written, which is not so before `session` and `done`.
-        torn_charged = kind not in ("session", "done")
+        charged = charged_before + (kind not in ("session", "done"))
         for end in (*range(start + 1, len(data) - 1, every), len(data) - 1):
             path.write_bytes(data[:end])
-            assert read_ledger(path).num_charged == charged_before + torn_charged, (kind, end - start)
+            assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == charged, (kind, end - start)
             with Ledger.open(path) as ledger:
-                assert ledger.num_charged == charged_before + torn_charged
+                assert ledger.num_charged == charged
                 ledger.start_session(ENVIRONMENT)
                 step = ledger.state.last_done_step + 1
                 ledger.intent(step, ledger.next_attempt(step), [RELEASE])
@@ -157,7 +156,7 @@ def test_contract_9_torn_writes_at_every_byte_of_the_last_line(every, tmp_path, 
             content = path.read_bytes()
             assert content.startswith(data[:end] + TORN_MARK + b"\n")
             with Ledger.open(path) as ledger:
-                assert ledger.num_charged == charged_before + torn_charged + 1
+                assert ledger.num_charged == charged + 1
             assert path.read_bytes() == content
 
 
@@ -174,6 +173,7 @@ def test_contract_9_torn_repairs_at_every_byte(tmp_path, no_fsync):
             assert ledger.num_charged == 2  # a torn repair follows a torn line, where no intent can be
             ledger.start_session(ENVIRONMENT)
             take_step(ledger, 2)
+        assert verify.read_ledger(path).charged() == 3
         if end % 40 == 0:
             assert recompute(path)[0] == read_ledger(path).num_charged
         assert path.read_bytes().startswith(repaired[: len(data)] + TORN_MARK + b"\n" if end > len(data) + 6 else data)
@@ -188,27 +188,24 @@ def test_contract_9_an_edited_last_line_forgets_no_charge(tmp_path, no_fsync):
     path = ledger.path
     data = path.read_bytes()
     start = data.rindex(b"\n", 0, -1) + 1
-    line = data[start:-1]
-    kinds = [
-        line.replace(b'"intent"', b'"%s"' % kind)
-        for kind in (b"session", b"done", b"checkpoint", b"repair", b"open", b"close")
-    ]
-    for torn in (*kinds, line, b"x", b"\0" * 99, b"\0" * 9 + line[9:], line[:30], b"d", b'{"seq":4,"type":"done"'):
+    line, kinds = data[start:-1], (b"session", b"done", b"checkpoint", b"repair", b"open", b"close")
+    others = [line.replace(b'"intent"', b'"%s"' % kind) for kind in kinds]
+    for torn in (*others, line, b"x", b"\0" * 99, b"\0" * 9 + line[9:], line[:30], b"d", b'{"seq":4,"type":"done"'):
         for end in (b"", TORN_MARK, TORN_MARK + b"\n", b"\n"):
             path.write_bytes(data[:start] + torn + end)
-            try:
-                assert read_ledger(path).num_charged == 2, (torn, end)
-                with Ledger.open(path) as ledger:
-                    assert ledger.num_charged == 2
-            except PrivacyStateRefused as error:
-                assert end == b"\n" and "line 5: " in str(error)  # noqa: PT017
+            if end == b"\n" and torn not in (line, b"\0" * 99, b"\0" * 9 + line[9:]):
+                require_both_refuse(path, "line 5: ")
+                continue
+            assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == 2, (torn, end)
+            with Ledger.open(path) as ledger:
+                assert ledger.num_charged == 2
 
 
 def test_a_torn_line_where_the_budget_is_spent_or_no_step_remains_costs_nothing(tmp_path, no_fsync):
     """No intent can have been written there, so an honest crash never takes a run beyond its budget."""
     path = written(tmp_path, steps=6)
     path.write_bytes(path.read_bytes() + b"torn")
-    assert read_ledger(path).num_charged == 6
+    assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == 6
     with Ledger.open(path) as ledger:
         ledger.start_session(ENVIRONMENT)
         for _ in range(4):
@@ -216,7 +213,7 @@ def test_a_torn_line_where_the_budget_is_spent_or_no_step_remains_costs_nothing(
             ledger.start_session(ENVIRONMENT)
     assert ledger.num_charged == ledger.plan.max_intents == 10
     path.write_bytes(path.read_bytes() + b"torn")
-    assert read_ledger(path).num_charged == 10
+    assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == 10
 
 
 def test_only_the_exact_form_of_a_repair_is_accepted(tmp_path):
@@ -243,7 +240,7 @@ def test_only_the_exact_form_of_a_repair_is_accepted(tmp_path):
         [repair],
     ):
         path.write_bytes(b"".join([*lines[:-2], *variant]))
-        refused(path)
+        require_both_refuse(path)
     path.write_bytes(b"".join([*lines[:-2], torn]))  # the crash between the torn line's end and its repair
     Ledger.open(path).release()
 
@@ -285,9 +282,8 @@ def test_file_changed_behind_our_back(tmp_path):
         with pytest.raises(PrivacyStateRefused, match="bytes where this process"):
             ledger.start_session(ENVIRONMENT)
     with Ledger.open(path) as ledger:
-        copy = tmp_path / "copy"
-        shutil.copy(path, copy)
-        os.replace(copy, path)
+        shutil.copy(path, tmp_path / "copy")
+        os.replace(tmp_path / "copy", path)
         with pytest.raises(PrivacyStateRefused, match="taken its name"):
             ledger.start_session(ENVIRONMENT)
 
@@ -358,8 +354,11 @@ def test_lines_that_were_added_behind_the_mirror_are_refused(tmp_path):
 
 def test_mirror_longer_different_missing_or_left_out_is_refused(tmp_path):
     mirror = tmp_path / "mirror.jsonl"
-    path = written(tmp_path, mirror=mirror)
+    path = written(tmp_path)
+    with Ledger.open(path, mirror) as ledger:  # which may be added later
+        ledger.start_session(ENVIRONMENT)
     whole = path.read_bytes()
+    assert mirror.read_bytes() == whole
     lines = whole.splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))  # the run folder was restored from an older copy
     refused(path, match="rolled back", mirror=mirror)
@@ -377,15 +376,94 @@ def test_mirror_longer_different_missing_or_left_out_is_refused(tmp_path):
         Ledger.create(path, open_fields(), mirror)
 
 
-def test_mirror_can_be_added_later(tmp_path):
-    path, mirror = written(tmp_path), tmp_path / "mirror.jsonl"
-    with Ledger.open(path, mirror) as ledger:
+# Forgers, who make all numbers and hashes fit again
+
+
+def drop(number):
+    return lambda records: records.pop(number - 1)
+
+
+def double(number):
+    return lambda records: records.insert(number - 1, copy.deepcopy(records[number - 1]))
+
+
+def swap(*pairs):
+    def edit(records):
+        for first, second in pairs:
+            records[first - 1], records[second - 1] = records[second - 1], records[first - 1]
+
+    return edit
+
+
+def change(number, **fields):
+    return lambda records: records[number - 1].update(fields)
+
+
+def plan_of(**fields):
+    return lambda records: records[0]["plan"].update(fields)
+
+
+def noise(std, sensitivity=1.0, name="gradient"):
+    return change(5, releases=[{"name": name, "std": std, "sensitivity": sensitivity}])
+
+
+# Lines: 1 open, 2 session, 3 intent, 4 done, 5 intent, 6 session, 7 intent, 8 done, 9 intent, 10 done, 11 checkpoint, 12 close.
+ILLEGAL = {
+    "open dropped": (drop(1), "line 1: the first record"),
+    "open doubled": (double(1), "line 2: the first record"),
+    "session dropped": (drop(2), "line 2: .*outside of a session"),
+    "session doubled": (double(2), "line 3: the session nonce was used before"),
+    "intent dropped": (drop(3), "line 3: `done` without its intent"),
+    "retry dropped": (drop(5), "line 6: attempt 1 of step 2"),
+    "intent doubled": (double(3), "line 4: attempt 0 of step 1"),
+    "done dropped": (drop(4), "line 4: step 2 .*while step 1 is not done"),
+    "done doubled": (double(4), "line 5: `done` without its intent"),
+    "done before intent": (swap((3, 4)), "line 3: `done` without its intent"),
+    "steps swapped": (swap((7, 9), (8, 10)), "line 7: step 3 skips step 2"),
+    "a checkpoint of a step to come": (swap((4, 11)), "line 4: a checkpoint of .*step.* not done"),
+    "close doubled": (double(12), "line 13: a record after"),
+    "close of fewer charges": (change(12, num_charged=3), "line 12: `close` states"),
+    "close for no reason": (change(12, reason="tired"), "line 12: .*`close`"),
+    "finished too early": (change(12, reason="finished"), None),
+    "a record of no type": (change(4, type="repair"), "line 4: "),
+    "an unknown record": (change(4, type="signature"), "line 4: unknown record type"),
+    "more noise in one line": (noise(5.0), "line 5: gradient states"),
+    "a little more noise": (noise(4.01), "line 5: gradient states"),
+    "another sensitivity": (noise(4.0, 0.5), "line 5: gradient states"),
+    "more noise by its ratio": (noise(8.0, 2.0), "line 5: gradient states"),
+    "another release": (noise(4.0, 1.0, "weights"), "line 5: "),
+    "no release": (change(5, releases=[]), "line 5: an intent lists its releases"),
+    "half of a character": (change(2, environment={"commit": "\ud800"}), "line 2: .*no.* ledger record"),
+    "a smaller rate": (plan_of(sample_rate=0.01), "line 1: "),
+    "a smaller threshold": (plan_of(sampling_threshold="1"), "line 1: "),
+    "a smaller batch": (plan_of(expected_batch_size=50), "line 1: "),
+    "fewer steps": (plan_of(num_steps=2), "line 9: step"),
+    "another adjacency": (plan_of(adjacency="replace_one"), "line 1: "),
+    "a claim without grounds": (plan_of(enabled=False), "line 1: "),
+}  # fmt: skip
+"""Edits, and the line that both readers refuse; None where verify.py alone does."""
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_a_ledger_that_no_honest_program_writes_is_refused_by_both_readers(name, tmp_path, no_fsync):
+    with create(tmp_path) as ledger:
         ledger.start_session(ENVIRONMENT)
-    assert mirror.read_bytes() == path.read_bytes()
-    refused(path, match="has had a mirror")
-
-
-# Forgers, who have the signing key and make all numbers, hashes and signatures fit again
+        take_step(ledger, 1)
+        ledger.intent(2, 0, [RELEASE])
+        ledger.start_session(ENVIRONMENT)
+        for step in (2, 3):
+            take_step(ledger, step)
+        ledger.checkpoint(3, "step-00000003", "cd" * 32)
+        ledger.close("stopped")
+    edit, said = ILLEGAL[name]
+    records = [json.loads(line) for line in ledger.path.read_bytes().splitlines()]
+    edit(records)
+    ledger.path.write_bytes(rechained(records))
+    if said is not None:
+        require_both_refuse(ledger.path, said)
+    else:
+        with pytest.raises(verify.Violated, match="line 12: the run finished after step 3"):
+            verify.read_ledger(ledger.path)
 
 
 @pytest.fixture
@@ -396,12 +474,12 @@ def run(tmp_path, no_fsync):
         "max_examples_per_owner": 3,
     }  # fmt: skip
     path = tmp_path / "ledger.jsonl"
-    with Ledger.create(path, fields, signer=SIGNER) as ledger:
+    with Ledger.create(path, fields) as ledger:
         ledger.start_session(ENVIRONMENT)
         take_step(ledger, 1)
-        ledger.checkpoint(1, "step-1", "cd" * 32)
+        ledger.checkpoint(1, "step-00000001", "cd" * 32)
     path.write_bytes(path.read_bytes() + b"torn")
-    with Ledger.open(path, signer=SIGNER) as ledger:
+    with Ledger.open(path) as ledger:
         ledger.start_session(ENVIRONMENT, restarted=True)
         ledger.intent(1, 1, [RELEASE])
         ledger.done(1, 1)
@@ -427,15 +505,13 @@ def owner(tmp_path, no_fsync):
 def places(value, path=()):
     """Every path to a value inside a record, the record's own fields first."""
     if isinstance(value, dict):
-        for name, inner in value.items():
-            if name not in ("seq", "type", "previous"):
-                yield (*path, name)
-                if name not in FREE:
-                    yield from places(inner, (*path, name))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield (*path, index)
-            yield from places(inner, (*path, index))
+        parts = [item for item in value.items() if item[0] not in ("seq", "type", "previous")]
+    else:
+        parts = list(enumerate(value)) if isinstance(value, list) else []
+    for name, inner in parts:
+        yield (*path, name)
+        if name not in FREE:
+            yield from places(inner, (*path, name))
 
 
 def inside(record, path):
@@ -449,7 +525,7 @@ def kind_of(value):
 
 
 def forgeries(lines):
-    """(line number from 1, path, old value, new value, bytes up to that line) for every field and value, "removed" among them."""
+    """(line number from 1, type, path, old value, new value, bytes up to that line) for every field and value, "removed" too."""
     for number, line in enumerate(lines):
         if line.endswith(b"#torn"):
             continue
@@ -460,10 +536,9 @@ def forgeries(lines):
             if kind_of(new) == kind_of(old) and new == old:
                 continue
             fields = copy.deepcopy(record)
+            inside(fields, path[:-1])[path[-1]] = new
             if new == "removed":
                 del inside(fields, path[:-1])[path[-1]]
-            else:
-                inside(fields, path[:-1])[path[-1]] = new
             kind, time_utc, previous = record["type"], fields.pop("time_utc", None), record["previous"]
             for name in ("seq", "type", "previous"):
                 del fields[name]
@@ -482,19 +557,24 @@ def may_be_accepted(kind, path, old, new):
 
 @pytest.mark.parametrize("which", ["run", "owner"])
 def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_error(run, owner, which):
+    """verify.py refuses every line of a run that the library refuses."""
     path, state_of = (run, LedgerState) if which == "run" else (owner, SharedState)
-    lines, refused = path.read_bytes().splitlines(), 0
+    lines, count = path.read_bytes().splitlines(), 0
     for number, kind, place, old, new, data in forgeries(lines):
         state, honest = state_of(), state_of()
         try:
             read_chain(data, state, "it")
         except PrivacyStateRefused as error:
             assert str(error).startswith(f"it: line {number}: ") and "\n" not in str(error) and error.exit_code == 4  # noqa: PT017
-            refused += 1
+            count += 1
+            if which == "run":
+                run.write_bytes(data)
+                with pytest.raises(verify.Violated, match=rf"line {number}: "):
+                    verify.read_ledger(run)
             continue
         assert may_be_accepted(kind, place, old, new), (kind, place, old, new)
         assert which == "run" or place != ("unheard",)
         if which == "run":
             read_chain(b"\n".join(lines[:number]) + b"\n", honest, "it")
             assert state.num_charged >= honest.num_charged
-    assert refused > 800
+    assert count > 800

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import privacy
@@ -24,8 +23,6 @@ from privacy.ledger.run_state import open_run_state
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
-from privacy.sampling.rows import deal, shares_of_nodes
-from privacy.step.batches import num_micro_batches
 from privacy.step.folder import RunFolder
 from tests.privacy.published import config_of
 
@@ -143,20 +140,3 @@ def test_twice_the_steps_are_twice_the_work(
     monkeypatch.setattr("privacy.ledger.records.epsilon", sum_of)
     small, large = (operations(lambda steps=steps: work(runs[steps, noise])) for steps in SIZES)  # type: ignore[misc]
     assert small > SIZES[0] and large / small < LARGEST_RATIO, (small, large)
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_rank_deals_its_own_part_alone(staged: bool) -> None:
-    """More ranks are no more work for each; all parts together are the members, each once, in rows of their own."""
-    members, found = np.flatnonzero(np.random.default_rng(1).random(4096) < 0.1), []
-    for world_size in (16, 64):
-        nodes = tuple(rank // 8 for rank in range(world_size))
-        shares = shares_of_nodes(nodes, 4096) if staged else []
-        rows = 64 * num_micro_batches(2048, world_size, 64)
-        parts = [deal(bytes(32), 1, members, rows, world_size, rank, shares) for rank in range(world_size)]
-        assert sorted(np.concatenate([ids for ids, _ in parts])) == members.tolist()
-        assert all(len(set(places.tolist())) == len(ids) and (np.diff(ids) > 0).all() for ids, places in parts)
-        found.append(operations(lambda: deal(bytes(32), 1, members, rows, world_size, world_size - 1)))  # noqa: B023
-    assert found[1] <= found[0] + 2, found
-    few, many = (operations(lambda ranks=ranks: shares_of_nodes(range(ranks), 4096)) for ranks in (100, 200))  # type: ignore[misc]
-    assert many / few < LARGEST_RATIO

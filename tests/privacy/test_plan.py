@@ -1,13 +1,23 @@
+"""Plans: what is refused, what is charged, and what a ledger freezes of them."""
+
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from privacy import verify
 from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
 from privacy.accounting.noise_tail import noise_tail_delta
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyConfigError
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan, make_plan, require_equal
 from privacy.plan_request import PlanRequest
+from privacy.releases import step_releases
 
 BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "noise_multiplier": 3.0}
 
@@ -53,11 +63,11 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"num_steps": 0}, "num_steps"),
         ({"num_examples": 0}, "num_examples"),
         ({"num_steps": 1.5}, "num_steps"),
-        ({"noise_multiplier": 0.0, "target_epsilon": 8.0}, "noise_multiplier 0 cannot reach"),
+        ({"noise_multiplier": 0.0, "target_epsilon": 8.0}, "noise_multiplier = 0 gives no guarantee"),
         ({"target_epsilon": 8.0}, "exactly one"),
         ({"noise_multiplier": "left out"}, "exactly one"),
         ({"noise_multiplier": "left out", "target_epsilon": 0.0}, "target_epsilon"),
-        ({"noise_multiplier": -1.0}, "negative"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be greater than or equal to 0, not -1.0"),
         ({"noise_multiplier": float("nan")}, "finite"),
         ({"noise_multiplier": 0.29}, "below 0.3"),
         ({"target_delta": 0.0}, "target_delta"),
@@ -155,3 +165,66 @@ def test_shuffled_data_claim_nothing_and_meet_no_target():
     assert PrivacyPlan.from_frozen(json.loads(json.dumps(plan.frozen_fields()))) == plan
     with pytest.raises(PrivacyConfigError, match="shuffled data meet no target_epsilon"):
         _plan(sampling="shuffle", noise_multiplier="left out", target_epsilon=2.0)
+
+
+# Certified arithmetic: accounted with sigma itself, frozen in the ledger, and refused where it cannot hold
+
+DPCAP = {
+    "num_examples": 233_000_000, "expected_batch_size": 1_310_720, "num_steps": 5708, "noise_multiplier": 0.728,
+    "target_delta": 4.2918e-9, "reserved_attempts": 0,
+}  # fmt: skip
+
+
+def certified(**changed: Any) -> PrivacyPlan:
+    return make_plan(PlanRequest(**({**BASE, "arithmetic": "certified"} | changed)))
+
+
+@pytest.mark.parametrize("cap", [None, pytest.param("default", marks=pytest.mark.full)])
+def test_epsilon_at_the_dp_cap_point_is_that_of_the_continuous_gaussian(cap: Any) -> None:
+    own = certified(**DPCAP, cap=cap)
+    assert own.effective_noise_multiplier == 0.728 and own.accounted_delta == 4.2918e-9
+    continuous = ReleaseGroup(own.sample_rate, 0.728, 5708, 233_000_000, own.cap)
+    assert own.epsilon_planned == epsilon_pld([continuous], 4.2918e-9)
+    assert own.lattice is not None and own.lattice.target(1 << 30) > 0.9999
+
+
+def test_arithmetic_and_lattice_are_frozen_with_the_plan() -> None:
+    own = certified(max_grad_norm=0.3)
+    frozen = own.frozen_fields()
+    assert frozen["arithmetic"] == "certified" and frozen["lattice_exponent"] == 33 and frozen["sensitivity_slack"] == 0
+    assert PrivacyPlan.from_frozen(frozen) == own
+    for changed in ({"lattice_exponent": 32}, {"arithmetic": "floating"}, {"sensitivity_slack": 1e-3}):
+        with pytest.raises(PrivacyConfigError):
+            PrivacyPlan.from_frozen(frozen | changed)
+    with pytest.raises(PrivacyConfigError, match="arithmetic was 'certified'"):
+        require_equal(frozen, certified(max_grad_norm=0.3, arithmetic="floating").frozen_fields(), "ledger")
+    assert "privacy.arithmetic" in (contradiction({"privacy": {"arithmetic": "floating"}}, own) or "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"arithmetic": "exact"}, "arithmetic must be one of floating, certified"),
+        ({"sensitivity_slack": 1e-3}, "sensitivity_slack is 0"),
+        ({"noise_multiplier": 0.0}, "for runs with noise"),
+        ({"enabled": False}, "for runs with noise"),
+        ({"adaptive_clipping": AdaptiveClipping(0.5, 0.2, 6.0)}, "constant C"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivacyConfigError, match=message):
+        certified(**changed)
+
+
+def test_the_verifier_recomputes_epsilon_with_sigma_itself(tmp_path: Path) -> None:
+    own = certified(num_steps=6, cap=None)
+    fields = {"plan": own.frozen_fields(), "key_commitment": "0" * 64}
+    with Ledger.create(tmp_path / "ledger.jsonl", fields) as ledger:
+        ledger.start_session({})
+        for step in range(1, 6):
+            ledger.intent(step, 0, step_releases(own.noise_multiplier, own.max_grad_norm, None))
+            ledger.done(step, 0)
+    epsilon = read_ledger(tmp_path / "ledger.jsonl").epsilon()
+    assert epsilon == epsilon_pld([ReleaseGroup(own.sample_rate, 3.0, 5)], own.target_delta)
+    read = verify.read_ledger(tmp_path / "ledger.jsonl")
+    assert verify.epsilon(read.groups(), own.target_delta) == pytest.approx(epsilon, rel=1e-9)

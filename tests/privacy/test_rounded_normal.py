@@ -176,28 +176,6 @@ def test_a_cell_gives_each_integer_with_its_probability(deviation, cells):
             assert least - MP.mpf(2) ** -390 <= true <= least + MP.mpf(missing.numerator) / missing.denominator
 
 
-def test_the_last_of_all_first_bits_give_the_tail():
-    """Every one of the 2^15 largest first 32 bits of U, from 4.5 standard deviations on, through the code that draws."""
-    source, size = Words(10), 1 << 15
-    u = np.arange(2**32 - size, 2**32, dtype=np.uint64) << np.uint64(32)
-    # V near 1 keeps every proposal, T near 1/4 and a deviation of 64 tell its cell.
-    words = np.concatenate([u | np.uint64((1 << 31) - 1), np.full(size, 1 << 62, np.uint64)])
-    cells = np.concatenate([rounded_normal._keep(64.0, words, source) for _ in range(4)])
-    assert len(cells) == 4 * size
-    for far in (300, 320, 340, 352, 384):
-        expected = 2**32 * float(1 - FIRST_OF_CELL[far])
-        assert abs((cells >= far).sum() / 4 - expected) <= 2  # first bits that lie across a boundary
-    beyond, rounds = Counter(), 60
-    for _ in range(rounds):
-        words = source.uniform_words(2 * size)
-        words[:size] = u | words[:size] & np.uint64(2**32 - 1)
-        sizes = np.abs(rounded_normal._keep(2.0**40, words, source))
-        beyond.update({far: int((sizes > far * 2**40).sum()) for far in (5.0, 5.5, 6.0)})
-    for far, seen in beyond.items():
-        mean = rounds * 2**32 * 2 * stats.norm.sf(far) * math.sqrt(math.pi / 2) * M / float(_TOTAL)
-        assert abs(seen - mean) < 5 * math.sqrt(mean)
-
-
 def probabilities(deviation, edges):
     """Of the integers in [edges[i], edges[i + 1]), with everything below and above added to the ends."""
     middle = [(MP.mpf(int(edge)) - 0.5) / MP.mpf(deviation) for edge in edges]
@@ -233,45 +211,6 @@ def test_draws_follow_the_exact_probabilities(deviation):
     assert 1e-4 < chi_square(lambda n: draw_rounded_normal(deviation, n, words), deviation, 1_000_000) < 1 - 1e-4
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("deviation", [0.3, 1.0, 3.0, 17.3, 1000.7, 2.0**30, 2.0**50])
-def test_draws_follow_the_exact_probabilities_full(deviation):
-    source = SystemNoise()
-    p_value = chi_square(lambda n: draw_rounded_normal(deviation, n, source), deviation, 100_000_000)
-    print(f"{deviation:g}: p = {p_value:.4f}")
-    assert 1e-6 < p_value < 1 - 1e-6
-
-
-@pytest.mark.full
-def test_tails_are_reached_full():
-    """10^9 draws: beyond 4, 5 and 6 standard deviations as many as a Poisson variable with the exact mean."""
-    source, deviation, seen = SystemNoise(), 2.0**40, Counter()
-    for _ in range(200):
-        sizes = np.abs(draw_rounded_normal(deviation, 5_000_000, source))
-        for far in (4, 5, 6):
-            seen[far] += int((sizes > far * 2**40).sum())
-    for far in (4, 5, 6):
-        mean = 1e9 * 2 * stats.norm.sf(far)
-        print(f"beyond {far}: {seen[far]}, {mean:.1f} on average")
-        assert stats.poisson.ppf(1e-6, mean) <= seen[far] <= stats.poisson.ppf(1 - 1e-6, mean)
-
-
-def test_neighbours_are_independent_within_and_across_pieces(monkeypatch):
-    """Pairs of neighbours fill the table that their probabilities give, and sign and size do not know each other."""
-    monkeypatch.setattr(rounded_normal, "_PIECE", 3)
-    small = draw_rounded_normal(1.0, 30_000, Words(4))
-    monkeypatch.undo()
-    for values in (small, draw_rounded_normal(1.0, 1_000_000, Words(5))):
-        kinds = np.clip(values, -2, 2) + 2
-        single = probabilities(1.0, [-1, 0, 1, 2])
-        for lag in (1, 2, 3, 7):
-            table = np.bincount(kinds[:-lag] * 5 + kinds[lag:], minlength=25)
-            expected = np.outer(single, single).reshape(-1) * (len(values) - lag)
-            # Overlapping pairs: this sum is larger than chi-square with 24 degrees by a factor of at most 2.
-            assert ((table - expected) ** 2 / expected).sum() / 2 < stats.chi2.isf(1e-5, 24)
-        assert abs(np.corrcoef(np.sign(values), np.abs(values))[0, 1]) * math.sqrt(len(values)) < 5
-
-
 def test_large_counts_are_drawn_in_bounded_pieces():
     """Memory on top of the result does not grow with the count, and every word is asked for anew."""
     words, peaks = Words(6), []
@@ -294,12 +233,6 @@ def test_counts_and_freshness():
         assert values.shape == (count,) and values.dtype == np.int64 and len(np.unique(values)) == count
     first, second = (draw_rounded_normal(2.0**50, 1000, source) for _ in range(2))
     assert not np.isin(first, second).any()
-
-
-def test_no_deviation_draws_nothing():
-    words = Words(8)
-    values = draw_rounded_normal(0.0, 5, words)
-    assert values.tolist() == [0] * 5 and values.dtype == np.int64 and words.asked == []
 
 
 @pytest.mark.parametrize("deviation", [-1.0, -5e-324, math.nan, math.inf, -math.inf, math.nextafter(2.0**50, math.inf)])
@@ -326,3 +259,25 @@ def test_words_of_the_aes_source_are_aes_256_ctr_under_a_fresh_key(monkeypatch):
         stream = Cipher(algorithms.AES(bytes(range(first, first + 32))), modes.CTR(bytes(16))).encryptor()
         expected = np.frombuffer(stream.update(bytes(24)), "<u8")
         assert SystemNoise().uniform_words(3).tolist() == expected.tolist()
+
+
+def test_the_last_of_all_first_bits_give_the_tail():
+    """Every one of the 2^15 largest first 32 bits of U, from 4.5 standard deviations on, through the code that draws."""
+    source, size = Words(10), 1 << 15
+    u = np.arange(2**32 - size, 2**32, dtype=np.uint64) << np.uint64(32)
+    # V near 1 keeps every proposal, T near 1/4 and a deviation of 64 tell its cell.
+    words = np.concatenate([u | np.uint64((1 << 31) - 1), np.full(size, 1 << 62, np.uint64)])
+    cells = np.concatenate([rounded_normal._keep(64.0, words, source) for _ in range(4)])
+    assert len(cells) == 4 * size
+    for far in (300, 320, 340, 352, 384):
+        expected = 2**32 * float(1 - FIRST_OF_CELL[far])
+        assert abs((cells >= far).sum() / 4 - expected) <= 2  # first bits that lie across a boundary
+    beyond, rounds = Counter(), 60
+    for _ in range(rounds):
+        words = source.uniform_words(2 * size)
+        words[:size] = u | words[:size] & np.uint64(2**32 - 1)
+        sizes = np.abs(rounded_normal._keep(2.0**40, words, source))
+        beyond.update({far: int((sizes > far * 2**40).sum()) for far in (5.0, 5.5, 6.0)})
+    for far, seen in beyond.items():
+        mean = rounds * 2**32 * 2 * stats.norm.sf(far) * math.sqrt(math.pi / 2) * M / float(_TOTAL)
+        assert abs(seen - mean) < 5 * math.sqrt(mean)

@@ -3,7 +3,6 @@
 import pytest
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
@@ -71,15 +70,3 @@ def make_plan_like(**changes):
     own = {name: getattr(PLAN, name) for name in ("num_examples", "expected_batch_size", "num_steps", "target_delta")}
     more = {name: getattr(PLAN, name) for name in ("reserved_attempts", "sensitivity_slack")}
     return make_plan(PlanRequest(**own | more | changes))
-
-
-@pytest.mark.parametrize("crash", ["before ledger", "before publish"])
-def test_run_state_survives_a_crash_while_it_is_created(tmp_path, monkeypatch, crash):
-    owner, name = (Ledger, "create") if crash == "before ledger" else (SamplingKey, "publish")
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, lambda *_args: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            _state(tmp_path)
-    ledger, key = _state(tmp_path)
-    assert ledger.key_commitment == key.commitment()
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["ledger.jsonl", "sampling.key", "signing.key"]

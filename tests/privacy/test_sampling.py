@@ -1,8 +1,5 @@
 import hashlib
 import itertools
-import resource
-import secrets
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from scipy import stats
 from privacy.errors import PrivacyConfigError
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import (
-    Decided,
     PoissonSampler,
     default_cap,
     example_keys,
@@ -131,29 +127,6 @@ def test_contract_1_other_attempt_session_or_key_gives_independent_members():
             assert abs(len(first & second) - 200) < 6 * 14.1
 
 
-@pytest.mark.full
-def test_contract_1_other_attempts_and_sessions_are_independent_full():
-    """Overlaps of 400 pairs of attempts: hypergeometric given the sizes, so the standardised ones are normal."""
-    key, sampler, scores = SamplingKey(bytes(32)), PoissonSampler.with_expected_batch(20_000, 2000, None), []
-    for trial in range(400):
-        nonce, other = trial.to_bytes(16, "big"), (trial + 1 + (trial % 2) * 10**6).to_bytes(16, "big")
-        first = sampler.members(key.coin_key(nonce, 0), 3)
-        second = sampler.members(key.coin_key(nonce if trial % 2 else other, trial % 2), 3)
-        law = stats.hypergeom(20_000, len(first), len(second))
-        scores.append((len(np.intersect1d(first, second)) - law.mean()) / law.std())
-    assert stats.kstest(scores, "norm").pvalue > 1e-4
-
-
-@pytest.mark.full
-def test_contract_1_members_do_not_depend_on_world_size_full():
-    sampler = PoissonSampler.with_expected_batch(50_001, 700, 760)
-    for step in range(300):
-        whole = sampler.members(KEY, step)
-        for world_size in (1, 2, 4):
-            parts = [sampler.decide(KEY, step, *slice_bounds(50_001, world_size, r)) for r in range(world_size)]
-            assert np.array_equal(sampler.merge(parts[::-1]), whole)
-
-
 def test_contract_2_cap_keeps_the_smallest_values():
     rng = np.random.default_rng(0)
     ids = np.flatnonzero(rng.random(1000) < 0.3)
@@ -219,23 +192,3 @@ def test_bad_requests_are_refused():
     ):
         with pytest.raises(PrivacyConfigError):
             bad()
-
-
-def test_empty_slices_merge_to_an_empty_batch():
-    sampler = PoissonSampler(10, 1, 4)
-    empty = Decided(np.empty(0, np.int64), np.empty(0, np.uint64))
-    assert sampler.merge([empty, empty]).tolist() == []
-
-
-def test_one_rank_of_128_decides_in_50_ms_and_100_mb():
-    n = 233_000_000
-    sampler = PoissonSampler.with_expected_batch(n, 1_310_720, default_cap(1_310_720))
-    key, times = secrets.token_bytes(32), []
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for rank in range(20, 30):
-        start = time.perf_counter()
-        decided = sampler.decide(key, 3, *slice_bounds(n, 128, rank))
-        times.append(time.perf_counter() - start)
-        assert abs(len(decided.ids) - 10_240) < 700
-    assert min(times) <= 0.05
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before <= 100 * 1024

@@ -1,3 +1,5 @@
+"""A data owner's ledger over several runs, and the copies of a run that meet in it."""
+
 import json
 import math
 import os
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch_scripts.shared_ledger import CreateOptions, ShowOptions, create, parse_args, show
+from launch_scripts.shared_ledger import CreateOptions, ShowOptions, create, show
 from privacy.accounting.accountants import ReleaseGroup, epsilon
 from privacy.accounting.rdp_filter import filter_order, filtered_epsilon, total_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
@@ -14,7 +16,7 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from trainer.errors import ConfigError
+from privacy.releases import step_releases
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
@@ -132,29 +134,6 @@ def test_budgets_that_make_no_sense_and_files_that_are_there_are_refused(shared,
         SharedLedger.create(shared.path, epsilon=1.0, delta=DELTA)
 
 
-def test_edited_lines_are_refused_and_torn_ones_are_charged_nothing(shared):
-    _reserve(shared, "a" * 64, "run", _plan())
-    _reserve(shared, "b" * 64, "other", _plan())
-    good = shared.path.read_bytes()
-    lines = good.split(b"\n")
-    for damaged in (
-        good.replace(b'"epsilon":2.0', b'"epsilon":9.0'),
-        good.replace(b'"count":62', b'"count":61'),
-        b"\n".join([lines[0], lines[2], lines[1], b""]),
-        b"\n".join([lines[1], b""]),
-        b"\n".join([*lines[:3], lines[2], b""]),
-        b"",
-    ):
-        shared.path.write_bytes(damaged)
-        with pytest.raises(PrivacyStateRefused, match="line"):
-            shared.read()
-    for cut in range(len(lines[0]) + len(lines[1]) + 3, len(good) - 1, 37):
-        shared.path.write_bytes(good[:cut])
-        assert list(shared.read().reservations) == ["a" * 64]
-        _reserve(shared, "c" * 64, "later", _plan())
-        assert list(shared.read().reservations) == ["a" * 64, "c" * 64]
-
-
 def test_the_filter_bounds_pld_from_above_and_counts_everything():
     group = _plan().release_group(60)
     order = filter_order(group, 2.0, DELTA)
@@ -182,16 +161,6 @@ def test_the_command_can_be_called_from_a_notebook(tmp_path, capsys):
     capsys.readouterr()
     show(ShowOptions(path=path, json=True))
     assert json.loads(capsys.readouterr().out)["epsilon"] == 3.0
-
-
-@pytest.mark.parametrize(
-    "line", ["create PATH --target_epsilon 3", "create --target_epsilon 3 --delta 1e-6", "show", "create PATH --target_epsilon "
-             "nan --delta 1e-6", "create PATH --target_epsilon x --delta 1e-6", "show PATH --mirror b"]
-)  # fmt: skip
-def test_a_bad_command_line_is_refused_in_one_line(line):
-    with pytest.raises(ConfigError) as refused:
-        parse_args(line.split())
-    assert "\n" not in str(refused.value)
 
 
 def test_runs_without_a_guarantee_are_counted_where_the_owner_permits_them(shared, tmp_path):
@@ -268,3 +237,108 @@ def test_each_study_on_an_owner_s_ledger_has_its_own_grid(shared):
     assert shared.freeze_grid("one", {"b": "2"}, begun=False) == {"b": "1"}
     assert shared.freeze_grid("other", {"c": "2"}, begun=False) == {"c": "2"}
     assert [run["chosen_after_outputs"] for run in shared.summary()["runs"]] == [False, False]
+
+
+# Copies and backups of a run folder, which must not spend what one run reserved
+
+SHORT = _plan(num_steps=20)
+
+
+def _steps(ledger, first, last):
+    for step in range(first, last + 1):
+        attempt = ledger.next_attempt(step)
+        ledger.intent(step, attempt, step_releases(2.0, 1.0, None))
+        ledger.done(step, attempt)
+
+
+@pytest.fixture
+def session(shared, tmp_path):
+    with _open(tmp_path / "run", shared, SHORT) as ledger:
+        ledger.start_session({})
+        _steps(ledger, 1, 5)
+        yield ledger
+
+
+def test_a_copied_run_folder_cannot_go_on_beside_the_original(shared, tmp_path):
+    with _open(tmp_path / "run", shared, SHORT) as ledger:
+        ledger.start_session({})
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with _open(tmp_path / "run", shared, SHORT) as ledger:
+        ledger.start_session({})
+    with pytest.raises(PrivacyStateRefused, match="another copy"):
+        _open(tmp_path / "copy", shared, SHORT)
+    _open(tmp_path / "run", shared, SHORT).release()
+
+
+@pytest.mark.parametrize("end", ["checkpoint", "close"])
+def test_a_copy_made_during_a_session_is_refused_once_the_original_went_on(shared, tmp_path, session, end):
+    shutil.copytree(tmp_path / "run", tmp_path / "backup")
+    _steps(session, 6, 20)
+    if end == "checkpoint":
+        session.checkpoint(20, "step-00000020", "0" * 64)
+    else:
+        session.close("finished")
+    session.release()
+    with pytest.raises(PrivacyStateRefused, match="another copy of this run went on") as refused:
+        _open(tmp_path / "backup", shared, SHORT)
+    assert refused.value.exit_code == 4
+    with _open(tmp_path / "run", shared, SHORT) as again:
+        assert again.num_charged == 20
+
+
+def test_the_original_stops_when_a_copy_has_taken_its_budget_over(shared, tmp_path, session):
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with _open(tmp_path / "copy", shared, SHORT) as copy:
+        copy.start_session({})
+        lines = session.path.read_bytes()
+        with pytest.raises(PrivacyStateRefused, match="another copy") as refused:
+            _steps(session, 6, 6)
+        assert refused.value.exit_code == 4
+        assert session.path.read_bytes() == lines  # stopped before the charge
+        for late in (lambda: session.checkpoint(5, "step-00000005", "0" * 64), lambda: session.close("finished")):
+            with pytest.raises(PrivacyStateRefused, match="another copy"):
+                late()
+        _steps(copy, 6, 20)
+        copy.close("finished")
+    assert shared.read().closed == {copy.key_commitment}
+
+
+def test_a_session_whose_start_was_cut_off_stops(shared, session):
+    lines = shared.path.read_bytes().splitlines(keepends=True)
+    shared.path.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(PrivacyStateRefused, match="or the file was rolled back"):
+        _steps(session, 6, 6)
+    assert session.num_charged == 5
+
+
+def test_a_closed_run_is_final(shared, tmp_path, session):
+    """Even for a copy that holds every line but the last."""
+    _steps(session, 6, 20)
+    session.checkpoint(20, "step-00000020", "0" * 64)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    session.close("finished")
+    with pytest.raises(PrivacyStateRefused, match="another copy"):
+        _open(tmp_path / "copy", shared, SHORT)
+
+
+def test_a_shared_ledger_that_cannot_be_reached_stops_the_step_before_its_charge(shared, session):
+    charged = session.num_charged
+    shared.path.rename(shared.path.with_name("elsewhere"))
+    with pytest.raises(PrivacyStateRefused, match="cannot use the shared ledger: No such file"):
+        _steps(session, 6, 6)
+    assert session.num_charged == charged
+    shared.path.with_name("elsewhere").rename(shared.path)
+    _steps(session, 6, 6)
+
+
+def test_where_nobody_else_writes_a_step_costs_one_look(shared, monkeypatch, session):
+    monkeypatch.setattr(SharedLedger, "locked", lambda self: pytest.fail("the file was read"))
+    _steps(session, 6, 20)
+
+
+def test_contract_12_what_is_noted_of_a_step_carries_no_time_of_its_own(shared, session):
+    session.checkpoint(5, "step-00000005", "0" * 64)
+    session.close("finished")
+    records = [json.loads(line) for line in shared.path.read_text().splitlines()]
+    assert [record["type"] for record in records] == ["open", "reserve", "start", "at", "close"]
+    assert {record["time_utc"] for record in records[1:]} == {session.state.opened["time_utc"]}

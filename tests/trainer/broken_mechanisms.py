@@ -1,10 +1,10 @@
-"""Deliberate mistakes, each a small change of the product at a named seam, to be found by the audit of the mechanism."""
+"""Deliberate mistakes, each a small change of the product at a named seam, and the checks of the audit that find each."""
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -12,41 +12,23 @@ import torch
 from torch import Tensor
 
 from data.reading import loader
-from privacy.clipping import ClippedSum, accumulators, clipped_sum, functions
-from privacy.clipping.functions import ClippingFunction
+from privacy.clipping import accumulators, factors, functions
+from privacy.clipping.functions import ClippingFunction, unclipped
 from privacy.correlated import segment
+from privacy.correlated.segment import Segment
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.noise import NoiseSource, SystemNoise, add_noise
-from privacy.sampling.poisson import example_keys
+from privacy.run.ledger import RunLedger
+from privacy.sampling.poisson import CyclicPoissonSampler, Decided, example_keys
+from privacy.step import adaptive_bound
 from privacy.step import batches as run_batches
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
 from privacy.step.reduction import reduce_to_owners
-from privacy.step.run_ledger import RunLedger
 from privacy.step.step import train_step
-from tests.privacy.audit.broken_samplers import SAMPLERS
-from tests.trainer.broken_correlation import CORRELATED
-from tests.trainer.broken_noise import SOURCES
-from trainer.audit import sandbox as audit_sandbox
+from trainer.audit import sandbox
 from trainer.ranks import distributed
-
-NEED_TWO_RANKS = (
-    "noise_divided_by_world_size",
-    "same_seed_on_all_ranks",
-    "noise_before_the_reduction",
-    "reduction_averages",
-)
-
-
-@contextmanager
-def broken(bug: str) -> Iterator[NoiseSource]:
-    """Inside, the sandbox's mechanism has the named mistake; yields the noise source to use. "none" breaks nothing."""
-    with ExitStack() as stack:
-        for target, name, value in (PATCHES | CORRELATED).get(bug, list)():
-            stack.enter_context(mock.patch.object(target, name, value))
-        yield SOURCES.get(bug, SystemNoise)()
-
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -54,43 +36,7 @@ Patches = list[tuple[Any, str, Any]]
 # Mistakes in the step
 
 
-def noise_divided_by_world_size() -> Patches:
-    return [
-        (segment, "add_noise", lambda values, std, source: add_noise(values, std / distributed.world_size(), source))
-    ]
-
-
-def sigma_of_another_recipe() -> Patches:
-    return [(segment, "add_noise", lambda values, std, source: add_noise(values, 0.97 * std, source))]
-
-
-def noise_before_the_reduction() -> Patches:
-    """Every rank adds the whole noise to its own part of the sum."""
-
-    def step(run: Any, number: int, micro_batches: Any) -> Any:
-        def reduce(clipped: Any, layout: Any) -> Any:
-            for _, total in clipped.sums():
-                draw = run.noise.standard_normal(total.numel(), total.device)
-                total += run.plan.noise_multiplier * run.plan.max_grad_norm * draw.view_as(total)
-            return reduce_to_owners(clipped, layout)
-
-        with mock.patch.object(loop, "reduce_to_owners", reduce):
-            return train_step(run, number, micro_batches)
-
-    return [(segment, "add_noise", lambda values, std, source: None), (audit_sandbox, "train_step", step)]
-
-
-def reduction_averages() -> Patches:
-    def reduce(clipped: Any, layout: Any) -> Any:
-        shards = reduce_to_owners(clipped, layout)
-        for shard in shards:
-            shard.values.div_(distributed.world_size())
-        return shards
-
-    return [(loop, "reduce_to_owners", reduce)]
-
-
-def divisor_is_the_realised_batch() -> Patches:
+def the_divisor_is_the_realised_batch() -> Patches:
     def step(run: Any, number: int, micro_batches: Any) -> Any:
         kept = list(micro_batches)
         mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
@@ -98,10 +44,10 @@ def divisor_is_the_realised_batch() -> Patches:
         run.plan = dataclasses.replace(run.plan, expected_batch_size=max(1, realised))
         return train_step(run, number, iter(kept))
 
-    return [(audit_sandbox, "train_step", step)]
+    return [(sandbox, "train_step", step)]
 
 
-def one_layer_without_noise() -> Patches:
+def one_layer_gets_no_noise() -> Patches:
     def step(run: Any, number: int, micro_batches: Any) -> Any:
         take = run.engine.step
 
@@ -114,10 +60,32 @@ def one_layer_without_noise() -> Patches:
         with mock.patch.object(run.engine, "step", without):
             return train_step(run, number, micro_batches)
 
-    return [(audit_sandbox, "train_step", step)]
+    return [(sandbox, "train_step", step)]
 
 
-def sum_and_noise_in_single_precision() -> Patches:
+def every_rank_adds_the_whole_noise() -> Patches:
+    """To its own part of the sum, before the reduction."""
+
+    def step(run: Any, number: int, micro_batches: Any) -> Any:
+        def reduce(clipped: Any, layout: Any) -> Any:
+            for _, total in clipped.sums():
+                draw = run.noise.standard_normal(total.numel(), total.device)
+                total += run.plan.noise_multiplier * run.plan.max_grad_norm * draw.view_as(total)
+            return reduce_to_owners(clipped, layout)
+
+        with mock.patch.object(loop, "reduce_to_owners", reduce):
+            return train_step(run, number, micro_batches)
+
+    return [(segment, "add_noise", lambda values, std, source: None), (sandbox, "train_step", step)]
+
+
+def noise_is_divided_by_the_number_of_ranks() -> Patches:
+    return [
+        (segment, "add_noise", lambda values, std, source: add_noise(values, std / distributed.world_size(), source))
+    ]
+
+
+def sum_and_noise_are_single() -> Patches:
     def add(values: Tensor, std: float, source: Any) -> None:
         noise = torch.zeros_like(values)
         add_noise(noise, std, source)
@@ -126,31 +94,104 @@ def sum_and_noise_in_single_precision() -> Patches:
     return [(segment, "add_noise", add)]
 
 
-def noise_follows_the_realised_batch() -> Patches:
-    """sigma C sqrt(batch / B): right on average."""
+# Mistakes in the clipping
 
-    def step(run: Any, number: int, micro_batches: Any) -> Any:
-        kept = list(micro_batches)
-        mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
-        scale = (2 * float(distributed.all_reduce_sum(mine)) / run.plan.expected_batch_size) ** 0.5
-        scaled = lambda values, std, source: add_noise(values, std * scale, source)  # noqa: E731
-        with mock.patch.object(segment, "add_noise", scaled):
-            return train_step(run, number, iter(kept))
 
-    return [(audit_sandbox, "train_step", step)]
+class _EachOnItsOwn(ClippingFunction):
+    """Every parameter is clipped to C by itself; the sensitivity is still said to be C."""
+
+    @property
+    def sensitivity(self) -> float:
+        return self.bounds[0]
+
+
+def each_layer_is_clipped_by_itself() -> Patches:
+    def function(names: list[str], bound: float) -> ClippingFunction:
+        return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
+
+    return [(functions, "FUNCTIONS", {"flat": function})]
+
+
+def sums_keep_a_64th_of_the_step_before() -> Patches:
+    zero = accumulators.LocalSums.zero_
+
+    def forgetful(self: Any) -> None:
+        # After logical batches alone: the self-check at the start compares small sums with autograd's.
+        part = 1 / 64 if getattr(self, "_rows", 0) > 100 else 0.0
+        kept = {name: total * part for name, total in self._totals.items()}
+        zero(self)
+        for name, total in self._totals.items():
+            total += kept[name]
+
+    return [(accumulators.LocalSums, "zero_", forgetful)]
+
+
+def sums_are_single() -> Patches:
+    """Totals hold what fp32 can hold, as gradients of trainers do; planted behind the self-check, which finds it too."""
+
+    def finish(self: Any) -> None:
+        for total in self._totals.values():
+            total.copy_(total.float())
+
+    return [(accumulators.LocalSums, "finish", finish), (sandbox, "check_against_autograd", lambda *_, **__: None)]
+
+
+# Mistakes in the sampling
+
+
+def the_ragged_tail_is_dropped() -> Patches:
+    """The loader gives whole groups of 16 only."""
+    stack = loader.stack_examples
+
+    def whole_only(examples: Any, make_example: Any, size: int, rows: Any) -> Any:
+        kept = list(examples)
+        whole = len(kept) // 16 * 16
+        return stack(kept[:whole], make_example, size, rows[:whole])
+
+    return [(loader, "stack_examples", whole_only)]
+
+
+def keys_are_those_of_rows() -> Patches:
+    return [(run_batches, "example_keys", lambda key, step, ids: example_keys(key, step, np.arange(len(ids))))]
+
+
+def a_retry_has_the_same_members() -> Patches:
+    """Coins that forget the session and the attempt."""
+    plan = LogicalBatches.plan
+
+    def forgetful(self: Any, step: int) -> Any:
+        return plan(dataclasses.replace(self, nonce=bytes(16), attempts={}), step)
+
+    return [(LogicalBatches, "plan", forgetful)]
+
+
+def two_groups_are_in_a_step() -> Patches:
+    """Of those that take turns; each at half the rate, so that batches have their size."""
+    decide = CyclicPoissonSampler.decide
+
+    def both(self: CyclicPoissonSampler, *arguments: Any) -> Any:
+        assert self.group is not None
+        half = dataclasses.replace(self.coins, threshold=self.coins.threshold // 2)
+        groups = (self.group, (self.group + 1) % self.bands)
+        one, two = (decide(dataclasses.replace(self, coins=half, group=group), *arguments) for group in groups)
+        order = np.argsort(ids := np.concatenate([one.ids, two.ids]))
+        return Decided(ids[order], np.concatenate([one.values, two.values])[order])
+
+    return [(CyclicPoissonSampler, "decide", both)]
 
 
 # Mistakes in the ledger
 
 
-def intent_after_the_step() -> Patches:
-    intend, adapt, waiting = loop._intend, loop.adapt_bound, []
+def the_intent_follows_the_reduction() -> Patches:
+    intend, waiting = loop._intend, []
 
     def late(*arguments: Any) -> Any:
+        shards = reduce_to_owners(*arguments)
         intend(*waiting.pop())
-        return adapt(*arguments)
+        return shards
 
-    return [(loop, "_intend", lambda *arguments: waiting.append(arguments)), (loop, "adapt_bound", late)]
+    return [(loop, "_intend", lambda *arguments: waiting.append(arguments)), (loop, "reduce_to_owners", late)]
 
 
 def every_second_intent_is_not_synced() -> Patches:
@@ -182,156 +223,139 @@ def a_retry_is_not_charged() -> Patches:
     return [(RunLedger, "intent", once), (RunLedger, "done", done_once), unchecked]
 
 
-# Mistakes in the clipping
+# Mistakes with past noise, and with the count of adaptive clipping
 
 
-class _OneLayerUnclipped(ClippedSum):
-    """conv.weight gets the whole gradient; the sensitivity is still said to be C."""
+def past_noise_is_kept_over_a_start() -> Patches:
+    kept: list[Segment] = []
 
-    def __init__(self, model: torch.nn.Module, max_grad_norm: float, **more: Any) -> None:
-        super().__init__(model, max_grad_norm, **more)
-        self._unclipped = ClippedSum(model, float("inf"), **more)
+    def make(strategy: Any, keep_on: torch.device | None) -> Any:
+        kept[:] = kept or [Segment(strategy, keep_on)]
+        return kept[0]
 
-    def zero_(self) -> None:
-        super().zero_()
-        self._unclipped.zero_()
-
-    def add_micro_batch(self, task: Any, inputs: Any, is_padding_B: Tensor) -> Any:
-        self._unclipped.add_micro_batch(task, inputs, is_padding_B)
-        return super().add_micro_batch(task, inputs, is_padding_B)
-
-    def sums(self) -> Any:
-        loose = dict(self._unclipped.sums())
-        for name, total in super().sums():
-            yield name, loose[name] if name == "conv.weight" else total
+    return [(loop, "Segment", make)]
 
 
-def clip_forgotten_for_one_layer() -> Patches:
-    return [(clipped_sum, "ClippedSum", _OneLayerUnclipped)]
+def past_noise_is_rounded() -> Patches:
+    class Rounding(Segment):
+        def add_row(self, *arguments: Any) -> None:
+            super().add_row(*arguments)
+            self._past = [past.float().double() for past in self._past]
+
+    return [(loop, "Segment", Rounding)]
 
 
-class _EachOnItsOwn(ClippingFunction):
-    """Every parameter is clipped to C by itself; the sensitivity is still said to be C."""
-
-    @property
-    def sensitivity(self) -> float:
-        return self.bounds[0]
+def the_count_is_not_centred() -> Patches:
+    return [(factors, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5)]
 
 
-def clip_each_layer_by_itself() -> Patches:
-    def function(names: list[str], bound: float) -> ClippingFunction:
-        return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
-
-    return [(functions, "FUNCTIONS", {"flat": function})]
+def the_count_has_half_its_noise() -> Patches:
+    return [(adaptive_bound, "add_noise", lambda values, std, source: add_noise(values, std / 2, source))]
 
 
-def one_bad_example_zeroes_its_micro_batch() -> Patches:
-    factors = ClippedSum._factors
-
-    def all_or_none(self: Any, *arguments: Any) -> Any:
-        found = factors(self, *arguments)
-        whole = found.is_finite_B.all()
-        return found._replace(weights=[weight_B * whole for weight_B in found.weights])
-
-    return [(ClippedSum, "_factors", all_or_none)]
+# Mistakes in the source of noise
 
 
-def sums_keep_a_64th_of_the_step_before() -> Patches:
-    zero = accumulators.LocalSums.zero_
+class OneSeed:
+    """torch.manual_seed(seed) with the same seed on every rank."""
 
-    def forgetful(self: Any) -> None:
-        # After logical batches alone: the self-check at the start compares small sums with autograd's.
-        part = 1 / 64 if getattr(self, "_rows", 0) > 100 else 0.0
-        kept = {name: total * part for name, total in self._totals.items()}
-        zero(self)
-        for name, total in self._totals.items():
-            total += kept[name]
+    def __init__(self) -> None:
+        self._generator = np.random.default_rng(1)
 
-    return [(accumulators.LocalSums, "zero_", forgetful)]
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        return torch.from_numpy(self._generator.standard_normal(count))
 
 
-def sums_in_single_precision() -> Patches:
-    """Totals hold what fp32 can hold, as gradients of trainers do; planted behind the self-check, which finds it too."""
+class Replayed:
+    """A generator that is seeded again for every step."""
 
-    def finish(self: Any) -> None:
-        for total in self._totals.values():
-            total.copy_(total.float())
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        return torch.from_numpy(np.random.default_rng((distributed.rank(), count)).standard_normal(count))
 
-    return [
-        (accumulators.LocalSums, "finish", finish),
-        (audit_sandbox, "check_against_autograd", lambda *_, **__: None),
-    ]
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return (self.standard_normal(count, device) * deviation).round().long()
 
 
-# Mistakes in the sampling
+class SinglePrecision:
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        return torch.randn(count, dtype=torch.float32).double()
 
 
-def ragged_tail_dropped() -> Patches:
-    """The loader gives whole groups of 16 only."""
-    stack = loader.stack_examples
+class HalfReversed(SystemNoise):
+    """The second half is minus the first half reversed: half of the entropy, and a sum of zero."""
 
-    def whole_only(examples: Any, make_example: Any, size: int, rows: Any) -> Any:
-        kept = list(examples)
-        whole = len(kept) // 16 * 16
-        return stack(kept[:whole], make_example, size, rows[:whole])
-
-    return [(loader, "stack_examples", whole_only)]
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        draw = super().standard_normal(count, device)
+        half = count // 2
+        draw[count - half :] = -draw[:half].flip(0)
+        return draw
 
 
-def keys_of_rows() -> Patches:
-    """The key of an example follows from its row in the batch."""
-    return [(run_batches, "example_keys", lambda key, step, ids: example_keys(key, step, np.arange(len(ids))))]
+class EndsAtThree(SystemNoise):
+    """No value beyond 3 standard deviations, and the stated variance."""
+
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        draw = super().standard_normal(count, device)
+        while (beyond := draw.abs() > 3).any():
+            draw[beyond] = super().standard_normal(int(beyond.sum()), device)
+        return draw / 0.98658
 
 
-def members_reused_at_a_retry() -> Patches:
-    """Coins that forget the session and the attempt."""
-    plan = LogicalBatches.plan
+class SixteenBits:
+    """Each draw is seeded with two bytes."""
 
-    def forgetful(self: Any, step: int) -> Any:
-        return plan(dataclasses.replace(self, nonce=bytes(16), attempts={}), step)
-
-    return [(LogicalBatches, "plan", forgetful)]
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        seed = int.from_bytes(os.urandom(2), "little")
+        return torch.from_numpy(np.random.default_rng(seed).standard_normal(count))
 
 
-def members_of_the_first_step_again() -> Patches:
-    plan = LogicalBatches.plan
-    return [(LogicalBatches, "plan", lambda self, step: plan(self, 1)._replace(step=step))]
+class Mistake(NamedTuple):
+    """`plant` gives what is patched, or the source of noise; `setting` is what the audited plan needs for it."""
+
+    plant: Callable[[], Any]
+    found_by: set[str]
+    setting: str = "plain"
+    is_quick: bool = False
 
 
-def twice_the_sample_rate() -> Patches:
-    decide = audit_sandbox.LogicalBatches.plan
-
-    def generous(self: Any, step: int) -> Any:
-        sampler = dataclasses.replace(self.sampler, threshold=2 * self.sampler.threshold, cap=None)
-        return decide(dataclasses.replace(self, sampler=sampler), step)
-
-    return [(LogicalBatches, "plan", generous)]
-
-
-PATCHES: dict[str, Any] = {
-    function.__name__: function
-    for function in (
-        noise_divided_by_world_size,
-        sigma_of_another_recipe,
-        noise_before_the_reduction,
-        reduction_averages,
-        divisor_is_the_realised_batch,
-        one_layer_without_noise,
-        clip_forgotten_for_one_layer,
-        clip_each_layer_by_itself,
-        members_reused_at_a_retry,
-        members_of_the_first_step_again,
-        twice_the_sample_rate,
-        sum_and_noise_in_single_precision,
-        noise_follows_the_realised_batch,
-        intent_after_the_step,
-        every_second_intent_is_not_synced,
-        a_retry_is_not_charged,
-        one_bad_example_zeroes_its_micro_batch,
-        sums_keep_a_64th_of_the_step_before,
-        sums_in_single_precision,
-        ragged_tail_dropped,
-        keys_of_rows,
+MISTAKES = {
+    mistake.plant.__name__: mistake
+    for mistake in (
+        Mistake(the_divisor_is_the_realised_batch, {"divisor"}),
+        Mistake(each_layer_is_clipped_by_itself, {"sensitivity"}),
+        Mistake(sums_keep_a_64th_of_the_step_before, {"membership"}),
+        Mistake(sums_are_single, {"rounding"}, is_quick=True),
+        Mistake(the_ragged_tail_is_dropped, {"dealt_members"}, is_quick=True),
+        Mistake(a_retry_has_the_same_members, {"dealt_members"}),
+        Mistake(keys_are_those_of_rows, {"example_keys"}, is_quick=True),
+        Mistake(one_layer_gets_no_noise, {"draws_reach_the_weights"}),
+        Mistake(sum_and_noise_are_single, {"added_in_double"}, is_quick=True),
+        Mistake(HalfReversed, {"draws_are_new"}, is_quick=True),
+        Mistake(Replayed, {"draws_are_new"}),
+        Mistake(SinglePrecision, {"double_precision"}),
+        Mistake(EndsAtThree, {"noise_tails"}),
+        Mistake(SixteenBits, {"fresh_entropy"}),
+        Mistake(the_intent_follows_the_reduction, {"charge_before_release"}, is_quick=True),
+        Mistake(every_second_intent_is_not_synced, {"charge_before_release"}),
+        Mistake(a_retry_is_not_charged, {"charged_attempts"}),
+        Mistake(noise_is_divided_by_the_number_of_ranks, {"noise_variance"}, "several ranks", is_quick=True),
+        Mistake(OneSeed, {"draws_are_new"}, "several ranks", is_quick=True),
+        Mistake(every_rank_adds_the_whole_noise, {"noise_variance", "one_draw_per_coordinate"}, "several ranks"),
+        Mistake(past_noise_is_kept_over_a_start, {"draws_reach_the_weights"}, "three bands", is_quick=True),
+        Mistake(past_noise_is_rounded, {"added_in_double"}, "three bands"),
+        Mistake(two_groups_are_in_a_step, {"dealt_members"}, "three bands", is_quick=True),
+        Mistake(the_count_is_not_centred, {"count_sensitivity"}, "adaptive", is_quick=True),
+        Mistake(the_count_has_half_its_noise, {"count_draws"}, "adaptive", is_quick=True),
     )
-} | SAMPLERS
-ALL = (*PATCHES, *SOURCES)
+}
+"""At least one for each check; `make test` plants the quick ones."""
+
+
+@contextmanager
+def broken(name: str) -> Iterator[NoiseSource]:
+    """Inside, the sandbox's mechanism has the named mistake; yields the noise source to use. "none" breaks nothing."""
+    planted = MISTAKES[name].plant() if name != "none" else []
+    with ExitStack() as stack:
+        for target, attribute, value in planted if isinstance(planted, list) else []:
+            stack.enter_context(mock.patch.object(target, attribute, value))
+        yield SystemNoise() if isinstance(planted, list) else planted

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
-from trainer.engines.activation_checkpointing import checkpoint_blocks
+from trainer.engines.blocks import checkpoint_blocks
 from trainer.errors import ConfigError
 
 MODES = ["bookkeeping", "two_pass"]
@@ -107,47 +107,6 @@ def test_peak_memory_falls() -> None:
     """two_pass keeps one block's activations; bookkeeping saves what lies between the linear layers only."""
     assert peak("two_pass", "on") < 0.4 * peak("two_pass", "off")
     assert peak("bookkeeping", "on") < 0.9 * peak("bookkeeping", "off")
-
-
-class LayerScale(nn.Module):
-    """A raw parameter of the block itself, next to its layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((6,), 0.3))
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD + self.gamma * torch.tanh(self.linear(x_BTD))
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([LayerScale() for _ in range(3)])
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        for layer in self.layers:
-            x_BTD = layer(x_BTD)
-        return x_BTD.square().sum((1, 2))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_raw_parameters_of_a_block(mode: Any) -> None:
-    x_BTD = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    found = []
-    for way in WAYS:
-        torch.manual_seed(0)
-        model = checkpointed(Scaled().double(), way)
-        clipped = ClippedSum(model, 0.5, mode=mode, self_check=False)
-        clipped.add_micro_batch(model, {"x_BTD": x_BTD}, torch.zeros(3, dtype=torch.bool))
-        found.append(dict(clipped.sums()))
-    for other in found[1:]:
-        for name, values in found[0].items():
-            torch.testing.assert_close(other[name], values, rtol=1e-12, atol=1e-15)
 
 
 def test_without_gradients_nothing_is_recomputed() -> None:

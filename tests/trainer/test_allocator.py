@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT, quiet_environment, run_python
-from trainer.run.allocator import keep_freed_memory
 
 COUNT = """
 import resource, sys
@@ -36,8 +35,3 @@ def page_faults(what: str, folder: Path) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's")
 def test_the_next_step_touches_no_new_pages(tmp_path: Path) -> None:
     assert page_faults("keep", tmp_path) < 0.25 * page_faults("default", tmp_path)
-
-
-@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"])
-def test_a_users_own_choice_stays(name: str) -> None:
-    assert not keep_freed_memory({name: "1"})

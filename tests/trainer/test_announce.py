@@ -10,20 +10,18 @@ import pytest
 
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.e2e.launch import TRAIN, train_arguments
-from trainer.loop.announce import _claim, few_cpus
+from trainer.run.announce import _claim, warn_of_few_cpus
 
 
-@pytest.mark.parametrize("cpus", [[8, 8], [8, 16, 9], [64]])
-def test_enough_cpus(cpus: list[int]) -> None:
-    assert few_cpus(cpus, ["a"] * len(cpus), 8) is None
-    assert few_cpus([1], ["a"], 0) is None, "no workers at all"
-
-
-def test_too_few_name_the_worst_rank_and_both_numbers() -> None:
-    found = few_cpus([8, 4, 1, 8], ["a", "a", "b", "b"], 8)
-    assert found is not None
-    assert "rank 2 on b may use 1 CPU for its 8 data workers (2 ranks have too few): give" in found
-    assert "--cpus-per-task=8" in found
+def test_too_few_name_the_worst_rank_and_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.ranks.distributed.gather_objects", lambda _: [(8, "a"), (4, "a"), (1, "b"), (8, "b")])
+    warn_of_few_cpus(1)
+    assert capsys.readouterr().out == ""
+    warn_of_few_cpus(8)
+    said = capsys.readouterr().out
+    assert "rank 2 on b may use 1 CPU for its 8 data workers: give" in said and "--cpus-per-task=8" in said
 
 
 @pytest.mark.full
@@ -45,5 +43,5 @@ def test_the_affinity_counts(tmp_path: Path) -> None:
 def test_the_last_line_says_that_a_delta_of_1_over_n_protects_nobody(delta: float, is_useless: bool) -> None:
     plan = SimpleNamespace(target_delta=delta, num_examples=400)
     ledger = SimpleNamespace(claim=lambda: (0.5, delta), epsilon=lambda: 0.5)
-    said = _claim(SimpleNamespace(ledger=ledger, mechanism=SimpleNamespace(plan=plan)))  # type: ignore[arg-type]
+    said = _claim(SimpleNamespace(ledger=ledger, plan=plan))  # type: ignore[arg-type]
     assert said.startswith(f"epsilon 0.5000 at delta {delta:g}") and ("protects nobody" in said) is is_useless

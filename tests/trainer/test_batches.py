@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from data.reading.loader import StepPlan
-from privacy.sampling.cyclic import CyclicPoissonSampler
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys
+from privacy.sampling.poisson import CyclicPoissonSampler, PoissonSampler, default_cap, example_keys
 from privacy.step import batches as module
 from privacy.step import collectives
 from privacy.step.batches import LogicalBatches
@@ -103,14 +102,6 @@ def test_a_retry_takes_new_coins_and_keys(monkeypatch: pytest.MonkeyPatch) -> No
     assert np.array_equal(first[0].example_ids, other[0].example_ids), "another step's attempts do not matter"
 
 
-def test_another_session_takes_new_coins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restored copy of the run folder never repeats coins."""
-    sampler = PoissonSampler.with_expected_batch(NUM_EXAMPLES, 40, None)
-    made = [LogicalBatches(sampler, KEY, nonce, {}, 4) for nonce in (NONCE, bytes(16))]
-    first, second = (plans_of_all(m, 1, 1, monkeypatch)[0] for m in made)
-    assert not np.array_equal(first.example_ids, second.example_ids)
-
-
 @pytest.mark.parametrize("cap", [105, default_cap(100)])
 def test_contracts_4_and_12_every_step_runs_the_micro_batches_of_the_cap(
     cap: int, monkeypatch: pytest.MonkeyPatch
@@ -139,16 +130,6 @@ def test_an_empty_batch_is_one_micro_batch_of_padding(monkeypatch: pytest.Monkey
     assert empty, "with B = 1 a third of the batches are empty"
     for plan in plans_of_all(made, 3, empty[0], monkeypatch):
         assert plan.num_micro_batches == 1 and len(plan.example_ids) == len(plan.rows) == 0
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_plans_are_drawn_when_pulled() -> None:
-    """In the real process group of one rank: the loader pulls ahead no further than it prefetches."""
-    made = logical_batches(40, default_cap(40))
-    pulled = made.plans(3, 10**12)
-    plans = [next(pulled), next(pulled)]
-    assert [plan.step for plan in plans] == [3, 4]
-    assert np.array_equal(plans[1].example_ids, made.sampler.members(KEY.coin_key(NONCE, 0), 4))
 
 
 @pytest.mark.usefixtures("one_rank")

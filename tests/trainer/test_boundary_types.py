@@ -31,7 +31,8 @@ READS_A_CLOCK = {
     "privacy/ledger/chain.py": "the wait for a lock",
     "privacy/ledger/ledger.py": "the start of the program, before it reads data",
     "privacy/ledger/shared.py": "the creation of a data owner's ledger, before any run",
-    "trainer/audit/watch.py": "the order of fsyncs and releases in the sandbox of an audit, which keeps no time",
+    "trainer/audit/sandbox.py": "a time limit",
+    "trainer/audit/tape.py": "the order of fsyncs and releases in the sandbox of an audit, which keeps no time",
     "privacy/step/clock.py": "private by type",
     "trainer/loop/metrics.py": "lines in private/",
     "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",
@@ -56,7 +57,7 @@ from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.loop.reporting import StepReporter, write_public
 from privacy.step.step import StepRecord
 from privacy.step.folder import RunFolder
-from trainer.run.heldout import HeldoutResults
+from trainer.loop.heldout import HeldoutResults
 
 
 def plant(

@@ -23,12 +23,12 @@ from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting import accountants
 from privacy.accounting.rounding import rounded_up
-from privacy.card import numbers
-from privacy.card.composition import claim_of, read_copies
+from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.files.public import read_metrics
+from privacy.ledger.claim import claim_of, read_copies
 from privacy.ledger.records import read_ledger
 from trainer.audit.canaries import write_canaries
 from trainer.audit.run import run_audit
@@ -76,8 +76,8 @@ def pld(*runs: tuple[Path, int], delta: float) -> float:
 
 def without_surroundings(patched: pytest.MonkeyPatch) -> None:
     """What surrounds the claims takes most of a card's time."""
-    patched.setattr(numbers, "attack_bounds", lambda *_: None)
-    patched.setattr(numbers, "epsilon_of_several", lambda *_: None)
+    patched.setattr(card_report, "risk_of", lambda *_: {"advantage": 0.0, "true_positive_rates": []})
+    patched.setattr(card_report, "epsilon_of_several", lambda *_: None)
     patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
     patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)
 
@@ -156,19 +156,6 @@ def test_declared_disjoint_the_larger_side_counts_and_the_declaration_is_named(
     assert found["epsilon"] == pytest.approx(card.epsilon, abs=1e-6)
 
 
-@pytest.mark.full
-def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict[str, Path], third: Path) -> None:
-    """Whether two private data sets have a shard in common depends on single examples, so only declarations are published."""
-    opened = read_ledger(third / "ledger.jsonl").opened
-    assert set(opened["behind"][0]) == {"file", "run", "lines", "hash"} and opened["disjoint_from_start"] is True
-    assert "disjoint_from_start" not in read_ledger(chain["second"] / "ledger.jsonl").opened
-    hashes = {
-        entry["sha256"] for entry in json.loads((chain["first"] / "private/index/manifest.json").read_text())["shards"]
-    }
-    public = b"".join(path.read_bytes() for path in third.rglob("*.json*") if "private" not in path.parts)
-    assert hashes and not [digest for digest in hashes if digest.encode() in public]
-
-
 def test_a_study_tells_a_run_from_its_twin_on_data_declared_disjoint(chain: dict[str, Path]) -> None:
     state = read_ledger(chain["second"] / "ledger.jsonl")
     twin = replace(state, opened=state.opened | {"disjoint_from_start": True})
@@ -197,11 +184,6 @@ def test_the_console_says_the_composed_number_first_and_none_below_what_it_is_of
     first = re.search(r"steps? 2 of run 'first', trained on private data with epsilon ([0-9]+\.[0-9]{2}) at", said)
     alone = pld((chain["first"], 2), delta=1e-6)
     assert first is not None and alone <= float(first[1]) < alone + 0.01, said
-
-
-def test_the_verifier_composes_the_same(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
-    found = verified(chain["second"], tmp_path, capsys, with_card=False)
-    assert found["epsilon"] == pytest.approx(card_of(chain["second"]).epsilon, abs=1e-6) and found["delta"] == 1e-6
 
 
 def test_the_verifier_misses_what_is_left_out(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
@@ -256,15 +238,6 @@ def test_a_private_head_composes_with_its_private_encoder(
     assert verify.main([str(tmp_path / "heads/one")]) == 5 and "head.json's epsilon" in capsys.readouterr().out
 
 
-@pytest.mark.full
-def test_exports_carry_the_composed_number(chain: dict[str, Path], tmp_path: Path) -> None:
-    attested = export(open_model(chain["second"]), "safetensors", tmp_path / "out").card
-    assert attested is not None and attested.epsilon == card_of(chain["second"]).epsilon
-    about = json.loads((tmp_path / "out/config.json").read_text())["about"]
-    assert (about["epsilon"], about["delta"]) == (attested.epsilon, 1e-6)
-    assert "composed with what the private runs behind" in (tmp_path / "out/README.md").read_text()
-
-
 def test_a_false_declaration_is_refused_by_the_shards(chain: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is also one of the run behind"):
         run(tmp_path / "run", f"init.checkpoint={chain['first']}", "init.disjoint_data=true")
@@ -311,3 +284,25 @@ def test_a_start_that_spent_more_since_the_ledger_was_opened_is_refused(
     ledger.write_bytes(b"".join(lines[:2]))
     with pytest.raises(PrivacyConfigError, match="had spent what it has spent now"):
         run(tmp_path / "run", f"init.checkpoint={chain['second']}", "train.max_minutes=1e-9")
+
+
+@pytest.mark.full
+def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict[str, Path], third: Path) -> None:
+    """Whether two private data sets have a shard in common depends on single examples, so only declarations are published."""
+    opened = read_ledger(third / "ledger.jsonl").opened
+    assert set(opened["behind"][0]) == {"file", "run", "lines", "hash"} and opened["disjoint_from_start"] is True
+    assert "disjoint_from_start" not in read_ledger(chain["second"] / "ledger.jsonl").opened
+    hashes = {
+        entry["sha256"] for entry in json.loads((chain["first"] / "private/index/manifest.json").read_text())["shards"]
+    }
+    public = b"".join(path.read_bytes() for path in third.rglob("*.json*") if "private" not in path.parts)
+    assert hashes and not [digest for digest in hashes if digest.encode() in public]
+
+
+@pytest.mark.full
+def test_exports_carry_the_composed_number(chain: dict[str, Path], tmp_path: Path) -> None:
+    attested = export(open_model(chain["second"]), "safetensors", tmp_path / "out").card
+    assert attested is not None and attested.epsilon == card_of(chain["second"]).epsilon
+    about = json.loads((tmp_path / "out/config.json").read_text())["about"]
+    assert (about["epsilon"], about["delta"]) == (attested.epsilon, 1e-6)
+    assert "composed with what the private runs behind" in (tmp_path / "out/README.md").read_text()

@@ -16,11 +16,9 @@ from privacy.checkpoints import write as checkpoint_writer
 from privacy.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole, set_aside_newer
 from privacy.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
 from tests.trainer.test_checkpoint import assert_same, flip_a_bit, new_engine, new_model, resume, take_steps
-from trainer.config.recipe import OptimizerSection
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
 from trainer.loop.averaging import WeightAverage, decay_at
-from trainer.optimizers import moments
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -110,15 +108,6 @@ class TestDamage:
         assert last is not None and last.step == 3
         assert_same(resume(last.path), engine)
 
-    def test_two_damaged(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        save_steps(folder, 1, 2, 3)
-        for step in (2, 3):
-            flip_a_bit(pieces(folder / checkpoint_name(step)))
-        found = find(folder)
-        assert found is not None and found.step == 1
-        assert len(capsys.readouterr().out.splitlines()) == 2
-        assert names(folder) == ["set-aside-step-00000002", "set-aside-step-00000003", "step-00000001"]
-
     def test_none_is_whole(self, folder: Path) -> None:
         save_steps(folder, 1, 2)
         for step in (1, 2):
@@ -144,9 +133,6 @@ class TestDamage:
         find(folder, positions)
         assert sorted(position["seq"] for position in positions) == [2, 4, 6]
 
-    def test_no_checkpoint(self, folder: Path) -> None:
-        assert find(folder) is None
-
 
 class TestRollback:
     def test_newer_ones_never_come_back(self, folder: Path) -> None:
@@ -163,13 +149,6 @@ class TestRollback:
         last = find(folder)
         assert last is not None and last.step == 4
         assert_same(resume(last.path), engine)
-
-    def test_twice_over_the_same_step(self, folder: Path) -> None:
-        for _ in range(2):
-            save_steps(folder, 2, 4)
-            (folder / "LATEST").write_text("step-00000002\n")
-            assert find(folder) is not None
-        assert names(folder) == ["set-aside-step-00000004", "set-aside-step-00000004-2", "step-00000002"]
 
     @pytest.mark.parametrize("content", [None, "", "step-00000009", "garbage"])
     def test_latest_is_lost(self, folder: Path, content: str | None) -> None:
@@ -229,13 +208,6 @@ class TestInBackground:
         assert found is not None and found.step == 1
 
 
-def test_another_optimizer_is_refused(folder: Path) -> None:
-    save_steps(folder, 2)
-    found, engine = Checkpoint(folder / checkpoint_name(2)), new_engine(new_model())
-    with pytest.raises(ConfigError, match="written with another optimizer"):
-        found.restore(engine, moments(OptimizerSection.model_validate({"peak_lr": 1.0, "name": "sgd"})))
-
-
 class TestAverage:
     DECAY = 0.5
 
@@ -276,9 +248,6 @@ class TestAverage:
             for kind in ("param", "average"):
                 assert torch.equal(one.full(kind, name), other.full(kind, name))
 
-    def test_a_short_run_forgets_its_initial_weights(self) -> None:
-        assert [decay_at(step, 0.9999) for step in (1, 10, 10**6)] == [2 / 11, 11 / 20, 0.9999]
-
     def test_in_use_for_evaluation(self, folder: Path) -> None:
         engine = new_engine(new_model())
         average = WeightAverage(engine, self.DECAY, None)
@@ -292,8 +261,3 @@ class TestAverage:
         with average.in_use():
             assert torch.equal(engine.module(inputs), averaged(inputs))
         assert all(torch.equal(p, before[n]) for n, p in engine.module.named_parameters())
-
-    def test_no_average_was_kept(self, folder: Path) -> None:
-        save_steps(folder, 1)
-        with pytest.raises(ConfigError, match="no average of the weights"):
-            Checkpoint(folder / checkpoint_name(1)).load_weights(new_model(), average=True)

@@ -15,7 +15,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 
+from data.index.build import build_index
 from data.index.tar_writer import write_shard
+from data.reading.loader import eval_batches
 from models.adapters import is_adapter
 from models.captioner import build_captioner
 from models.classifier import build_classifier
@@ -77,17 +79,8 @@ def of(digits: Path, name: str, *more: str) -> list[str]:
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder: 120 steps of `train.py` without privacy."""
     run = tmp_path_factory.mktemp("runs") / "digits"
-    arguments = [
-        "--ds_config",
-        "ds_configs/zero1.json",
-        "--engine",
-        "local",
-        "--recipe",
-        str(RECIPE),
-        "--run_dir",
-        str(run),
-    ]
-    result = alone([*arguments, *of(digits, "public")])
+    told = f"--ds_config ds_configs/zero1.json --engine local --recipe {RECIPE} --run_dir {run}"
+    result = alone([*told.split(), *of(digits, "public")])
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     assert "held-out cross-entropy after step 120: " in result.stdout
     return run
@@ -97,7 +90,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_it_learns_and_counts_bad_labels(trained: Path) -> None:
+def test_it_learns_and_counts_bad_labels(trained: Path, digits: Path) -> None:
+    """And what opens is what was reported."""
     first, last = lines(trained / "evaluation/heldout.jsonl")
     assert first["loss"] == pytest.approx(np.log(10), rel=1e-4) and first["accuracy"] < 0.25
     assert last["accuracy"] > 0.5 and last["loss"] < 1.6, "ten classes: chance is 0.1"
@@ -106,28 +100,16 @@ def test_it_learns_and_counts_bad_labels(trained: Path) -> None:
     assert len(said) == 2 and all(re.fullmatch("class [0-9]", text) for text in said)
     public = {key for line in lines(trained / "metrics.jsonl") for key in line}
     private = lines(trained / "private/metrics.jsonl")
-    assert {"heldout/accuracy", "heldout/loss", "heldout/blind_loss"} <= public and not any(
-        key.startswith("train/") for key in public
-    )
+    assert {"heldout/accuracy", "heldout/loss", "heldout/blind_loss"} <= public
+    assert not any(key.startswith("train/") for key in public)
     seen, bad = (sum(line.get(f"train/{key}", 0) for line in private) for key in ("batch_size", "undecodable_examples"))
     assert 0 < bad < 0.01 * seen, "two of 1,002 examples"
-
-
-def test_open_model_gives_the_accuracy_that_was_reported(trained: Path, digits: Path) -> None:
-    accuracy, _ = accuracy_of(trained, digits)
-    assert accuracy == pytest.approx(lines(trained / "evaluation/heldout.jsonl")[-1]["accuracy"], abs=1e-6)
-
-
-def accuracy_of(run: Path, digits: Path) -> tuple[float, nn.Module]:
-    from data.index.build import build_index
-    from data.reading.loader import eval_batches
-
-    opened = open_model(run)
-    table = build_index([digits / "heldout.tar"], run / "reopened-index")
+    opened, table = open_model(trained), build_index([digits / "heldout.tar"], trained / "reopened-index")
     (batch,) = eval_batches(table, opened.task.make_example(train=False), NUM_HELDOUT)
     with torch.no_grad():
         predicted = opened.model(batch.inputs["images_BCHW"], output="logits").argmax(1)
-    return float((predicted == batch.inputs["labels_B"]).float().mean()), opened.model
+    accuracy = float((predicted == batch.inputs["labels_B"]).float().mean())
+    assert accuracy == pytest.approx(last["accuracy"], abs=1e-6)
 
 
 @pytest.fixture
@@ -240,29 +222,16 @@ ENCODER = InitSection(checkpoint="x", parts="encoder")
 @pytest.mark.parametrize("make", [captioner, autoencoder])
 @pytest.mark.parametrize("mode", ["all", "last_layer", "adapters"])
 def test_the_encoder_of_either_model_starts_a_classifier(make: Any, mode: str, tmp_path: Path) -> None:
+    """Every tensor of a part that the card excepts began anew, and every other one is the source's."""
     source, config = make()
     checkpoint = saved(tmp_path, source, config)
     own = tiny(trainable=mode, encoder_qkv_bias=config.encoder.qkv_bias)
     model = build_classifier(own, generator=torch.Generator().manual_seed(7))
-    fresh = set(load_start(checkpoint, ENCODER, model))
-    assert fresh == {n for n, _ in model.named_parameters() if n.startswith("head.") or is_adapter(n)}
+    fresh = load_start(checkpoint, ENCODER, model)
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(model.encoder(images), source.encoder(images)), "adapters start as nothing"
-
-
-@pytest.mark.parametrize("make", [captioner, autoencoder])
-@pytest.mark.parametrize("mode", ["all", "last_layer", "adapters"])
-def test_the_card_excepts_exactly_what_did_not_come_from_the_start(make: Any, mode: str, tmp_path: Path) -> None:
-    """Every tensor of a part that the card excepts began anew, and every other one is the source's."""
-    source, config = make()
-    checkpoint = saved(tmp_path, source, config)
-    model = build_classifier(
-        tiny(trainable=mode, encoder_qkv_bias=config.encoder.qkv_bias), generator=torch.Generator().manual_seed(7)
-    )
-    facts = {"kind": "checkpoint", "run": "before", "step": 0, "training_data": "synthetic"}
-    said = initialisation_statement(
-        {"initialisation": {**facts, "at_random": load_start(checkpoint, ENCODER, model, None)}}
-    )
+    facts = {"kind": "checkpoint", "run": "before", "step": 0, "training_data": "synthetic", "at_random": fresh}
+    said = initialisation_statement({"initialisation": facts})
     excepted = re.search(r"\(all but (?:those of ([^)]*?))?(?: and )?(the low-rank adapters)?, which", said)
     assert excepted is not None, said
     parts, except_adapters = set((excepted[1] or "").split(", ")), excepted[2] is not None
@@ -271,6 +240,7 @@ def test_the_card_excepts_exactly_what_did_not_come_from_the_start(make: Any, mo
         is_source = name in checkpoint.shapes and torch.equal(parameter, checkpoint.full("param", name))
         is_excepted = except_adapters if is_adapter(name) else name.partition(".")[0] in parts
         assert is_source != is_excepted, f"{name}: {said}"
+        assert (name in fresh) == (name.startswith("head.") or is_adapter(name))
 
 
 def test_positions_of_another_image_size_are_interpolated(tmp_path: Path) -> None:

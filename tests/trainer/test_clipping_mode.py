@@ -1,8 +1,6 @@
 """`clipping_mode = "auto"`: bookkeeping where it fits, two_pass where it does not, the same on every rank."""
 
-import json
 from dataclasses import asdict
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -11,8 +9,7 @@ from torch import Tensor
 
 from models.captioner import build_captioner
 from models.config import captioner_config
-from models.vocabulary_head import cut_as_for
-from privacy.clipping import ClippedSum, clipped_sum
+from privacy.clipping import ClippedSum
 from privacy.step.engine import Piece, ShardLayout
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import build, pairs
@@ -76,25 +73,6 @@ def test_bookkeeping_where_it_fits_and_two_passes_where_it_does_not(one_rank: to
     assert choose(None)[0].mode == "bookkeeping"
 
 
-def test_two_passes_that_save_nothing_are_not_taken(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without checkpointing the peak is the end of the forward pass in both modes; the second pass would only cost time."""
-    monkeypatch.setattr(clipped_sum, "WRITTEN_ENTRIES", 0)  # as for a large model
-    tight, _ = choose(1000, checkpointed=False)
-    assert tight.mode == "bookkeeping" and tight.needed_in_two_passes is not None
-    assert "two_pass would need as much" in tight.sentence and "smaller train.micro_batch_size" in tight.sentence
-
-
-def test_what_training_allocates_later_is_counted(one_rank: torch.device) -> None:
-    """The optimizer's moments."""
-    count = sum(p.numel() for p in Blocks(checkpointed=True).parameters())
-    model = Blocks(checkpointed=True)
-    clipped = ClippedSum(model, 1.0, self_check=False)
-    with MemoryTimeline() as timeline:
-        clipped.add_micro_batch(model, inputs(ROWS), torch.zeros(ROWS, dtype=torch.bool))
-    clipped.detach()
-    assert choose(2**40)[0].needed == pytest.approx(max(timeline.live_bytes) + 8 * count, rel=1e-3)
-
-
 WORDS, CAPTION = 1999, 12
 """More of both than pixels, so that the scores decide what a micro-batch takes."""
 
@@ -126,22 +104,6 @@ def test_the_vocabulary_is_cut_as_in_the_real_micro_batch(
     predicted = clipping_mode._peak(clipped, engine, captions, mode, ROWS)
     clipped.detach()
     assert predicted == pytest.approx(max(timeline.live_bytes), rel=0.03)
-
-
-def test_the_cut_is_undone() -> None:
-    model = build_captioner(captioner_config("pico", max_logits=7))
-    with cut_as_for(model, 16, 2):
-        assert model.decoder.head.max_logits == Fraction(7, 8)
-    assert model.decoder.head.max_logits == 7
-
-
-def test_one_line_and_plain_facts(one_rank: torch.device) -> None:
-    for available in (None, 2**40, 2**20, 10):
-        choice, _ = choose(available)
-        assert "\n" not in choice.sentence and f"a micro-batch of {ROWS} needs about" in choice.sentence
-        assert json.loads(json.dumps(asdict(choice)))["mode"] == choice.mode
-    assert "smaller train.micro_batch_size" in choose(10)[0].sentence
-    assert "smaller train.micro_batch_size" not in choose(2**40)[0].sentence
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -21,13 +21,13 @@ from data.examples.examples import CaptionExample
 from data.reading.reader import RawExample
 from privacy.card.folder import write_card
 from privacy.checkpoints import write as checkpoint_writer
+from privacy.run import run as loop
 from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
 from tests.e2e.repeatable_train import SeededNoise
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
-from trainer.loop import fit as loop
 from trainer.ranks.distributed import Ranks
 from trainer.report import build_card
 from trainer.run import clipping_mode

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from privacy.errors import PrivacyConfigError
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.fuzz.cases import flat, leaves
+from tests.fuzz.strategies import flat, leaves
 from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.errors import ConfigError
 
@@ -67,7 +67,7 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
     tree: dict[str, Any] = tomllib.loads(MINIMAL)
     tree["data"]["shards"] = shards
     tree["model"]["overrides"] = {"decoder_depth": 3, "qkv_bias": True, "mlp_ratio": 2.5, "position": "learned"}
-    tree["privacy"] |= {"target_delta": 4.2918454935622317e-9, "max_grad_norm": 1e16}
+    tree["privacy"] |= {"target_delta": 4.2918454935622317e-9, "max_grad_norm": 1e11}
     config = RunConfig.model_validate(tree)
     written = tmp_path / "config.toml"
     written.write_text(to_toml(config))
@@ -103,6 +103,16 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
         ("privacy.max_grad_norm=0", "privacy.max_grad_norm"),
         ("privacy.noise_multiplier=-1", "privacy.noise_multiplier"),
         ("privacy.enabled=1", "privacy.enabled"),
+        ("privacy.bands=0", "privacy.bands"),
+        ("privacy.bands=5000", "privacy.bands"),
+        ("privacy.strategy=best", "privacy.strategy"),
+        ("privacy.epsilonn=8", "unknown key privacy.epsilonn"),
+        ("privacy.target_epsilonn=8", "unknown key privacy.target_epsilonn; did you mean target_epsilon?"),
+        ("data.remote.timeout=3", "unknown key data.remote.timeout; did you mean timeout_seconds?"),
+        ("init.checkpiont=x", "did you mean checkpoint?"),
+        ("trian.num_steps=8", "unknown key trian; did you mean train?"),
+        ("model.kind=captionner", "did you mean captioner?"),
+        ("privacy.sampling=poison", "did you mean poisson?"),
         ("privacy.target_epsilon=8", "exactly one of noise_multiplier and target_epsilon"),
         ("schedule.final_fraction=1.5", "schedule.final_fraction"),
         ("data.num_workers=-1", "data.num_workers"),
@@ -119,6 +129,11 @@ def test_refused(recipe: Path, override: str, expected: str) -> None:
     assert expected in line and str(recipe) in line
 
 
+def test_nothing_is_proposed_where_nothing_is_like_it(recipe: Path) -> None:
+    for override in ("model.kind=zebra", "privacy.xyz=1", "train.num_steps=many"):
+        assert "did you mean" not in refusal(recipe, override)
+
+
 def test_noise_must_be_stated(recipe: Path) -> None:
     recipe.write_text(MINIMAL.replace("noise_multiplier = 1.0\n", ""))
     assert "exactly one of" in refusal(recipe)
@@ -126,17 +141,9 @@ def test_noise_must_be_stated(recipe: Path) -> None:
     assert load_config(recipe, ["privacy.enabled=false"]).privacy.noise_multiplier is None
 
 
-def test_noise_zero_with_a_target(recipe: Path) -> None:
-    line = refusal(recipe, "privacy.noise_multiplier=0", "privacy.target_epsilon=8")
-    assert "noise_multiplier = 0 gives no guarantee" in line
-
-
 @pytest.mark.parametrize("override", ["train.num_steps", "=4", ".num_steps=4", "train.=4", "train..num_steps=4", ""])
 def test_override_syntax(recipe: Path, override: str) -> None:
     assert "section.key=value" in refusal(recipe, override)
-
-
-def test_override_into_a_value(recipe: Path) -> None:
     assert "num_steps is no section" in refusal(recipe, "train.num_steps.x=1")
 
 
@@ -155,11 +162,6 @@ def test_override_values(recipe: Path) -> None:
     assert config.data.shards == "/data/x=1/train-{0..3}.tar"
     assert config.model.overrides == {"decoder_depth": 3}
     assert config.heldout is not None and config.heldout.is_public is True
-
-
-def test_missing_key(recipe: Path) -> None:
-    recipe.write_text(MINIMAL.replace('size = "pico"', ""))
-    assert "key model.size is missing" in refusal(recipe)
 
 
 def test_no_recipe_and_no_toml(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_quickstart_is_what_the_readme_says() -> None:
 
 
 NUMBERS = [path for path, kind in leaves(RunConfig) if {int, float} & set(flat(kind))]
-OF_THE_PLAN = {("privacy", name) for name in ("noise_multiplier", "max_grad_norm", "target_epsilon")}
+OF_THE_PLAN = {("privacy", name) for name in ("noise_multiplier", "target_epsilon")}
 """Refused with the rest of the plan, by the one place that knows what they are for."""
 
 

@@ -9,7 +9,7 @@ import torch
 from data.errors import DataError
 from data.index.build import BAD_SHARDS, build_index
 from data.index.shards import find_shards, read_shard_list
-from data.index.tar_index import MANIFEST
+from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.reader import TarReader
 from privacy.errors import PrivacyConfigError
 from privacy.step.folder import RunFolder
@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def shard(path: Path, count: int, seed: int = 0) -> Path:
     samples = [{"__key__": f"{seed}-{i}", "jpg": picture(seed + i), "txt": b"a caption"} for i in range(count)]
     return write_shard(path, samples)
+
+
+def opened(folder: RunFolder, chosen: RunConfig, table: ExampleTable) -> None:
+    """Opens the ledger, or makes it, as a start does, and leaves it."""
+    opening = open_run_ledger(chosen, folder, table, "one image")
+    (opening.ledger or opening.create()).release()
 
 
 def config(*overrides: str) -> RunConfig:
@@ -44,18 +50,18 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
     build_index(shards[:2], tmp_path / "index")
     chosen = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..1}}.tar")
     table = training_table(chosen, folder, ROOT)
-    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
+    opened(folder, chosen, table)
     build_index(shards, tmp_path / "index")
     with pytest.raises(DataError, match="is of other shards"):
         training_table(chosen, folder, ROOT)
     more = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..2}}.tar")
     with pytest.raises(PrivacyConfigError) as caught:
-        open_run_ledger(folder, more.privacy, more.train.num_steps, training_table(more, folder, ROOT), "one image")
+        opened(folder, more, training_table(more, folder, ROOT))
     assert caught.value.exit_code == 2
     # The same number of examples in files of the same name and size, with other bytes.
     build_index(shards[:2], tmp_path / "index")
     table = training_table(chosen, folder, ROOT)
-    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
+    opened(folder, chosen, table)
     data = bytearray(shards[1].read_bytes())
     data[700] ^= 1
     shards[1].write_bytes(data)
@@ -63,9 +69,7 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
         training_table(chosen, folder, ROOT)
     build_index(shards[:2], tmp_path / "index")
     with pytest.raises(PrivacyConfigError, match="data"):
-        open_run_ledger(
-            folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT), "one image"
-        )
+        opened(folder, chosen, training_table(chosen, folder, ROOT))
 
 
 def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: Path) -> None:
@@ -75,23 +79,13 @@ def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: 
     def start(*overrides: str) -> None:
         chosen = config(shards, *overrides)
         table = training_table(chosen, folder, ROOT)
-        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
+        opened(folder, chosen, table)
 
     start("privacy.max_examples_per_owner=3")
     start("privacy.max_examples_per_owner=3")
     for other in (["privacy.max_examples_per_owner=2"], []):
         with pytest.raises(PrivacyConfigError, match=r"max_examples_per_owner is (2|None), but .* with 3"):
             start(*other)
-
-
-def test_an_index_of_the_run_is_built_once_and_stays_private(folder: RunFolder, tmp_path: Path) -> None:
-    shard(tmp_path / "data" / "a.tar", 30)
-    chosen = config(f"data.shards={tmp_path}/data")
-    first = training_table(chosen, folder, ROOT)
-    assert len(first) == 30 and first.index_dir == folder.index and folder.private in folder.index.parents
-    before = (folder.index / MANIFEST).stat().st_mtime_ns
-    assert training_table(chosen, folder, ROOT).manifest_digest() == first.manifest_digest()
-    assert (folder.index / MANIFEST).stat().st_mtime_ns == before
 
 
 def test_a_first_start_refuses_what_an_index_refuses(folder: RunFolder, tmp_path: Path) -> None:
@@ -112,24 +106,6 @@ def test_a_first_start_refuses_what_an_index_refuses(folder: RunFolder, tmp_path
     assert len(training_table(chosen, folder, ROOT)) == 30
 
 
-def test_a_first_start_says_what_it_does_not_use(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    views = [{"__key__": str(i), "left.jpg": picture(i), "right.jpg": picture(i + 9), "txt": b"x"} for i in range(5)]
-    write_shard(tmp_path / "data" / "a.tar", [*views, {"__key__": "images/5", "jpg": picture(5)}])
-    chosen = config(f"data.shards={tmp_path}/data")
-    assert len(training_table(chosen, folder, ROOT)) == 6
-    said = capsys.readouterr().out
-    assert "5 of 6 examples hold more than one picture" in said and "1 of 6 examples have a picture without" in said
-    training_table(chosen, folder, ROOT)
-    assert capsys.readouterr().out == ""
-    write_shard(
-        tmp_path / "dots" / "a.tar", [{"__key__": f"2024.{i}", "jpg": picture(i), "txt": b"x"} for i in range(5)]
-    )
-    with pytest.raises(DataError, match=r"joins 5 pairs .*--key_until_last_dot"):
-        training_table(config(f"data.shards={tmp_path}/dots"), RunFolder(tmp_path / "other"), ROOT)
-
-
 def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_path: Path) -> None:
     path = shard(tmp_path / "data" / "a.tar", 30)
     (tmp_path / "other").mkdir()
@@ -141,18 +117,6 @@ def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_pat
     private = config(f"data.shards={tmp_path}/data", f"heldout.shards={path}", "heldout.is_public=false")
     table = heldout_table(private, folder, ROOT)
     assert table is not None and len(table) == 30
-
-
-def test_remote_settings_reach_the_table_and_the_record(folder: RunFolder, tmp_path: Path) -> None:
-    from trainer.config.recipe import to_toml
-    from trainer.run.datasets import remote_options
-
-    chosen = config("data.remote.tries=2", "data.remote.connections=3", "data.remote.timeout_seconds=1.5")
-    options = remote_options(chosen)
-    assert (options.tries, options.connections, options.timeout_seconds) == (2, 3, 1.5)
-    for loaded in (chosen, config()):
-        (tmp_path / "again.toml").write_text(to_toml(loaded))
-        assert load_config(tmp_path / "again.toml") == loaded
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -13,11 +13,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from trainer.errors import RemoteError
 from trainer.ranks import heartbeat
 from trainer.ranks.heartbeat import Heartbeat, Timing
 from trainer.ranks.launcher import process_identity, process_state
-from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
+from trainer.ranks.rendezvous import Place, connect
 
 FAST = Timing(interval=0.05, dead_after=0.6, suspect_after=0.25, slow_after=0.3)
 
@@ -52,11 +51,8 @@ class World:
         made.end, made.warn = end, self.warnings.append  # type: ignore[method-assign]
         return made
 
-    def all_end(self, ranks: list[int], within: float = 20) -> None:
-        deadline = time.monotonic() + within
-        while not set(ranks) <= self.ends.keys():
-            assert time.monotonic() < deadline, self.ends
-            time.sleep(0.01)
+    def all_end(self, *ranks: int) -> None:
+        wait_until(lambda: set(ranks) <= self.ends.keys())
 
     @property
     def said(self) -> list[str]:
@@ -66,91 +62,6 @@ class World:
 @pytest.fixture(autouse=True)
 def short_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "LINGER", 0.5)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World(3)
-    yield made
-    for rank in made.ranks:
-        rank.leave()
-
-
-def test_nobody_is_dead_while_all_beat(world: World) -> None:
-    time.sleep(2 * FAST.dead_after)
-    assert not world.ends and not world.warnings
-
-
-def test_a_silent_rank_is_named(world: World) -> None:
-    world.ranks[2].leave()  # its threads stop without a word
-    world.all_end([0, 1])
-    assert {code for _, code in world.ends.values()} == {1}
-    assert world.said == [
-        "error: rank 2 (host node1) is dead (no heartbeat for 1 s); all ranks end, and the same command resumes"
-    ]
-
-
-def test_a_silent_rank_0(world: World) -> None:
-    """Under a launcher that keeps the store, the others find out by its beats."""
-    world.ranks[0].leave()
-    world.all_end([1, 2])
-    assert all("rank 0 (host node0) is dead" in line for line in world.said) and world.said
-
-
-def test_a_failing_rank_ends_the_others_with_its_code_and_in_silence(world: World) -> None:
-    world.ranks[1].fail("error on rank 1: made", 4)
-    world.ranks[1].leave()
-    world.all_end([0, 2])
-    assert world.ends == {0: ("", 4), 2: ("", 4)}
-
-
-def test_what_a_failing_rank_did_not_say_rank_0_says(world: World) -> None:
-    world.ranks[1].fail("error on rank 1: made", 2, is_printed=False)
-    world.ranks[1].leave()
-    world.all_end([0, 2])
-    assert world.ends == {0: ("error on rank 1: made", 2), 2: ("", 2)}
-
-
-def test_the_first_of_two_failures_counts(world: World) -> None:
-    for rank, code in ((1, 4), (2, 5)):
-        world.ranks[rank].fail("said", code)
-    world.all_end([0])
-    assert world.ends[0] == ("", 4)
-
-
-def test_a_broken_connection_shortens_the_patience(world: World) -> None:
-    world.ranks[2].leave()
-    started = time.monotonic()
-    waiting = threading.Thread(target=world.ranks[1].wait_for_the_cause)
-    waiting.start()
-    world.all_end([0, 1])
-    waiting.join(5)
-    assert not waiting.is_alive()
-    assert "no heartbeat for 0 s" in world.said[0] and time.monotonic() - started < 15
-
-
-def test_a_store_that_is_gone(world: World) -> None:
-    def unreachable() -> dist.Store:
-        raise dist.DistNetworkError("Connection reset\nframes")
-
-    ends: list[tuple[str, int]] = []
-    lost = Heartbeat(unreachable, 1, world.hosts, timing=FAST)
-    lost.end = lambda *end: ends.append(end)  # type: ignore[method-assign]
-    lost.start()
-    deadline = time.monotonic() + 20
-    while not ends:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    lost.leave()
-    assert ends[0][1] == 1 and "rank 0 (host node0) is dead" in ends[0][0] and "Connection reset" in ends[0][0]
-    assert "frames" not in ends[0][0]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -164,6 +75,70 @@ def worlds() -> Iterator[Callable[..., World]]:
     yield make
     for rank in (rank for world in made for rank in world.ranks):
         rank.leave()
+
+
+@pytest.fixture
+def world(worlds: Callable[..., World]) -> World:
+    """Three ranks whose processes nobody sees."""
+    return worlds([""] * 3)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_silent_rank_is_named(world: World) -> None:
+    world.ranks[2].leave()  # its threads stop without a word
+    world.all_end(0, 1)
+    assert {code for _, code in world.ends.values()} == {1}
+    assert world.said == [
+        "error: rank 2 (host node1) is dead (no heartbeat for 1 s); all ranks end, and the same command resumes"
+    ]
+
+
+def test_a_silent_rank_0(world: World) -> None:
+    """Under a launcher that keeps the store, the others find out by its beats."""
+    world.ranks[0].leave()
+    world.all_end(1, 2)
+    assert all("rank 0 (host node0) is dead" in line for line in world.said) and world.said
+
+
+@pytest.mark.parametrize("is_printed", [True, False])
+def test_a_failing_rank_ends_the_others_with_its_code(world: World, is_printed: bool) -> None:
+    """In silence; what it did not say itself, rank 0 says. The first of two failures counts."""
+    world.ranks[1].fail("error on rank 1: made", 4, is_printed=is_printed)
+    world.ranks[1].leave()
+    world.ranks[2].fail("said", 5)
+    world.all_end(0, 2)
+    assert world.ends == {0: ("" if is_printed else "error on rank 1: made", 4), 2: ("", 4)}
+
+
+def test_a_broken_connection_shortens_the_patience(world: World) -> None:
+    world.ranks[2].leave()
+    started = time.monotonic()
+    waiting = threading.Thread(target=world.ranks[1].wait_for_the_cause)
+    waiting.start()
+    world.all_end(0, 1)
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert "no heartbeat for 0 s" in world.said[0] and time.monotonic() - started < 15
+
+
+def test_a_store_that_is_gone(world: World) -> None:
+    def unreachable() -> dist.Store:
+        raise dist.DistNetworkError("Connection reset\nframes")
+
+    ends: list[tuple[str, int]] = []
+    lost = Heartbeat(unreachable, 1, world.hosts, timing=FAST)
+    lost.end = lambda *end: ends.append(end)  # type: ignore[method-assign]
+    lost.start()
+    wait_until(lambda: ends)
+    lost.leave()
+    assert ends[0][1] == 1 and "rank 0 (host node0) is dead" in ends[0][0] and "Connection reset" in ends[0][0]
+    assert "frames" not in ends[0][0]
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -182,7 +157,7 @@ def test_who_is_late_for_too_long_ends_all(worlds: Callable[..., World], monkeyp
     monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(late_after=1.2))
     world = worlds([process_identity(os.getpid())] * 3)
     world.ranks[2].leave()
-    world.all_end([0, 1])
+    world.all_end(0, 1)
     (said,) = world.said
     assert said.startswith("error: rank 2 (host node1) is late (no heartbeat for 1 s, its process lives, load ")
 
@@ -207,7 +182,7 @@ def test_processes_are_seen_as_they_are(worlds: Callable[..., World], monkeypatc
         )
         world = worlds([process_identity(os.getpid()), found[1]])
         world.ranks[1].leave()
-        world.all_end([0])
+        world.all_end(0)
         assert "is late: no heartbeat" in world.warnings[0] and "its process is stopped, load" in world.warnings[0]
         assert world.said[0].startswith("error: rank 1 (host node0) is dead (no heartbeat for ")
     finally:
@@ -252,87 +227,6 @@ def test_a_store_that_answers_late_is_asked_again(rank: int, world: World) -> No
 def test_a_slow_rank_only_draws_warnings(world: World) -> None:
     for rank in (0, 2):
         world.ranks[rank].note(5)
-    deadline = time.monotonic() + 20
-    while len(world.warnings) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(world.warnings) > 1)
     assert all("rank 1 (host node0) is slow" in line for line in world.warnings)
     assert not world.ends
-
-
-class TestRendezvous:
-    def meet_all(self, ranks: list[int], world_size: int, seconds: float = 20) -> dict[int, object]:
-        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place, found = Place("127.0.0.1", host.port, False), dict[int, object]()
-
-        def one(rank: int) -> None:
-            try:
-                found[rank] = meet(connect(place, 10), rank, world_size, place, seconds)
-            except Exception as error:
-                found[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return found
-
-    def test_all_are_here(self) -> None:
-        found = self.meet_all([0, 1, 2], 3)
-        assert found[0] == found[1] == found[2] and len(found[0]) == 3  # type: ignore[arg-type]
-
-    def test_who_is_missing_is_named_once(self) -> None:
-        found = self.meet_all([0, 2], 4, seconds=0.5)
-        assert isinstance(found[0], RendezvousError) and found[0].exit_code == 2
-        assert str(found[0]).startswith("rank 1, 3 of 4 did not come")
-        assert isinstance(found[2], RemoteError) and found[2].exit_code == 2
-
-    def find_all(self, port: int, world_size: int) -> list[tuple[dist.Store, Place]]:
-        """What every rank finds; rank 0 looks last."""
-        found: dict[int, tuple[dist.Store, Place]] = {}
-
-        def one(rank: int) -> None:
-            found[rank] = find_store("127.0.0.1", port, rank, world_size, 10)
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in reversed(range(world_size))]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.1)
-        for thread in threads:
-            thread.join(20)
-        return [found[rank] for rank in range(world_size)]
-
-    @pytest.fixture(autouse=True)
-    def no_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
-            monkeypatch.delenv(name, raising=False)
-
-    def test_rank_0_keeps_a_store_of_its_own_under_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The agent's may go, and the ranks still talk."""
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-        agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        agents.set("attempt-1/store", '["127.0.0.1", 1]')  # an attempt that failed
-        found = self.find_all(agents.port, 3)
-        assert {place.port for _, place in found} != {agents.port} and len({place.port for _, place in found}) == 1
-        assert [place.is_host for _, place in found] == [True, False, False]
-        del agents
-        found[2][0].set("key", "value")
-        assert found[1][0].get("key") == found[0][0].get("key") == b"value"
-        again = connect(found[1][1], 5)
-        assert again.get("key") == b"value", "the heartbeat's own connection"
-
-    @pytest.mark.parametrize("agent", [False, True])
-    def test_one_process_needs_no_port(self, monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
-        if agent:
-            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        store, place = find_store("127.0.0.1", 1, 0, 1, 5)
-        store.set("key", "value")
-        assert place.is_host and store.get("key") == b"value"
-
-    def test_rank_0_is_missed_under_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with pytest.raises(RendezvousError, match="rank 0 did not come"):
-            find_store("127.0.0.1", agents.port, 1, 2, 0.5)

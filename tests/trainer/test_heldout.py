@@ -12,13 +12,12 @@ from data.index.build import build_index
 from data.index.shards import common_root, expand_shards
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
-from data.reading.reader import RawExample
 from models.base import VisionModel
 from models.masked_autoencoder import MaskedAutoencoder, reconstruction_loss
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
-from trainer.run.heldout import Heldout
+from trainer.loop.heldout import Heldout
 from trainer.tasks import make_task
 from trainer.tasks.blind import caption_losses
 from trainer.tasks.captioning import CaptioningTask
@@ -104,27 +103,6 @@ def test_baselines(
         assert means == {"loss": pytest.approx(heldout(table, task, count, 3).loss(engine), rel=1e-5)}
 
 
-def test_every_example_is_decoded_once(
-    table: ExampleTable, task: CaptioningTask, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss, the word frequencies and the loss with other pictures come from one pass; samples show their own few again."""
-    decoded: Counter[bytes] = Counter()
-
-    class Counting(CaptionExample):
-        def __call__(self, raw: RawExample, key: int) -> dict[str, np.ndarray]:
-            assert raw.image is not None
-            decoded[raw.image] += 1
-            return super().__call__(raw, key)
-
-    plain = task.make_example(train=False)
-    counting = Counting.__new__(Counting)
-    counting.__dict__.update(plain.__dict__)
-    monkeypatch.setattr(task, "make_example", lambda *, train: counting)
-    found = heldout(table, task, 30, 4).results(engine, None, 2).inside()
-    assert {"loss"} == set(found.means) and {"blind_loss", "shuffled_loss"} <= set(found.baselines)
-    assert sorted(decoded.values()) == [1] * 28 + [2] * 2
-
-
 @pytest.mark.parametrize("normalise", ["true", "false"])
 def test_baseline_of_a_masked_autoencoder(table: ExampleTable, one_rank: torch.device, normalise: str) -> None:
     """The model's own loss, where the mean of the other five pictures is what it reconstructs."""
@@ -141,10 +119,6 @@ def test_baseline_of_a_masked_autoencoder(table: ExampleTable, one_rank: torch.d
     for size in (1, 4, 6):
         _, found = Heldout(table, task, num_examples=6, micro_batch_size=size).means_and_baselines(engine)
         assert list(found) == ["blind_loss"] and found["blind_loss"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_one_example_has_no_other(table: ExampleTable, task: CaptioningTask, engine: LocalEngine) -> None:
-    assert heldout(table, task, 1, 4).means_and_baselines(engine)[1] == {}
 
 
 def test_the_mode_of_the_model_is_restored(table: ExampleTable, task: CaptioningTask, engine: LocalEngine) -> None:
@@ -164,10 +138,6 @@ def test_captions(table: ExampleTable, task: CaptioningTask, engine: LocalEngine
     assert len(references) == count and all(r.strip() for r in references)
 
 
-def test_no_captions(table: ExampleTable, task: CaptioningTask, engine: LocalEngine) -> None:
-    assert heldout(table, task, None, 2).samples(engine, 0) is None
-
-
 def sheet_of(*samples: tuple[str, str], shades: tuple[int, ...] = (128,)) -> np.ndarray:
     """Captions are (the model's, the reference)."""
     images = [np.full((64, 64, 3), shade, np.uint8) for shade in shades]
@@ -175,23 +145,6 @@ def sheet_of(*samples: tuple[str, str], shades: tuple[int, ...] = (128,)) -> np.
 
 
 class TestContactSheet:
-    def test_size_and_pictures(self) -> None:
-        sheet = sheet_of(("an apple", "a red apple"), ("an apple", "a red apple"), shades=(10, 200))
-        assert sheet.shape == (2 * 168, 640, 3) and sheet.dtype == np.uint8
-        assert (sheet[:160, :160] == 10).all() and (sheet[168:328, :160] == 200).all()
-
-    def test_both_captions_are_there(self) -> None:
-        """Ink in the upper half is the model's caption, in the lower half the reference."""
-        full, other = sheet_of(("an apple", "a red apple")), sheet_of(("a green pear", "a red apple"))
-        reference = sheet_of(("an apple", "a ship"))
-        assert (full[:80] != other[:80]).any() and (full[80:] == other[80:]).all()
-        assert (full[:80] == reference[:80]).all() and (full[80:] != reference[80:]).any()
-
-    def test_long_captions_stay_inside_of_their_half(self) -> None:
-        sheet, short = sheet_of((" ".join(["wide"] * 80), "a")), sheet_of(("a", "a"))
-        assert (sheet[88:] == short[88:]).all(), "the reference is not written over"
-        assert (sheet[:, -4:] == 255).all(), "nothing is cut off at the right"
-
     @pytest.mark.parametrize("text", ["", " ", "\u732b \U0001f408 \u00e4\u00df\u0142", "a\nb\x00c\t", "x" * 500])
     def test_any_text(self, text: str) -> None:
         """A model says anything."""

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from models.base import EncoderConfig, ImageEncoder
 from models.config import VitConfig
-from models.converters import Unstated
 from models.converters.huggingface import CONFIG, WEIGHTS, to_vit_model
 from models.converters.names import TIMM
 from models.converters.native import encoder_as
 from models.converters.weights import write_weights
-from models.image_encoder import EncoderConfig, build_image_encoder
 from privacy.errors import PrivacyStateRefused
-from privacy.step.resume import load_newest
+from privacy.run.run import load_newest
+from tests.models.released import DEPTH, HEADS, OF_ENCODER, PATCH, SIDE, D
 from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError
 from trainer.weights.import_weights import import_weights
 
-HEADS = {"hf": Unstated(), "vip": Unstated(num_heads=4, norm_eps=1e-6, activation="gelu")}
 PRIVATE_LINK = {"kind": "checkpoint", "training_data": "private", "guarantee": None, "before_that": {"kind": "random"}}
 PRIVATE: list[dict[str, Any]] = [
     {"training_data": {"provenance": "private"}},
@@ -33,8 +32,9 @@ PRIVATE: list[dict[str, Any]] = [
 
 def exported(folder: Path, kind: str, about: dict[str, Any]) -> Path:
     """An encoder as export.py writes it: `hf` is a folder, `vip` a torch file with config.json next to it."""
-    config = VitConfig(image_size=16, patch_size=4, width=32, depth=1, num_heads=4, qkv_bias=True)
-    encoder = build_image_encoder(EncoderConfig(encoder=config), generator=torch.Generator().manual_seed(0)).encoder
+    size = {"image_size": SIDE, "patch_size": PATCH, "width": D, "depth": DEPTH, "num_heads": HEADS}
+    config = EncoderConfig(encoder=VitConfig(**size, qkv_bias=True))
+    encoder = ImageEncoder.build(config, generator=torch.Generator().manual_seed(0)).encoder
     folder.mkdir()
     stated, tensors = to_vit_model(encoder) if kind == "hf" else ({}, encoder_as(TIMM, encoder))
     (folder / CONFIG).write_text(json.dumps({**stated, "about": about}))
@@ -47,7 +47,8 @@ def exported(folder: Path, kind: str, about: dict[str, Any]) -> Path:
 
 def imported(source: Path, kind: Any, provenance: Any) -> dict[str, Any]:
     folder = source if source.is_dir() else source.parent
-    return import_weights(kind, source, folder.with_name("in"), provenance=provenance, unstated=HEADS[kind])
+    told: dict[str, Any] = {} if kind == "hf" else {"size": "vip_nano", "overrides": OF_ENCODER}
+    return import_weights(kind, source, folder.with_name("in"), provenance=provenance, **told)
 
 
 @pytest.mark.parametrize("kind", ["hf", "vip"])

@@ -1,4 +1,4 @@
-"""Which processes above a rank are its launcher, and when one is gone. Whole runs are in tests/e2e/test_lost_launcher.py."""
+"""Which processes above a rank are its launcher, and when one is gone. Whole runs are in tests/e2e/test_launches.py."""
 
 import os
 import signal

@@ -13,8 +13,7 @@ from privacy.step.engine import Piece, ShardLayout, runs
 from privacy.step.row_shards import row_shard
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.optimizer import OptimizerSection
-from trainer.engines.layouts import ZERO_ALIGNMENT, flat_partition, layout_of, require_dealt
-from trainer.optimizers import group_names, parameter_groups
+from trainer.engines.layouts import layout_of, require_dealt
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIMIZER = OptimizerSection(peak_lr=1e-2, weight_decay=0.1)
@@ -60,24 +59,6 @@ def test_rows_are_cut_as_torch_cuts_them(shape: tuple[int, ...], num_shards: int
         offset, length = row_shard(whole.shape, index, num_shards)
         expected = chunks[index].flatten() if index < len(chunks) else whole.new_empty(0)
         assert torch.equal(whole.flatten()[offset : offset + length], expected)
-
-
-def test_flat_groups_are_padded_to_equal_parts() -> None:
-    for count in range(1, 50):
-        for world_size in (1, 2, 3, 8):
-            part = flat_partition(count, world_size)
-            assert count <= part * world_size < count + ZERO_ALIGNMENT * world_size and part % ZERO_ALIGNMENT == 0
-
-
-def test_groups_of_names_are_those_of_the_parameters() -> None:
-    shapes = random_shapes(3) | {"w": torch.Size((4, 4)), "b": torch.Size((4,))}
-    named = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    of = {id(parameter): name for name, parameter in named.items()}
-    groups = parameter_groups(named.items(), shapes, OPTIMIZER)
-    assert [[of[id(p)] for p in group["params"]] for group in groups] == list(
-        group_names(shapes, shapes, OPTIMIZER).values()
-    )
-    assert len(groups) == 2 and {group["weight_decay"] for group in groups} == {0.0, 0.1}
 
 
 def concatenation(pieces: list[Piece], values: Mapping[str, list[int]]) -> list[int]:

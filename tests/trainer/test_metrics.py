@@ -14,18 +14,6 @@ def private(values: Mapping[str, float]) -> dict[str, Private[float]]:
     return {name: Private(value) for name, value in values.items()}
 
 
-def test_lines(tmp_path: Path) -> None:
-    writer = PrivateMetrics(tmp_path)
-    writer.scalars(1, private({"privacy/epsilon": 0.5, "optimizer/lr": 1e-9}))
-    assert read_metrics(tmp_path)[0]["privacy/epsilon"] == 0.5, "readable while the run goes on"
-    writer.scalars(2, private({"privacy/epsilon": 0.75}))
-    writer.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
-    assert lines[0]["optimizer/lr"] == 1e-9 and lines[0]["time_unix"] > 1.6e9
-    assert read_metrics(tmp_path) == lines
-
-
 @pytest.mark.parametrize("torn", ['{"step": 2, "pri', '{"step": 2, "privacy/epsilon": 0.7}', "{"])
 def test_a_torn_last_line(tmp_path: Path, torn: str) -> None:
     """A killed process leaves half a line; the next start appends after it and loses nothing of its own."""
@@ -40,30 +28,6 @@ def test_a_torn_last_line(tmp_path: Path, torn: str) -> None:
     writer.close()
     found = [line["step"] for line in read_metrics(tmp_path)]
     assert found[0] == 1 and found[-1] == 3 and len(found) <= 3
-
-
-def test_no_metrics_yet(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == []
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    writer = PrivateMetrics(tmp_path)
-    writer.scalars(1, private({"privacy/epsilon": 0.5}))
-    writer.scalars(2, private({"privacy/epsilon": 0.75, "heldout/loss": 8.0}))
-    writer.text(2, "heldout/captions", Private("* 'a cat' for 'the cat'"))
-    picture_HWC = np.zeros((6, 10, 3), dtype=np.uint8)
-    writer.picture(2, "heldout/captions", Private(picture_HWC))
-    writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("privacy/epsilon")] == [(1, 0.5), (2, 0.75)]
-    assert [(e.step, e.value) for e in events.Scalars("heldout/loss")] == [(2, 8.0)]
-    (image,) = events.Images("heldout/captions")
-    assert (image.step, image.height, image.width) == (2, 6, 10)
-    (text,) = events.Tensors("heldout/captions/text_summary")
-    assert b"a cat" in text.tensor_proto.string_val[0]
 
 
 def test_public_events_have_no_clock_and_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

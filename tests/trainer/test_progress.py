@@ -40,13 +40,6 @@ def test_what_is_slow_says_what_it_does_and_for_how_long(capsys: pytest.CaptureF
     )
 
 
-def test_a_bar_speaks_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with working("counting"):
-        for _ in track(range(20), "numbers", 20):
-            time.sleep(0.02)
-    assert {line.split(":")[0] for line in capsys.readouterr().err.splitlines()} == {"counting ...", "numbers"}
-
-
 def test_a_slow_loop_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     for number in track(range(30), "numbers", 30):
@@ -66,13 +59,6 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_error_ends_the_announcement(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="bad"), working("counting"):
-        raise ValueError("bad")
-    time.sleep(0.1)
-    assert capsys.readouterr().err == ""
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -90,17 +76,7 @@ FACTS |= {
 }
 
 
-@pytest.mark.parametrize(
-    ("width", "seen"),
-    [
-        (40, ("eta",)),
-        (60, ("eta", "loss", "lr")),
-        (80, ("eta", "loss", "[", "37.5%", "lr")),
-        (100, ("eta", "loss", "[", "37.5%", "lr", "ex/s", "data")),
-        (120, ("eta", "loss", "[", "37.5%", "lr", "ex/s", "data", "gradients")),
-        (200, ("eta", "[", "37.5%", *FACTS)),
-    ],
-)
+@pytest.mark.parametrize(("width", "seen"), [(40, ()), (80, ("eta", "loss", "lr")), (240, ("eta", *FACTS))])
 def test_a_narrow_terminal_shows_what_matters(
     width: int, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,25 +91,5 @@ def test_a_narrow_terminal_shows_what_matters(
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
         lines = [one for one in re.split(r"[\r\n]+", text) if one]
         assert all(len(one) <= width for one in lines), lines
-        assert lines[-1].startswith("step 45/120  ") and f"eps {facts['eps'].split(' ')[0]}" in lines[-1]
+        assert lines[-1].startswith("step 45/120 [###       ] 37.5%  eps " + facts["eps"][:3])
         assert facts is not FACTS or all(word in lines[-1] for word in seen), lines[-1]
-
-
-def test_a_long_line_is_broken_after_a_comma(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    line = ProgressLine(0, 120)
-    line.say("held-out caption loss after step 120: 8.3218; without looking 6.7056, with another picture 8.3254")
-    line.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
-    assert "held-out caption loss after step 120: 8.3218; without looking 6.7056,\n" in text
-    assert "    with another picture 8.3254\n" in text
-
-
-def test_plain_lines_keep_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ProgressLine(0, 120)
-    line.update(120, FACTS)
-    line.say("a, " * 100)
-    text = "  ".join(f"{name} {value}" for name, value in FACTS.items())
-    assert capsys.readouterr().out == f"step 120/120  100.0%  eta 0:00:00  {text}\n{'a, ' * 100}\n"

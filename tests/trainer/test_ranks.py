@@ -9,64 +9,40 @@ ADDRESS = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 LAUNCHERS = {
     "torchrun": {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"},
     "openmpi": {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"},
-    "mvapich": {
-        "MV2_COMM_WORLD_RANK": "5",
-        "MV2_COMM_WORLD_LOCAL_RANK": "1",
-        "MV2_COMM_WORLD_SIZE": "8",
-    },
+    "mvapich": {"MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_SIZE": "8"},
     "mpich": {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8"},
     "slurm": {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"},
 }
+SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+"""Slurm sets its variables in an allocation's shell too, but only srun starts ranks."""
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
+STEP = {**LAUNCHERS["slurm"], "SLURM_STEP_NODELIST": "node[07-08,11],other", "SLURM_JOB_ID": "123456"}
+FIFTH = Ranks(rank=5, local_rank=1, world_size=8, address="node0", port=1234)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers(launcher: str) -> None:
-    found = discover_ranks({"HOME": "/root", **LAUNCHERS[launcher], **ADDRESS})
-    assert found == Ranks(rank=5, local_rank=1, world_size=8, address="node0", port=1234)
-    assert not found.is_main
-
-
-def test_one_process() -> None:
-    assert discover_ranks({}) == Ranks(0, 0, 1, "127.0.0.1", 29500)
-    assert discover_ranks({"WORLD_SIZE": "8"}) == Ranks(), "half of a launcher is none"
-    assert discover_ranks({"MASTER_ADDR": "node0"}).is_main
-
-
-def test_one_rank_needs_no_address() -> None:
-    assert discover_ranks({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}).address == "127.0.0.1"
-
-
-def test_the_inner_launcher_wins() -> None:
-    """`deepspeed` inside of a Slurm allocation starts the ranks; the allocation's variables are those of the shell."""
-    shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
-    assert discover_ranks({**shell, **LAUNCHERS["torchrun"], **ADDRESS}).rank == 5
-    assert discover_ranks({**shell, **LAUNCHERS["openmpi"], **ADDRESS}).rank == 5
-
-
-def test_mpirun_inside_of_an_interactive_step() -> None:
-    """Every rank inherits the step's variables, whose rank is that of the shell."""
-    shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}
-    found = discover_ranks({**shell, "PMI_RANK": "5", "PMI_SIZE": "8", **ADDRESS})
-    assert (found.rank, found.world_size, found.local_rank) == (5, 8, 5)
-
-
-def test_srun_with_pmi_knows_the_local_rank() -> None:
-    both = {**LAUNCHERS["slurm"], "PMI_RANK": "5", "PMI_SIZE": "8", **ADDRESS}
-    assert discover_ranks(both) == Ranks(rank=5, local_rank=1, world_size=8, address="node0", port=1234)
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_port_by_default(launcher: str) -> None:
-    assert discover_ranks({**LAUNCHERS[launcher], "MASTER_ADDR": "node0"}).port == 29500
-
-
-def test_slurm_says_where_to_meet() -> None:
-    """Two jobs on one node take different ports."""
-    step = {**LAUNCHERS["slurm"], "SLURM_STEP_NODELIST": "node[07-08,11],other", "SLURM_JOB_ID": "123456"}
-    found = discover_ranks(step)
-    assert (found.address, found.port) == ("node07", 23456)
-    assert discover_ranks({**step, **ADDRESS}).address == "node0"
-    assert discover_ranks({**step, **ADDRESS}).port == 1234
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        *(({"HOME": "/root", **variables, **ADDRESS}, FIFTH) for variables in LAUNCHERS.values()),
+        *(({**v, "MASTER_ADDR": "node0"}, Ranks(5, 1, 8, "node0", 29500)) for v in LAUNCHERS.values()),
+        ({}, Ranks(0, 0, 1, "127.0.0.1", 29500)),
+        ({"WORLD_SIZE": "8"}, Ranks()),  # half of a launcher is none
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, Ranks()),  # one rank needs no address
+        ({"RANK": "3", "WORLD_SIZE": "4", **ADDRESS}, Ranks(3, 3, 4, "node0", 1234)),  # as if all were on one machine
+        ({**SHELL, "SLURM_NTASKS": "8"}, Ranks()),
+        # The inner launcher wins. In an interactive step every rank inherits the variables of the shell.
+        ({**SHELL, **LAUNCHERS["torchrun"], **ADDRESS}, FIFTH),
+        ({**SHELL, **LAUNCHERS["openmpi"], **ADDRESS}, FIFTH),
+        ({**SHELL, "SLURM_STEP_ID": "0", **PMI, **ADDRESS}, Ranks(5, 5, 8, "node0", 1234)),
+        ({**LAUNCHERS["slurm"], **PMI, **ADDRESS}, FIFTH),  # srun with PMI knows the local rank
+        # Slurm says where to meet; two jobs on one node take different ports.
+        (STEP, Ranks(5, 1, 8, "node07", 23456)),
+        ({**STEP, **ADDRESS}, FIFTH),
+    ],
+)
+def test_ranks_are_those_that_the_launcher_says(environment: dict[str, str], found: Ranks) -> None:
+    assert discover_ranks(environment) == found
+    assert found.is_main == (found.rank == 0)
 
 
 @pytest.mark.parametrize(
@@ -84,44 +60,25 @@ def test_the_first_host_of_a_list(node_list: str, first: str) -> None:
     assert first_host(node_list) == first
 
 
-def test_local_rank_by_default() -> None:
-    """Without it every rank is taken to be on one machine."""
-    assert discover_ranks({"RANK": "3", "WORLD_SIZE": "4", **ADDRESS}).local_rank == 3
+TORCHRUN = {**LAUNCHERS["torchrun"], **ADDRESS}
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_several_ranks_need_an_address(launcher: str) -> None:
-    with pytest.raises(ConfigError, match="MASTER_ADDR is not set") as caught:
-        discover_ranks(LAUNCHERS[launcher])
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        *((variables, "MASTER_ADDR is not set") for variables in LAUNCHERS.values()),
+        *(
+            ({**variables, **ADDRESS, name: value}, name)
+            for variables in LAUNCHERS.values()
+            for name in list(variables)[:3]
+            for value in ("", "x", "1.5")
+        ),
+        *(({**TORCHRUN, "RANK": rank}, "no such rank") for rank in ("8", "-1")),
+        *(({**TORCHRUN, "MASTER_ADDR": a}, "MASTER_ADDR is") for a in ("a b", "=1!\f\f<j", "http://host", "x\ny")),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "http"),
+    ],
+)
+def test_garbage_is_refused_by_name(environment: dict[str, str], line: str) -> None:
+    with pytest.raises(ConfigError, match=line) as caught:
+        discover_ranks(environment)
     assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("position", [0, 1, 2])
-@pytest.mark.parametrize("value", ["", "x", "1.5"])
-def test_garbage(launcher: str, position: int, value: str) -> None:
-    name = list(LAUNCHERS[launcher])[position]
-    with pytest.raises(ConfigError, match=name):
-        discover_ranks({**LAUNCHERS[launcher], **ADDRESS, name: value})
-
-
-def test_the_shell_of_a_batch_script_is_no_rank() -> None:
-    """Slurm sets its ranks there as well, but only srun starts them."""
-    assert discover_ranks({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}) == Ranks()
-
-
-@pytest.mark.parametrize("rank", ["8", "-1"])
-def test_a_rank_outside_of_the_world(rank: str) -> None:
-    with pytest.raises(ConfigError, match="no such rank"):
-        discover_ranks({"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "8", **ADDRESS})
-
-
-@pytest.mark.parametrize("address", ["a b", "=1!\f\f<j", "http://host", "x\ny"])
-def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(ConfigError, match="MASTER_ADDR is"):
-        discover_ranks({**LAUNCHERS["torchrun"], "MASTER_ADDR": address, "MASTER_PORT": "1"})
-
-
-def test_a_port_that_is_none() -> None:
-    with pytest.raises(ConfigError):
-        discover_ranks({**LAUNCHERS["torchrun"], "MASTER_ADDR": "node0", "MASTER_PORT": "http"})

@@ -142,7 +142,6 @@ REFUSED: dict[str, tuple[list[Callable[[Path], object]], list[str]]] = {
     "other data": ([torn], ["data.shards=data/demo/train-00001.tar"]),
     "private/ is gone": ([torn, lambda folder: shutil.rmtree(folder / "private")], []),
     "no record of attempts": ([torn, lambda folder: (folder / "private/members.jsonl").unlink()], []),
-    "no signing key": ([torn, lambda folder: (folder / "private/signing.key").unlink()], []),
     "no sampling key": ([torn, lambda folder: (folder / "private/sampling.key").unlink()], []),
     "a key that others may read": ([torn, lambda folder: (folder / "private/sampling.key").chmod(0o644)], []),
     "no ledger": ([lambda folder: (folder / LINES).unlink()], []),
@@ -279,7 +278,7 @@ def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(
     owner = SharedLedger.create(
         tmp_path / "owner.jsonl", epsilon=9.0, delta=1e-4, mirror=tmp_path / "second.jsonl"
     ).path
-    inside = [folder / name for name in (LINES, "private/sampling.key", "private/signing.key", "private/members.jsonl")]
+    inside = [folder / name for name in (LINES, "private/sampling.key", "private/members.jsonl")]
     inside += [folder / "x.jsonl", folder / "private/x.jsonl", folder / "checkpoints/x.jsonl"]
     places: list[Path] = []
     for target in (*inside, owner, tmp_path / "second.jsonl"):
@@ -318,7 +317,7 @@ def published(folder: Path, target: Path) -> None:
 def test_nothing_uses_a_checkpoint_that_the_ledger_did_not_record(
     damage: Callable[[Path], None], stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The seal of a manifest has no key, so whoever edits a checkpoint seals it again; the ledger's record is signed."""
+    """The seal of a manifest has no key, so whoever edits a checkpoint seals it again; the ledger recorded its hash."""
     monkeypatch.setattr(RunFolder, "lock", lambda self: None)
     folder = Path(shutil.copytree(stopped, tmp_path / "run"))
     open_model(folder)

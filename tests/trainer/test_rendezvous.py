@@ -1,13 +1,16 @@
-"""Ports that somebody else has: every rank says so at once, and not after the time that a slow rank is given."""
+"""How ranks meet: who is missing is named, and a port that somebody else has at once, not after the time of a slow rank."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
+from trainer.errors import RemoteError
 from trainer.ranks import rendezvous
-from trainer.ranks.rendezvous import Place, RendezvousError, connect, meet
+from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
 
 PATIENCE = 45.0
 AT_ONCE = 10.0
@@ -57,3 +60,87 @@ def test_a_rank_that_comes_to_the_store_of_another_run_changes_nothing_there() -
     with pytest.raises(RendezvousError, match=r"another run is at .* and has a rank 1 already"):
         meet(first, 1, 2, Place("127.0.0.1", 1, is_host=False), PATIENCE)
     assert first.get("beat/1") == b"5:3"
+
+
+def meet_all(ranks: list[int], world_size: int, seconds: float = 20) -> dict[int, object]:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place, found = Place("127.0.0.1", host.port, False), dict[int, object]()
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = meet(connect(place, 10), rank, world_size, place, seconds)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_all_are_here() -> None:
+    found = meet_all([0, 1, 2], 3)
+    assert found[0] == found[1] == found[2] and len(found[0]) == 3  # type: ignore[arg-type]
+
+
+def test_who_is_missing_is_named_once() -> None:
+    found = meet_all([0, 2], 4, seconds=0.5)
+    assert isinstance(found[0], RendezvousError) and found[0].exit_code == 2
+    assert str(found[0]).startswith("rank 1, 3 of 4 did not come")
+    assert isinstance(found[2], RemoteError) and found[2].exit_code == 2
+
+
+def find_all(port: int, world_size: int) -> list[tuple[dist.Store, Place]]:
+    """What every rank finds; rank 0 looks last."""
+    found: dict[int, tuple[dist.Store, Place]] = {}
+
+    def one(rank: int) -> None:
+        found[rank] = find_store("127.0.0.1", port, rank, world_size, 10)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in reversed(range(world_size))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(20)
+    return [found[rank] for rank in range(world_size)]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_rank_0_keeps_a_store_of_its_own_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's may go, and the ranks still talk."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents.set("attempt-1/store", '["127.0.0.1", 1]')  # an attempt that failed
+    found = find_all(agents.port, 3)
+    assert {place.port for _, place in found} != {agents.port} and len({place.port for _, place in found}) == 1
+    assert [place.is_host for _, place in found] == [True, False, False]
+    del agents
+    found[2][0].set("key", "value")
+    assert found[1][0].get("key") == found[0][0].get("key") == b"value"
+    again = connect(found[1][1], 5)
+    assert again.get("key") == b"value", "the heartbeat's own connection"
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_one_process_needs_no_port(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+    if agent:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store, place = find_store("127.0.0.1", 1, 0, 1, 5)
+    store.set("key", "value")
+    assert place.is_host and store.get("key") == b"value"
+
+
+def test_rank_0_is_missed_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RendezvousError, match="rank 0 did not come"):
+        find_store("127.0.0.1", agents.port, 1, 2, 0.5)

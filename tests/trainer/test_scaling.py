@@ -1,28 +1,35 @@
 """Studies: what a grid means, what a point trains, and that nothing without a guarantee ever shows an epsilon."""
 
+import contextlib
 import csv
+import itertools
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
+from privacy.ledger import durable
+from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
+from trainer.studies import folder as study_folder
 from trainer.studies.collect import Result, grouped
 from trainer.studies.executors import Trainer, exit_code, run_local
 from trainer.studies.folder import StudyFolder
 from trainer.studies.grid import StudyConfig, expand, load_study
-from trainer.studies.page import write_report
 from trainer.studies.points import PlannedPoint, changed_keys, plan_points
+from trainer.studies.report import write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))
@@ -50,7 +57,7 @@ def study_of(tmp_path: Path, text: str) -> StudyConfig:
 
 def planned_of(tmp_path: Path, text: str) -> list[PlannedPoint]:
     study = study_of(tmp_path, text)
-    return plan_points(study, expand(study), ROOT, tmp_path / "shared_ledger.jsonl")
+    return plan_points(study, "study", ROOT)
 
 
 def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
@@ -71,8 +78,7 @@ def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
         "train.seed": 1,
     }
 
-
-def test_a_point_trains_what_its_overrides_say(tmp_path: Path) -> None:
+    # And what a point trains is what its overrides say.
     by_name = {one.name: one.config for one in planned_of(tmp_path, STUDY)}
     wanted = load_config(
         ROOT / "recipes/tiny.toml",
@@ -102,7 +108,7 @@ def test_a_point_trains_what_its_overrides_say(tmp_path: Path) -> None:
         (("[base]", "[report]\ncolor = 'start '\n[base]"), "names no axis"),
         (("[base]", "[tan]\nreference_batch_size = 24\n[base]"), "exactly one of reference_noise_multiplier"),
         (("[base]", "[tan]\nreference_batch_size = 24\nreference_epsilon = 8.0\n[base]"), "needs data.num_examples"),
-        (('data.provenance = "public"', ""), "Say what they may spend together"),
+        (('data.provenance = "public"', ""), "name it in [base] privacy.shared_ledger"),
         (("name", "= name"), "is not TOML"),
     ],
 )  # fmt: skip
@@ -114,6 +120,7 @@ def test_a_bad_study_is_one_line(tmp_path: Path, change: tuple[str, str], messag
     assert "\n" not in str(caught.value)
 
 
+FIRST = "batch-8_start-small_seed-0"
 TAN = STUDY.replace("[axis.batch]", "[tan]\nreference_batch_size = 24\nreference_noise_multiplier = 1.2\n[axis.batch]")
 
 
@@ -131,10 +138,7 @@ def test_tan_keeps_noise_over_batch_and_marks_all_but_the_reference(tmp_path: Pa
             assert plan.epsilon_planned is None
             assert plan.epsilon_with_reserve is None
             assert plan.epsilon_table() is None
-
-
-def test_a_simulation_may_have_noise_that_no_claim_could(tmp_path: Path) -> None:
-    """At B = 1 of a reference of 1,000 sigma is far below 0.3, and below what the noise's support could cover."""
+    # At B = 1 of a reference of 1,000 sigma is far below what a claim could have.
     text = TAN.replace("reference_batch_size = 24", "reference_batch_size = 1000").replace("[8, 24]", "[1, 24]")
     one = planned_of(tmp_path, text)[0]
     assert one.config.privacy.noise_multiplier == pytest.approx(0.0012)
@@ -159,11 +163,6 @@ def test_a_simulation_aims_at_no_epsilon(more: str) -> None:
         load_config(recipe, ["privacy.simulation=true", f"privacy.{more}"])
 
 
-BUDGET = STUDY.replace('data.provenance = "public"', "").replace(
-    "[base]", "[budget]\ntarget_epsilon = 50.0\ntarget_delta = 1e-4\n[base]"
-)
-
-
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
     study = load_study(path)
@@ -171,7 +170,7 @@ def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
         study = study.model_copy(
             update={"tan": study.tan.model_copy(update={"reference_epsilon": None, "reference_noise_multiplier": 1.0})}
         )
-    planned = plan_points(study, expand(study), ROOT, tmp_path / "shared_ledger.jsonl")
+    planned = plan_points(study, "study", ROOT)
     assert len(planned) >= 4
     assert f"launch_scripts/study.py run {path.relative_to(ROOT)}" in path.read_text().splitlines()[0]
     assert study.name == path.stem
@@ -180,23 +179,22 @@ def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
 def prepared(tmp_path: Path, text: str) -> tuple[StudyFolder, list[PlannedPoint]]:
     folder = StudyFolder(tmp_path / "study")
     study = study_of(tmp_path, text)
-    planned = plan_points(study, expand(study), ROOT, folder.shared_ledger)
+    planned = plan_points(study, "study", ROOT)
     with folder.locked():
         folder.prepare(study, text, planned)
     return folder, planned
 
 
-def test_a_study_folder_is_for_one_study_at_a_time(tmp_path: Path) -> None:
-    folder, _ = prepared(tmp_path, STUDY)
+def test_a_study_folder_is_for_one_study_at_a_time_and_keeps_consoles_private(tmp_path: Path) -> None:
+    """Contract 12: a console shows training loss."""
+    folder, planned = prepared(tmp_path, STUDY)
+    assert all(load_config(folder.recipe(one.name)) == one.config for one in planned)
+    assert folder.private.stat().st_mode & 0o777 == 0o700
+    folder.log(FIRST).write_text("loss 1.0\n")
+    outside = {path.relative_to(folder.root).parts[0] for path in folder.root.rglob("*")} - {"private"}
+    assert outside == {"lock", "recipes", "runs", "study.toml"}
     with folder.locked(), pytest.raises(ConfigError, match="in use"), StudyFolder(folder.root).locked():
         pass
-
-
-def test_the_written_recipe_is_the_planned_one(tmp_path: Path) -> None:
-    folder, planned = prepared(tmp_path, BUDGET)
-    for one in planned:
-        assert load_config(folder.recipe(one.name)) == one.config
-    assert SharedLedger(folder.shared_ledger).read().opened["epsilon"] == 50.0
 
 
 def test_a_begun_point_cannot_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +205,100 @@ def test_a_begun_point_cannot_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     prepared(tmp_path, STUDY.replace("seeds = [0, 1]", "seeds = [0, 1, 2]"))
     with pytest.raises(ConfigError, match=f"{begun} .* began with another optimizer.peak_lr"):
         prepared(tmp_path, STUDY.replace("[base]", "[base]\noptimizer.peak_lr = 0.5"))
+
+
+# Studies on private data
+
+
+def on_private_data(root: Path) -> str:
+    """The study, with an owner's ledger that charges its runs together."""
+    path = root / "owner.jsonl"
+    if not path.exists():
+        SharedLedger.create(path, epsilon=50.0, delta=1e-4, informal_runs=True)
+    named = f'privacy.shared_ledger = "{path}"\nprivacy.fixed_in_advance = true'
+    return STUDY.replace('data.provenance = "public"', named)
+
+
+def begin(folder: StudyFolder, name: str) -> None:
+    """What train.py does until its first step."""
+    config, run = load_config(folder.recipe(name)), folder.run(name)
+    (run / "private").mkdir(parents=True)
+    plan = make_plan(config.privacy.request(config.train.num_steps, 3000))
+    assert config.privacy.shared_ledger is not None
+    shared = SharedTerms(config.privacy.shared_ledger, name, config.privacy.fixed_in_advance)
+    ledger, _ = open_run_state(
+        run / "ledger.jsonl", run / "private/sampling.key", plan, data_manifest=b"", shared=shared
+    )
+    with ledger:
+        ledger.start_session({})
+
+
+def late_points(folder: StudyFolder, planned: list[PlannedPoint]) -> list[str]:
+    return [one.name for one in planned if not load_config(folder.recipe(one.name)).privacy.fixed_in_advance]
+
+
+def test_runs_know_their_siblings_and_those_without_a_guarantee_are_counted(tmp_path: Path) -> None:
+    text = on_private_data(tmp_path)
+    text = text.replace("[axis.start.large]", "[axis.start.large]\nprivacy.enabled = false")
+    folder, planned = prepared(tmp_path, text)
+    for one in planned:
+        assert "one of 8 runs of study tiny; 4 claim a guarantee of their own, 4 have none" in str(
+            one.config.privacy.tuning
+        )
+    large = next(one.name for one in planned if "large" in one.name)
+    begin(folder, large)
+    noted = SharedLedger(tmp_path / "owner.jsonl").summary()["informal_runs"]
+    assert noted == [{"name": large, "reason": "privacy is disabled (privacy.enabled = false)"}]
+
+
+def test_only_the_grid_before_all_outputs_is_fixed_in_advance(tmp_path: Path) -> None:
+    text = on_private_data(tmp_path)
+    assert late_points(*prepared(tmp_path, text.replace("depth = 2", "depth = 3"))) == []  # until a run begins
+    folder, planned = prepared(tmp_path, text)
+    begin(folder, FIRST)
+    assert late_points(*prepared(tmp_path, text)) == []  # the rest of the grid, or a resume
+    added = prepared(tmp_path, text.replace("seeds = [0, 1]", "seeds = [0, 1, 2]"))
+    assert late_points(*added) == [one.name for one in added[1] if one.name.endswith("seed-2")]
+    rest = [one.name for one in planned if one.name != FIRST]
+    changed = prepared(tmp_path, text.replace("depth = 2", "depth = 3"))
+    assert late_points(*changed) == rest  # leaving out what was planned is a choice, too
+    assert late_points(*prepared(tmp_path, text)) == []
+    shutil.rmtree(folder.run(FIRST))  # trained anew, it was chosen after its output
+    assert late_points(*prepared(tmp_path, text)) == [FIRST]
+
+
+def test_a_study_that_is_interrupted_at_any_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All points stay fixed in advance, and none is charged otherwise once one of them has begun."""
+    written: list[int] = []
+
+    def count(real: Callable[..., None], last: int) -> Callable[..., None]:
+        def write(*arguments: Any) -> None:
+            written.append(1)
+            if len(written) == last:
+                raise KeyboardInterrupt
+            real(*arguments)
+
+        return write
+
+    for last in itertools.count(1):
+        root = tmp_path / str(last)
+        root.mkdir()
+        text = on_private_data(root)
+        written.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(study_folder, "write_durably", count(study_folder.write_durably, last))
+            patch.setattr(durable, "write", count(durable.write, last))
+            with contextlib.suppress(KeyboardInterrupt):
+                prepared(root, text)
+        assert late_points(*prepared(root, text)) == []
+        if len(written) < last:
+            break
+    assert last > 10
+    begin(prepared(root, text)[0], FIRST)
+    assert late_points(*prepared(root, text)) == []
+
+
+# Running the points
 
 
 class Stub(Trainer):
@@ -270,7 +362,7 @@ def reported(tmp_path: Path, results: list[Result], missing: tuple[str, ...] = (
     """The report of a study whose only axis is the batch, and its page."""
     text = STUDY.replace("[axis.start.small]\n[axis.start.large]\nmodel.overrides.encoder_depth = 2", "")
     folder = StudyFolder(tmp_path / "study")
-    folder.root.mkdir()
+    folder.root.mkdir(parents=True)
     return folder, write_report(folder, study_of(tmp_path, text), results, missing).read_text()
 
 
@@ -316,19 +408,16 @@ def test_every_group_is_compared_with_the_blind_line(tmp_path: Path) -> None:
         point = next(csv.DictReader(file))
     assert (point["blind_loss"], point["shuffled_loss"]) == ("1.93", "3.5")
     assert (point["max_grad_norm"], point["attempts_charged"]) == ("1.0", "4")
-
-
-def test_a_group_of_which_one_seed_is_above_the_blind_line_says_so(tmp_path: Path) -> None:
-    """Seeds end at 1.99 and 1.89."""
-    _, page = reported(tmp_path, [result(10, seed, blind=1.95) for seed in (0, 1)])
-    assert table_rows(page)["10"]["below the blind line by"] == "0.0100 (1 of 2 seeds above it)"
-    assert "All 1 groups that are done lie below it" in page
-
-
-def test_without_public_heldout_data_there_is_no_blind_line(tmp_path: Path) -> None:
-    _, page = reported(tmp_path, [result(10, seed, blind=None) for seed in (0, 1)])
-    assert "No blind line is known" in page
-    assert table_rows(page)["10"]["below the blind line by"] == ""
+    for blind, below, words in (
+        (
+            1.95,
+            "0.0100 (1 of 2 seeds above it)",
+            "All 1 groups that are done lie below it",
+        ),  # seeds end at 1.99 and 1.89
+        (None, "", "No blind line is known"),
+    ):
+        _, page = reported(tmp_path / str(blind), [result(10, seed, blind=blind) for seed in (0, 1)])
+        assert table_rows(page)["10"]["below the blind line by"] == below and words in page
 
 
 def test_every_plot_has_the_blind_line_and_the_spread_of_the_seeds(

@@ -40,19 +40,11 @@ def test_a_cosine_stopped_midway() -> None:
     assert short[1999] == PEAK and short[-1] / PEAK == pytest.approx(0.557, abs=1e-3)
 
 
-def test_a_shorter_run_than_the_warm_up() -> None:
-    assert rates(4, warmup_steps=10) == pytest.approx([PEAK * step / 10 for step in (1, 2, 3, 4)])
-
-
 def test_final_fraction() -> None:
     found = rates(100, warmup_steps=10, final_fraction=0.1)
     assert 0.1 * PEAK < found[-1] < 0.102 * PEAK
     after = rates(100, warmup_steps=10, decay_steps=50, final_fraction=0.1)
     assert after[50:] == pytest.approx([0.1 * PEAK] * 50)
-
-
-def test_constant() -> None:
-    assert rates(6, warmup_steps=2, decay="constant") == [PEAK / 2] + [PEAK] * 5
 
 
 @pytest.mark.parametrize("warmup", [0, 10, 70])

@@ -3,7 +3,6 @@
 import fcntl
 import io
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from PIL import Image
 from data.errors import DataError
 from data.index.tar_writer import write_shard
 from tests.distributed.ranks import ROOT
-from tests.e2e.launch import RECIPE, alone, train_arguments
+from tests.e2e.launch import RECIPE
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.ranks.distributed import Ranks
@@ -159,15 +158,6 @@ def test_held_out_data_are_looked_at_too(
     )
 
 
-def test_no_sample_to_show_is_no_error(tmp_path: Path, start: Callable[..., int]) -> None:
-    """The examples that would be shown cannot be decoded, most others can."""
-    shard(tmp_path / "mine.tar", 40, 0)
-    first = shard(tmp_path / "a.tar", 0, 2)
-    shard(tmp_path / "b.tar", 30, 0)
-    assert start("heldout.num_captions=2", heldout=Path(f"{first},{tmp_path}/b.tar")) == 0
-    assert not list((tmp_path / "run").rglob("samples-*.png"))
-
-
 FASHION = "data.tokenizer=data/tokenizer/fashion.json"
 
 
@@ -182,37 +172,3 @@ def test_a_vocabulary_that_does_not_know_the_captions_is_refused(
     said = refused(start, tmp_path / "run", FASHION)
     assert "data.shards" in said and "data.tokenizer" in said and "fashion.json" in said and "SECRET" not in said
     assert start() == 0, "the embedded vocabulary knows parts of every word"
-
-
-def test_held_out_captions_are_looked_at_too_and_few_unknown_words_are_no_reason(
-    tmp_path: Path, start: Callable[..., int]
-) -> None:
-    write_captions(tmp_path / "heldout.tar", ["dogs bark"])
-    write_captions(tmp_path / "mine.tar", ["a pair of light trousers", "a pair of dark SECRET", "dogs"])
-    assert "heldout.shards" in refused(start, tmp_path / "run", FASHION, heldout=tmp_path / "heldout.tar")
-    shutil.rmtree(tmp_path / "run")  # its index is of the other shards
-    assert start(FASHION) == 0
-    public = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and "private" not in p.parts]
-    assert not [p.name for p in public if b"SECRET" in p.read_bytes()]
-
-
-def test_a_resume_looks_again_and_charges_nothing(
-    tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    shard(tmp_path / "mine.tar", 40, 0)
-    assert start("data.caption_field=sentence", "train.max_minutes=1e-9") == 7
-    assert said_of(capsys.readouterr().out, "data.shards") == ["data.shards: a look at 40 examples: all usable"]
-    before = (tmp_path / "run/ledger.jsonl").read_bytes()
-    with pytest.raises(DataError, match=r"data\.caption_field is 'sentance'"):
-        start("data.caption_field=sentance")
-    assert (tmp_path / "run/ledger.jsonl").read_bytes() == before
-    assert start("data.caption_field=sentence") == 0
-
-
-@pytest.mark.parametrize("shown", [0, 2])
-def test_the_command_ends_in_one_line(shown: int, tmp_path: Path) -> None:
-    more = ["--engine", "local", "data.caption_field=nosuch", f"heldout.num_captions={shown}"]
-    result = alone(train_arguments(tmp_path / "run", *more))
-    (line,) = result.stderr.strip().splitlines()
-    assert result.returncode == 2 and line.startswith("error: ") and "data.caption_field is 'nosuch'" in line
-    assert "epsilon" not in result.stdout and not (tmp_path / "run/ledger.jsonl").exists()

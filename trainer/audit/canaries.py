@@ -77,6 +77,7 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
         if any(output.iterdir()):
             raise ConfigError(f"{output} is not empty: canaries and coins are never overwritten")
         output.chmod(0o700)
+        # From the operating system's entropy: an attacker who guesses coins need not attack the model.
         seed = secrets.token_hex(32)
         present = "".join(str(secrets.randbits(1)) for _ in range(num_canaries))
         buffer = io.BytesIO()
@@ -89,6 +90,7 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
                     tar.addfile(member, io.BytesIO(payload))
         shard = buffer.getvalue()
         coins = CanaryCoins(seed, present, image_size, hashlib.sha256(shard).hexdigest(), caption_field)
+        # Shard first: coins without their shard would look like canaries that can be trained on.
         write_new(output / SHARD, shard, 0o600)
         write_new(output / COINS, json.dumps(asdict(coins)).encode(), 0o600)
     except OSError as error:
@@ -102,6 +104,7 @@ def read_canaries(folder: Path) -> CanaryCoins:
     path = folder / COINS
     try:
         mode = path.stat().st_mode
+        # A reader of the coins knows the answers, so a file that others can read proves nothing any more.
         coins = CanaryCoins(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: no coins of canaries ({error}); write them with audit.py canaries") from error

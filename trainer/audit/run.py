@@ -1,27 +1,25 @@
 """Scores input canaries on a checkpoint: how much better does the model know those that were in its data?"""
 
 import json
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from data.examples.examples import CaptionExample
-from models.captioner import Captioner, build_captioner
-from models.config import CaptionerConfig, DecoderConfig, VitConfig
+from data.examples.examples import MakeExample
 from privacy.audit.canaries import POWER, audit_canaries
 from privacy.audit.folder import attempts_check, recorded_attempts
 from privacy.audit.report import AuditReport, fact, undecided
-from privacy.card.composition import claim_of
 from privacy.card.report import read_snapshot
-from privacy.checkpoints.read import Checkpoint, newest_checkpoint
 from privacy.checkpoints.recorded import require_recorded
+from privacy.ledger.claim import claim_of
 from privacy.step.folder import RunFolder
 from trainer.audit.canaries import CanaryCoins, read_canaries
-from trainer.config.recipe import RunConfig, load_config
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
+from trainer.tasks.captioning import CaptioningTask
+from trainer.weights.open_model import OpenedModel, open_model
 
 _BATCH = 32
 
@@ -36,20 +34,21 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     folder, coins = RunFolder(run_dir), read_canaries(canaries)
     if not folder.ledger.is_file() or not (run_dir / "config.toml").is_file():
         raise ConfigError(f"run folder {run_dir} holds no finished start of a training run")
-    path = checkpoint or newest_checkpoint(folder.checkpoints)
-    if path is None:
-        raise ConfigError(f"run folder {run_dir} has no checkpoint yet")
-    config, loaded = load_config(run_dir / "config.toml"), Checkpoint(path)
+    config, opened = load_config(run_dir / "config.toml"), open_model(checkpoint or run_dir)
+    if not isinstance(opened.task, CaptioningTask):
+        raise ConfigError(f"only captioners can be audited with input canaries, not {type(opened.model).__name__}")
     if config.data.caption_field != coins.caption_field:
         raise ConfigError(
             f"the run reads captions from data.caption_field {config.data.caption_field!r}, the canaries have theirs in "
             f"{coins.caption_field!r}: to the run they were examples without a caption. Write canaries with --caption_field"
         )
+    # The record of attempts is read before the ledger, as a run in progress writes it first.
     before = recorded_attempts(run_dir)
     state = read_snapshot(folder.ledger).state
-    require_recorded(path, state)
+    require_recorded(opened.path, state)
     claim = claim_of(run_dir, state)  # a canary may have been in the private runs behind the start as well
     attempts = attempts_check(run_dir, state, before)
+    # Canaries that the run never saw betray nothing, whatever its noise: that is no good news, and is said to be undecided.
     index = folder.index if config.data.index is None else root / config.data.index
     try:
         shards = json.loads((index / "manifest.json").read_text())["shards"]
@@ -63,39 +62,27 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     if claim is None:
         sentence = "the run claims no epsilon, so there is nothing to refute"
         return AuditReport.of("run", [*checks, undecided("epsilon_lower_bound", sentence)])
-    scores = canary_scores(loaded, config, root, coins)
+    # From here on the coins are looked at; the rule of the guesses was fixed before (privacy/audit/canaries.py).
+    scores = canary_scores(opened, coins)
     checks += audit_canaries(scores, coins.present_N, *claim)
-    return AuditReport.of("run", checks, checkpoint=loaded.path.name, canaries=len(coins.present), note=POWER)
+    return AuditReport.of("run", checks, checkpoint=opened.path.name, canaries=len(coins.present), note=POWER)
 
 
-def canary_scores(checkpoint: Checkpoint, config: RunConfig, root: Path, coins: CanaryCoins) -> np.ndarray:
+def canary_scores(opened: OpenedModel, coins: CanaryCoins) -> np.ndarray:
     """(N,) how much the loss of each canary fell; the loss of the untrained model takes out how hard a caption is."""
-    facts = checkpoint.manifest.get("model", {})
-    make_example = CaptionExample(
-        config.data.image_size, config.data.num_tokens, root / config.data.tokenizer, train=False
-    )
-    trained = _captioner(facts, seed=0)
-    checkpoint.load_weights(trained)
-    scores = -_losses(trained, make_example, coins)
-    start = checkpoint.manifest.get("initialisation", {})
+    make_example = opened.task.make_example(train=False)
+    scores = -_losses(opened.model, make_example, coins)
+    # Weights that came from elsewhere are not at hand any more; then the scores are the losses alone.
+    start = opened.manifest.get("initialisation", {})
     if start.get("kind") == "random":
-        scores += _losses(_captioner(facts, start["seed"]), make_example, coins)
+        untrained = opened.task.build(torch.Generator().manual_seed(start["seed"]))
+        scores += _losses(untrained.eval(), make_example, coins)
     return scores
 
 
-def _captioner(facts: dict[str, Any], seed: int) -> Captioner:
-    """The model that a manifest describes."""
-    if facts.get("kind") != "captioner":
-        raise ConfigError(f"only captioners can be audited with input canaries, not {facts.get('kind')!r}")
-    values = {field.name: facts[field.name] for field in fields(CaptionerConfig)}
-    config = CaptionerConfig(
-        **values | {"encoder": VitConfig(**facts["encoder"]), "decoder": DecoderConfig(**facts["decoder"])}
-    )
-    return build_captioner(config, generator=torch.Generator().manual_seed(seed)).eval()
-
-
 @torch.no_grad()
-def _losses(model: Captioner, make_example: CaptionExample, coins: CanaryCoins) -> np.ndarray:
+def _losses(model: nn.Module, make_example: MakeExample, coins: CanaryCoins) -> np.ndarray:
+    """(N,) each canary's loss; canaries that were kept out are made again from the seed."""
     parts = []
     for start in range(0, len(coins.present), _BATCH):
         rows = [make_example(coins.example(i), 0) for i in range(start, min(start + _BATCH, len(coins.present)))]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.did_you_mean import did_you_mean
+from trainer.config.optimizer import did_you_mean
 from trainer.errors import ConfigError
 
 RECIPE_KEYS = {

@@ -1,6 +1,8 @@
-"""The recipe's [optimizer] and [schedule]; see trainer/config/recipe.py and trainer/optimizers."""
+"""What sections of a recipe are made of, and its [optimizer], [schedule] and [train]; see trainer/config/recipe.py."""
 
-from typing import Annotated, Any, Literal
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -11,6 +13,27 @@ class Section(BaseModel):
     """Frozen; an unknown key is an error, and so is a value of another type: "4" and true are no step counts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def did_you_mean(wrong: object, known: Iterable[str]) -> str:
+    """ "; did you mean X?", or nothing where no known word is like it."""
+    close = difflib.get_close_matches(str(wrong), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def known_words(kind: type[BaseModel], location: Sequence[Any]) -> tuple[str, ...]:
+    """The keys of the section at `location` of a configuration."""
+    section: type[BaseModel] = kind
+    for part in location:
+        field = section.model_fields.get(part)
+        if field is None:
+            return ()
+        options = (field.annotation, *get_args(field.annotation))
+        inner = next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
+        if inner is None:
+            return ()
+        section = inner
+    return tuple(section.model_fields)
 
 
 RATE_LIMIT = 1e6
@@ -89,4 +112,44 @@ class ScheduleSection(Section):
     def _decay_follows_warmup(self) -> "ScheduleSection":
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"decay_steps {self.decay_steps} must be more than warmup_steps {self.warmup_steps}")
+        return self
+
+
+class TrainSection(Section):
+    num_steps: Positive
+    micro_batch_size: int = Field(ge=1, le=2**20)
+    """Examples per forward on one rank: speed and memory only, never the result."""
+    accumulation: Literal["local", "sharded"] = "local"
+    """Each rank sums in place and one reduction ends the logical batch; or every micro-batch is reduced to sharded sums, for
+    models whose sum does not fit. Speed and memory only, never the result."""
+    compile: bool = False
+    """torch.compile of the model's blocks: minutes at the start, less time per step on a GPU. May change between starts."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the initial weights, which are public. No secret and no noise comes from it."""
+    checkpoint_every: Positive | None = None
+    """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1/20 of the reserve."""
+    keep_checkpoints: Positive = 2
+    """How many of the newest checkpoints are kept."""
+    keep_every: Positive | None = None
+    """Every checkpoint whose step is a multiple of this is kept, too."""
+    async_checkpoints: bool = False
+    """Write in the background, from a copy in CPU memory; a crash meanwhile goes back to the checkpoint before."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keeps an exponential moving average of the weights in checkpoints: post-processing, free of privacy cost."""
+    max_minutes: float | None = Field(None, gt=0, le=10**7)
+    """Stop as if asked to (exit 7) at the first step boundary after so long; the same command resumes."""
+    grace_seconds: Seconds = Field(20.0, gt=0)
+    """How long a step may take to end after a request to stop; then it is abandoned. Launchers kill 30 s after SIGTERM."""
+    sanity_checks: bool = False
+    """Compare replicas, noise and micro-batch counts between ranks at every step (trainer/loop/sanity.py); for tests."""
+    log_every: Positive = 1
+    profile: tuple[Positive, Positive] | None = Field(None, strict=False)  # TOML has lists only
+    """The first and the last step of which torch's profiler writes a trace into `private/profile/`, one file per rank."""
+
+    @model_validator(mode="after")
+    def _profile_has_an_order(self) -> "TrainSection":
+        if self.profile is not None and not self.profile[0] <= self.profile[1] <= self.num_steps:
+            raise ValueError(
+                f"train.profile = [first, last] needs first <= last <= train.num_steps {self.num_steps}, not {list(self.profile)}"
+            )
         return self

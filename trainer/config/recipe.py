@@ -6,22 +6,31 @@ properties.
 """
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
-from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.adaptive_clipping import AdaptiveClipping, AdaptiveKeys
 from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
-from privacy.limits import MAX_COUNT
-from privacy.plan_request import MOST_BANDS, PlanRequest
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.options import OPTIONS, Arithmetic, options_of, require_compatible
+from privacy.plan_request import Choices, PlanRequest
 from trainer.config.declarations import Resolved, reset_declarations
-from trainer.config.did_you_mean import did_you_mean, known_words
-from trainer.config.optimizer import Count, OptimizerSection, Positive, Rate, ScheduleSection, Seconds, Section
-from trainer.config.training import TrainSection
+from trainer.config.optimizer import (
+    Count,
+    OptimizerSection,
+    Positive,
+    ScheduleSection,
+    Seconds,
+    Section,
+    TrainSection,
+    did_you_mean,
+    known_words,
+)
 from trainer.errors import ConfigError
 
 EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
@@ -117,29 +126,13 @@ class HeldoutSection(Section):
     """Evaluation happens before the first and after the last step; with this key also each time this many steps are done."""
 
 
-class PrivacySection(Section):
-    """The guarantee. Frozen for a run folder at its first start."""
+class PrivacySection(Section, Choices, AdaptiveKeys):
+    """The guarantee. Frozen for a run folder at its first start. More keys are those of `Choices` and `AdaptiveKeys`."""
 
-    enabled: bool = True
-    expected_batch_size: Positive
-    """B: the logical batch has B examples on average; each example is in it with probability q = B / n."""
     noise_multiplier: float | None = Field(None, ge=0)
-    target_epsilon: float | None = Field(None, gt=0)
-    """Calibrates the noise multiplier; give one of the two."""
+    """sigma; give it or target_epsilon."""
     target_delta: float | None = Field(None, gt=0, lt=1)
     """Default 1 / (2n)."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    clipping_function: Literal["flat", "adaptive", "automatic", "per_layer", "grouped"] = "flat"
-    """Flat with constant C; flat with C that follows a quantile of the norms from max_grad_norm on (Andrew et al. 2021);
-    normalised gradients (Bu et al. 2023); one norm per layer, or per top-level part of the model."""
-    target_unclipped_quantile: float | None = Field(None, ge=0, le=1)
-    """Adaptive clipping: the fraction of examples that C should leave unclipped; default 0.5."""
-    clipbound_learning_rate: Rate | None = None
-    """Adaptive clipping: eta_C of the geometric update; default 0.2."""
-    unclipped_num_std: float | None = Field(None, gt=0, le=MAX_COUNT)
-    """Adaptive clipping: sigma_b, the noise on the count of unclipped examples; default expected_batch_size / 20."""
-    arithmetic: Literal["floating", "certified"] = "floating"
-    """Certified: clipped gradients are whole numbers, so that no rounding moves a sum by more than C (docs/certified.md)."""
     clipping_mode: Literal["auto", "bookkeeping", "two_pass"] = "auto"
     """One backward, or two with less memory; the sum is the same. By default the first where its predicted memory is
     available (trainer/run/clipping_mode.py). May change between starts."""
@@ -149,12 +142,6 @@ class PrivacySection(Section):
     """Permits a noise multiplier below 0.3."""
     simulation: bool = False
     """TAN simulation (Sander et al. 2023): a larger batch's sigma / B. Not private, and marked so everywhere."""
-    sampling: Literal["poisson", "shuffle"] = "poisson"
-    """Shuffled data are read epoch by epoch (privacy/sampling/shuffle.py), for public data: such a run claims nothing."""
-    bands: int = Field(1, ge=1, le=MOST_BANDS)
-    """b of correlated noise: b groups of examples take turns, and a step's noise cancels that of the b - 1 steps before."""
-    strategy: Literal["square_root", "optimised"] = "square_root"
-    """Its coefficients; optimised for this recipe's schedule, weight decay and momentum (docs/correlated_noise.md)."""
     shared_ledger: str | None = None
     """The data owner's ledger over all runs on these data (launch_scripts/shared_ledger.py); the run reserves its budget."""
     fixed_in_advance: bool = False
@@ -168,78 +155,37 @@ class PrivacySection(Section):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> "PrivacySection":
+        require_compatible(self)
         if self.enabled and (self.noise_multiplier is None) == (self.target_epsilon is None):
-            if self.noise_multiplier == 0:
-                raise ValueError("noise_multiplier = 0 gives no guarantee, so it cannot meet a target_epsilon")
             raise ValueError("give exactly one of noise_multiplier and target_epsilon")
-        if self.simulation and (not self.enabled or self.target_epsilon is not None):
-            raise ValueError(
-                "a simulation has no epsilon: give noise_multiplier, and neither target_epsilon nor enabled = false"
-            )
-        if self.arithmetic == "certified":
-            if not self.enabled or self.noise_multiplier == 0:
-                raise ValueError('arithmetic = "certified" is for runs with noise; take arithmetic = "floating"')
-            if self.clipping_function == "adaptive":
-                raise ValueError(
-                    'arithmetic = "certified" needs a constant C: take another clipping_function than "adaptive", or '
-                    'arithmetic = "floating"'
-                )
-            if self.clipping_mode != "auto":
-                raise ValueError(
-                    f'clipping_mode = "{self.clipping_mode}" is for arithmetic = "floating"; certified sums have no modes, '
-                    "because they write every gradient out: remove clipping_mode"
-                )
-        if self.bands == 1 and self.strategy != "square_root":
-            raise ValueError(f'strategy = "{self.strategy}" is for bands above 1: remove it, or give bands')
-        unfit = {
-            "enabled = false": not self.enabled,
-            "noise_multiplier = 0": self.noise_multiplier == 0,
-            'clipping_function = "adaptive"': self.clipping_function == "adaptive",
-            'arithmetic = "certified"': self.arithmetic == "certified",
-            'sampling = "shuffle"': self.sampling == "shuffle",
-        }
-        for setting in (setting for setting, is_set in unfit.items() if is_set and self.bands > 1):
-            raise ValueError(f"bands = {self.bands} correlates noise, which {setting} does not allow: take bands = 1")
-        for name in ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std"):
-            if getattr(self, name) is not None and self.clipping_function != "adaptive":
-                raise ValueError(f'{name} is for clipping_function = "adaptive", not "{self.clipping_function}"')
+        chosen = options_of(self)
+        for kind, named in OPTIONS.items():
+            for one in named.values():
+                for key in one.keys if one is not chosen[kind] else ():
+                    if getattr(self, key) != type(self).model_fields[key].default:
+                        raise ValueError(f"{key} is for {one.setting}: remove {key}, or choose that")
         return self
 
     @property
     def adaptive_clipping(self) -> AdaptiveClipping | None:
-        """The constants of adaptive clipping, defaults filled in; None where C is constant."""
-        if self.clipping_function != "adaptive":
-            return None
-        quantile, rate, std = self.target_unclipped_quantile, self.clipbound_learning_rate, self.unclipped_num_std
-        return AdaptiveClipping(
-            target_unclipped_quantile=0.5 if quantile is None else quantile,
-            clipbound_learning_rate=0.2 if rate is None else rate,
-            unclipped_num_std=self.expected_batch_size / 20 if std is None else std,
-        )
+        """The constants of adaptive clipping; None where C is constant."""
+        return self.constants(self.expected_batch_size) if self.clipping_function == "adaptive" else None
 
     def request(self, num_steps: int, num_examples: int) -> PlanRequest:
         """What these keys ask for on a data set: capped batches, slack and reserve; `with_coefficients` adds optimised ones."""
         simulation = ("a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",)
-        return PlanRequest(
-            num_examples=num_examples,
-            expected_batch_size=self.expected_batch_size,
-            num_steps=num_steps,
-            noise_multiplier=self.noise_multiplier,
-            target_epsilon=self.target_epsilon,
-            target_delta=self.target_delta,
-            max_grad_norm=self.max_grad_norm,
-            clipping_function="flat" if self.clipping_function == "adaptive" else self.clipping_function,
-            adaptive_clipping=self.adaptive_clipping,
-            arithmetic=self.arithmetic,
-            sensitivity_slack=0.0 if self.arithmetic == "certified" else SENSITIVITY_SLACK,
-            reserved_attempts=self.reserved_attempts,
-            enabled=self.enabled,
-            sampling=self.sampling,
-            bands=self.bands,
-            strategy=self.strategy,
-            informal_reasons=simulation if self.simulation else (),
-            allow_small_noise=self.allow_small_noise or self.simulation,
-        )
+        asked = {field.name for field in fields(PlanRequest)} & type(self).model_fields.keys()
+        arithmetic = OPTIONS["arithmetic"][self.arithmetic]
+        assert isinstance(arithmetic, Arithmetic)
+        derived = {
+            "clipping_function": "flat" if self.clipping_function == "adaptive" else self.clipping_function,
+            "adaptive_clipping": self.adaptive_clipping,
+            "sensitivity_slack": arithmetic.slack,
+            "informal_reasons": simulation if self.simulation else (),
+            "allow_small_noise": self.allow_small_noise or self.simulation,
+        }
+        same = {name: getattr(self, name) for name in asked}
+        return PlanRequest(num_steps=num_steps, num_examples=num_examples, **same | derived)
 
 
 class RunConfig(Section):
@@ -268,14 +214,8 @@ class RunConfig(Section):
             )
         if self.data.streaming and self.data.staging:
             raise ValueError("data.staging needs random access; remove it or data.streaming")
-        if self.train.compile and self.privacy.arithmetic == "certified":
-            raise ValueError(
-                "train.compile: a compiler picks kernels by itself, and certified arithmetic needs the same ones for every "
-                'example; remove it, or take privacy.arithmetic = "floating"'
-            )
-        noiseless = not self.privacy.enabled or self.privacy.noise_multiplier == 0
-        if self.optimizer.noise_bias_correction and noiseless:
-            raise ValueError("optimizer.noise_bias_correction: there is no noise to correct for; remove it")
+        correction = {"optimizer.noise_bias_correction = true": self.optimizer.noise_bias_correction}
+        require_compatible(self.privacy, {"train.compile = true": self.train.compile, **correction})
         schedule, last = self.schedule, self.train.num_steps
         end = schedule.decay_steps or last
         if schedule.decay == "cosine" and schedule.final_fraction == 0 and end < last:
@@ -328,7 +268,7 @@ def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> S
             line = f"key {key} is missing"
         else:
             if first["type"] == "literal_error":
-                message += did_you_mean(first["input"], known_words(kind, first["loc"]))
+                message += did_you_mean(first["input"], re.findall("'([^']+)'", first["ctx"]["expected"]))
             line = f"{key}: {message}" if key else message
         raise ConfigError(f"{where}: {line}") from error
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from privacy.step.engine import GradShard, Piece, ShardState, flat_part
 from trainer.config.machine import MachineSettings, resolve
 from trainer.config.optimizer import OptimizerSection
-from trainer.engines.activation_checkpointing import checkpoint_blocks
+from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed

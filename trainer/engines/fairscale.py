@@ -6,13 +6,13 @@ every replica holds the owner's bits. With bf16 compute OSS works on fp32 master
 Stages 1 and 2 of ds_config both mean OSS (gradients are ours). What was verified with fairscale 0.4.13 and torch 2.13, and what
 is refused for that reason:
 
-* OSS on CPU over gloo, 1 and 2 ranks, fp32 and bf16, AdamW and LAMB: equal to `local` (tests/distributed/test_parity.py). OSS on
+* OSS on CPU over gloo, 1 and 2 ranks, fp32 and bf16: equal to `local` (tests/distributed/test_parity.py). OSS on
   CUDA was not run.
 * Stage 3 would be fairscale's FullyShardedDataParallel. On CPU its first forward fails, because its streams exist on CUDA
-  only (tests/distributed/test_fairscale.py). On any device its state machine insists on its own post-backward hooks, which fire
+  only. On any device its state machine insists on its own post-backward hooks, which fire
   only where a gradient is accumulated; per-example clipping never accumulates one. Refused: use `--engine fsdp`.
 * fairscale's `checkpoint_wrapper` is reentrant: it runs a nested `backward()` and so refuses the norm pass, which asks for
-  the gradient of one tensor (same test). `activation_checkpointing` of ds_config is torch's non-reentrant one, on every engine.
+  the gradient of one tensor. `activation_checkpointing` of ds_config is torch's non-reentrant one, on every engine.
 * Offload: OSS has none.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from privacy.step.engine import GradShard, Piece
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
-from trainer.engines.activation_checkpointing import checkpoint_blocks
+from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.engines.local import LocalEngine
 from trainer.optimizers import make_optimizer, parameter_groups, set_step

@@ -24,7 +24,7 @@ from privacy.step.engine import GradShard, Piece, ShardState, flat_part, repeate
 from privacy.step.row_shards import RowShards, own_rows
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
-from trainer.engines.activation_checkpointing import checkpoint_blocks
+from trainer.engines.blocks import checkpoint_blocks
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 

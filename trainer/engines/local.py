@@ -13,7 +13,7 @@ from privacy.step.engine import GradShard, Piece, ShardState, flat_part
 from privacy.step.reduction import gather_from_owners
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
-from trainer.engines.activation_checkpointing import checkpoint_blocks
+from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed

@@ -2,15 +2,14 @@
 
 import io
 import json
-import re
 import resource
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from PIL import Image
@@ -19,27 +18,49 @@ from rich.live import Live
 from rich.text import Text
 
 from data.files import write_durably
+from data.reading.loader import Loader
+from data.reading.streaming import StreamingLoader
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
+from privacy.run.run import Run
+from privacy.step.step import StepRecord
+from trainer.config.recipe import RunConfig
+from trainer.loop.averaging import WeightAverage
+from trainer.loop.heldout import Heldout, HeldoutResults
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
+from trainer.loop.sanity import SanityChecks
 from trainer.planner.hardware import known_peak
 from trainer.ranks import distributed
-from trainer.run.heldout import HeldoutResults
 from trainer.tasks.base import Samples
 
-if TYPE_CHECKING:
-    from privacy.step.step import StepRecord
-    from trainer.run.run import Run
-
 PLAIN_INTERVAL_SECONDS = 30.0
-IMPORTANCE = ("step", "eps", "eta", "loss", "bar")
-"""The columns that a narrow terminal shows first; the others follow in their order."""
+IMPORTANCE = ("eps", "eta", "loss")
+"""What stands first on the live line, which a narrow terminal cuts; the rest follows in its order."""
 SHOWN_CAPTIONS = 4
 """On the console; the others are in the picture of samples."""
 WHERE_TRAINING_LOSS_IS = (
     "This page shows what may be published. The training loss, the sizes of batches and all times come from single training "
     "examples without noise; they are private: `tensorboard --logdir RUN_DIR/private/tensorboard`."
 )
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run, and what the trainer knows of it besides the library.
+
+    Attributes:
+        flops_per_example: floating-point operations of one example's forward and backward without privacy.
+        model_facts: what a checkpoint's manifest says about the model, its tokenizer and its initialisation.
+    """
+
+    config: RunConfig
+    run: Run
+    loader: Loader | StreamingLoader
+    heldout: Heldout | None
+    average: WeightAverage | None
+    sanity: SanityChecks | None
+    flops_per_example: int
+    model_facts: dict[str, Any]
 
 
 class ProgressLine:
@@ -57,7 +78,10 @@ class ProgressLine:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The line at the width that the terminal has now."""
-        line = fitted(self._step, self._total, self._facts, options.max_width)
+        done = 10 * self._step // self._total
+        line = f"step {self._step}/{self._total} [{'#' * done:10}] {self._step / self._total:.1%}"
+        for name in sorted(self._facts, key=lambda name: (*IMPORTANCE, name).index(name)):
+            line += f"  {name} {self._facts[name].partition(' (')[0]}"
         yield Text(line, no_wrap=True, overflow="crop")
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
@@ -72,43 +96,27 @@ class ProgressLine:
             print(f"step {step}/{self._total}  {100 * step / self._total:.1f}%  {text}", flush=True)
 
     def say(self, line: str) -> None:
-        """Prints a line, which a terminal that is too narrow breaks after a comma rather than within a phrase."""
-        if self._live is not None:
-            phrases = re.sub(r"(?<![,;:]) ", "\0", line)
-            line = textwrap.fill(phrases, self._console.width, subsequent_indent="    ", break_long_words=False)
-        print(line.replace("\0", " "), flush=True)
+        """Prints a line; a live one stays below it."""
+        print(line, flush=True)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
 
 
-def fitted(step: int, num_steps: int, facts: Mapping[str, str], width: int) -> str:
-    """The columns of the live line that have room in `width`, the most important first: see `IMPORTANCE`."""
-    percent, room, kept = f"] {step / num_steps:.1%}", width + 2, set[str]()
-    columns = {"step": f"step {step}/{num_steps}", "bar": f"[{'':10}{percent}"}
-    columns |= {name: f"{name} {value if width > 120 else value.partition(' (')[0]}" for name, value in facts.items()}
-    for name in sorted(columns, key=lambda name: (*IMPORTANCE, name).index(name)):
-        if len(columns[name]) + 2 <= room:
-            kept.add(name)
-            room -= len(columns[name]) + 2
-    size = 10 + min(room, 30)  # the bar takes what is left
-    columns["bar"] = f"[{'#' * (size * step // num_steps):{size}}{percent}"
-    return "  ".join(column for name, column in columns.items() if name in kept)
-
-
 class StepReporter:
     """Writes on rank 0; the collective parts (held-out evaluation) run on all ranks."""
 
-    def __init__(self, run: "Run") -> None:
-        self._run = run
+    def __init__(self, training: Training) -> None:
+        self._training, self._run = training, training.run
+        run = training.run
         self._is_main = distributed.rank() == 0
         if self._is_main:
             self._public = PublicMetrics(run.folder.root)
             self._private = PrivateMetrics(run.folder.private)
             if run.first_step == 1:
                 self._public.text(0, "where the training loss is", Public(WHERE_TRAINING_LOSS_IS, Reason.SETTINGS))
-            self._progress = ProgressLine(run.first_step - 1, run.config.train.num_steps)
+            self._progress = ProgressLine(run.step, training.config.train.num_steps)
 
     def close(self) -> None:
         if self._is_main:
@@ -116,16 +124,16 @@ class StepReporter:
             self._public.close()
             self._private.close()
 
-    def step(self, step: int, record: "StepRecord", duration: Private[float]) -> None:
+    def step(self, step: int, record: StepRecord, duration: Private[float]) -> None:
         """Writes the metrics of a finished step, which took `duration` seconds."""
-        every = self._run.config.heldout.every_steps if self._run.config.heldout else None
-        if every and step % every == 0 and step < self._run.config.train.num_steps:
+        every = self._training.config.heldout.every_steps if self._training.config.heldout else None
+        if every and step % every == 0 and step < self._training.config.train.num_steps:
             self.heldout(step)
         if not self._is_main:
             return
         claim = self._run.ledger.claim()
         private = self._private_values(record, duration)
-        if step % self._run.config.train.log_every == 0 or step == self._run.config.train.num_steps:
+        if step % self._training.config.train.log_every == 0 or step == self._training.config.train.num_steps:
             public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
             if claim is not None:
                 public["privacy/epsilon"] = Public(fp32_above(claim[0]), Reason.CHARGED)
@@ -152,13 +160,13 @@ class StepReporter:
         }
         self._progress.update(step, console)
 
-    def _private_values(self, record: "StepRecord", duration: Private[float]) -> dict[str, Private[float]]:
+    def _private_values(self, record: StepRecord, duration: Private[float]) -> dict[str, Private[float]]:
         """What the console and private/ show: sums without noise, and the time and memory that single examples take to decode."""
         sums = {name: value.inside() for name, value in record.private.items()}
         count, seconds = max(sums["num_examples"], 1.0), duration.inside()
-        device, size = self._run.mechanism.engine.device, self._run.mechanism.plan.expected_batch_size
-        flops = self._run.flops_per_example * size / distributed.world_size()
-        peak_flops = known_peak(device, self._run.mechanism.engine.compute_dtype)
+        device, size = self._run.parts.engine.device, self._run.plan.expected_batch_size
+        flops = self._training.flops_per_example * size / distributed.world_size()
+        peak_flops = known_peak(device, self._run.parts.engine.compute_dtype)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
@@ -177,16 +185,16 @@ class StepReporter:
             **({"performance/mfu": flops / seconds / peak_flops} if peak_flops is not None else {}),
             **{f"performance/{phase}_seconds": taken.inside() for phase, taken in record.seconds.items()},
             "performance/communication_bytes": record.communication_bytes.inside(),
-            "performance/data_wait_fraction": self._run.loader.data_wait / seconds,
+            "performance/data_wait_fraction": self._training.loader.data_wait / seconds,
             "performance/peak_memory_gib": peak / 2**30,
         }
         return {name: Private(value) for name, value in values.items()}
 
     def heldout(self, step: int) -> None:
         """Evaluates held-out examples: loss, a classifier's accuracy, samples. Public only where the recipe says the data are."""
-        run = self._run
-        assert run.heldout is not None and run.config.heldout is not None
-        results = run.heldout.results(run.mechanism.engine, run.average, run.config.heldout.num_captions)
+        run, heldout, section = self._run, self._training.heldout, self._training.config.heldout
+        assert heldout is not None and section is not None
+        results = heldout.results(run.parts.engine, self._training.average, section.num_captions)
         if not self._is_main:
             return
         found = results.inside()
@@ -198,13 +206,13 @@ class StepReporter:
             "shuffled_loss": ", with another picture",
         }
         numbers = "".join(f"{word} {values[name]:.4f}" for name, word in shown.items() if name in values)
-        self._progress.say(f"held-out {run.heldout.loss_name} after step {step}:{numbers}")
-        if step == run.config.train.num_steps:
+        self._progress.say(f"held-out {heldout.loss_name} after step {step}:{numbers}")
+        if step == run.plan.num_steps:
             for line in learned(found.means, found.baselines):
                 self._progress.say(f"  {line}")
             for generated, reference in found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ():
                 print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
-        if run.config.heldout.is_public:
+        if section.is_public:
             write_public(step, Public(found, Reason.DECLARED), self._public, run.folder.evaluation)
         else:
             write_private(step, results, self._private, run.folder.private)

@@ -93,14 +93,13 @@ class _WatchedNoise:
         self.hashes: list[bytes] = []
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        draw = self._source.standard_normal(count, device)
-        if count > 0:
-            self.hashes.append(hashlib.sha256(draw[:2].cpu().numpy().tobytes()).digest()[:16])
-        return draw
+        return self._seen(self._source.standard_normal(count, device))
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        draw = self._source.rounded_normal(deviation, count, device)
-        if count > 0:
+        return self._seen(self._source.rounded_normal(deviation, count, device))
+
+    def _seen(self, draw: Tensor) -> Tensor:
+        if len(draw) > 0:
             self.hashes.append(hashlib.sha256(draw[:2].cpu().numpy().tobytes()).digest()[:16])
         return draw
 

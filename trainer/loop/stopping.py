@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from privacy.errors import STOPPED_EARLY
 from trainer.ranks import distributed
 
 T = TypeVar("T")
 
-STOPPED_EARLY = 7
-"""Exit code: stopped on request, and the same command resumes."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 HURRIED = frozenset((signal.SIGTERM, signal.SIGINT))
 MARGIN_SECONDS = 4.0

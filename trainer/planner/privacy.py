@@ -2,18 +2,40 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from privacy.accounting import accountants as accounting
 from privacy.accounting import attack_risk
 from privacy.accounting.group_privacy import epsilon_of_several
+from privacy.correlated.workload import MOST_STEPS, Workload, optimised, running_sums_error
 from privacy.plan import PrivacyPlan
+from privacy.plan_request import PlanRequest
+from trainer.config.recipe import RunConfig
+from trainer.loop.schedule import learning_rate
 
 # Group epsilons are guidance and no claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
 _GROUP_INTERVAL = 5e-3
 SMALLEST_SIGMA = 2.0
 """Sander et al. 2023, figure 1: below, epsilon leaves the formula."""
 SIGMAS = (8.0, 4.0, 2.0, 1.0, 0.7, 0.5)
+
+
+def with_coefficients(request: PlanRequest, config: RunConfig) -> PlanRequest:
+    """The request with the coefficients of correlated noise that its strategy asks for.
+
+    "optimised" coefficients fit the recipe's schedule, weight decay and momentum (Adam's beta_1); finding them takes seconds.
+
+    Raises:
+        PrivacyConfigError: more steps than a workload may have.
+    """
+    if request.strategy != "optimised":
+        return request
+    steps, optimizer = config.train.num_steps, config.optimizer
+    rates = [learning_rate(step, steps, optimizer.peak_lr, config.schedule) for step in range(1, steps + 1)]
+    momentum = optimizer.betas[0] if optimizer.name == "adamw" else optimizer.momentum
+    workload = Workload(rates, optimizer.weight_decay, momentum)
+    return replace(request, coefficients=optimised(workload, request.bands).coefficients)
 
 
 def summarise(
@@ -37,6 +59,7 @@ def summarise(
         "noise_multiplier": plan.noise_multiplier,
         "delta": plan.target_delta,
         "arithmetic": plan.arithmetic,
+        "options": [list(row) for option in plan.options.values() for row in option.rows(plan)],
         "lattice_exponent": None if plan.lattice is None else plan.lattice.exponent,
         "noise_tail_delta": plan.noise_tail_delta,
         "target_epsilon": plan.target_epsilon,
@@ -47,6 +70,8 @@ def summarise(
         "epochs": plan.num_steps * plan.sample_rate / plan.bands,
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
+    if plan.bands > 1 and plan.num_steps <= MOST_STEPS:
+        result["running_sums_noise"] = plan.noise_multiplier * running_sums_error(plan.noise_strategy, plan.num_steps)
     names = ("epsilon_pld", "epsilon_rdp", "epsilon_prv_lower", "epsilon_prv", "epsilon_prv_upper", "replace_one")
     epsilons: dict[str, float | None] = dict.fromkeys((*names, "epsilon_with_reserve", "group_2", "group_5", "tan"))
     groups, delta = [plan.release_group(plan.num_steps)], plan.accounted_delta

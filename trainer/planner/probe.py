@@ -22,7 +22,7 @@ from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
-from trainer.engines.activation_checkpointing import checkpoint_blocks
+from trainer.engines.blocks import checkpoint_blocks
 from trainer.run.memory_estimate import MemoryTimeline
 from trainer.tasks import TrainingTask
 

@@ -11,8 +11,8 @@ from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
 from trainer.planner.batches import Examples, micro_batches, padding, padding_note, staged_bytes
-from trainer.planner.hardware import Gpu, Network, exposed_seconds, traffic
-from trainer.planner.memory import FP64, RankMemory, Trainable, largest_that_fits, rank_memory, room, shares
+from trainer.planner.hardware import Gpu
+from trainer.planner.memory import RankMemory, Trainable, largest_that_fits, rank_memory
 from trainer.planner.probe import Probe
 from trainer.run.clipping_mode import better_mode
 from trainer.tasks import TrainingTask, make_task
@@ -37,7 +37,7 @@ class Cluster:
     Attributes:
         gpu: None leaves out everything that depends on it.
         efficiency: share of the peak, see EFFICIENCY.
-        gpus_per_node, network_bandwidth: in place of the reference system's; bytes/s per GPU and direction.
+        gpus_per_node: in place of the reference system's.
         decoded_per_second: examples that one core decodes.
         store_gbits: Gb/s that each node has to the place of the shards.
     """
@@ -47,7 +47,6 @@ class Cluster:
     gpu: Gpu | None = None
     efficiency: float = EFFICIENCY
     gpus_per_node: int | None = None
-    network_bandwidth: float | None = None
     decoded_per_second: float = DECODED_PER_SECOND
     store_gbits: float = 10.0
 
@@ -101,7 +100,6 @@ def plan_resources(
         weights_of_one_pass=engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3),
     )
     trainable = Trainable.of(probe.model)
-    busiest = shares(trainable, engine, machine, config.optimizer, world_size)
     size, expected = config.train.micro_batch_size, config.privacy.expected_batch_size
     count = plan.max_batch_size if plan.enabled else expected
     number = micro_batches(config, count, world_size, cluster.ranks_per_node)
@@ -109,7 +107,6 @@ def plan_resources(
     notes += [] if note is None else [note]
     memory = rank_memory(
         trainable,
-        busiest,
         engine,
         machine,
         config.optimizer,
@@ -118,18 +115,16 @@ def plan_resources(
         average=config.train.ema_decay is not None,
         on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
         bands=plan.bands,
+        is_certified=config.privacy.arithmetic == "certified",
     )
     available = free = None
     if cluster.gpu is not None:
         available = cluster.gpu.memory_per_rank(cluster.ranks_per_node)
-        free = room(memory, available)
+        free = memory.room(available)
     mode = _mode(config, probe, memory, free)
     activations, flops = probe.micro_batch(mode, size)
     flops //= size  # padding rows cost as much as others
     memory = replace(memory, activations=activations)
-    if mode == "certified":
-        # Whole numbers and the fp64 numbers that they become are there together.
-        memory = replace(memory, step=memory.step + FP64 * busiest.owned)
     sample = min(size, PLAIN_SAMPLE)
     staged = staged_bytes(examples, plan.num_examples, world_size, cluster.ranks_per_node)
     result: dict[str, Any] = {
@@ -149,7 +144,7 @@ def plan_resources(
             "rows_per_step": number * size * world_size,
             "padding_share": padding(count, world_size, size),
         },
-        "memory": {**asdict(memory), "peak": memory.peak},
+        "memory": {name: size for name, size in asdict(memory).items() if name != "owned"} | {"peak": memory.peak},
         "compute": {
             "flop_per_example": flops,
             "clipping_ratio": flops * sample / probe.plain_flops(sample)[1],
@@ -170,32 +165,22 @@ def plan_resources(
         "device": available,
         "for_activations": free,
         "fits": activations <= free,
-        "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free, size),
+        "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free),
     }
-    network = Network(
-        cluster.gpu.node_bandwidth,
-        cluster.network_bandwidth or cluster.gpu.network_bandwidth,
-        cluster.gpus_per_node or cluster.gpu.gpus_per_node,
-    )
-    sent = traffic(trainable, busiest, engine, machine, mode=mode, accumulation=accumulation, world_size=world_size)
-    passes, lattice = float(number), 0.0
+    lattice = 0.0
     if mode == "certified":
         lattice = LATTICE_BYTES * trainable.count * number * size / cluster.gpu.memory_bandwidth
-        passes *= size / probe.rows_at_once(size)  # each part has passes of its own
     compute = flops * number * size / (peak_rate * cluster.efficiency)
-    exposed = exposed_seconds(sent, network, world_size, passes, compute)
-    step = compute + lattice + exposed
+    step = compute + lattice
     hours, per_second = step * config.train.num_steps / 3600, expected / step
     cores = per_second / world_size / cluster.decoded_per_second
     result["time"] = {
         "compute_seconds_per_step": compute,
         "lattice_seconds_per_step": lattice,
-        "exposed_communication_seconds_per_step": exposed,
         "seconds_per_step": step,
         "examples_per_second": per_second,
         "hours": hours,
         "gpu_hours": hours * world_size,
-        "sent_bytes_per_step": sent.per_step(passes),
         "read_bytes_per_second": per_second * examples.mean_bytes,
         "decoding_cores_per_rank": cores,
     }
@@ -203,8 +188,7 @@ def plan_resources(
         "efficiency": cluster.efficiency,
         "peak_flop_per_second": peak_rate,
         "decoded_per_second_and_core": cluster.decoded_per_second,
-        **asdict(network),
-        "left_out": "decoding, noise, optimizer step, checkpoints, held-out evaluation, stragglers, failures",
+        "left_out": "communication, decoding, noise, optimizer step, checkpoints, held-out evaluation, stragglers, failures",
     }
     if cores > config.data.num_workers:
         notes.append(

@@ -51,15 +51,15 @@ def privacy_table(result: dict[str, Any]) -> Table:
     row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
     row("delta", f"{result['delta']:.4g}", "")
     if bands > 1:
-        independent = f"independent noise has {result['independent_noise_multiplier']:.4f} at this epsilon"
-        row("bands", str(bands), f"correlated noise; {independent}")
-        row("error ratio", f"{result['error_ratio']:.3f}", "noise in running sums over that of independent noise")
-        if result["optimised_error_ratio"] is not None:
-            row("of this schedule", f"{result['workload_error_ratio']:.3f}", "in the weights, square-root coefficients")
-            row("", f"{result['optimised_error_ratio']:.3f}", "optimised coefficients")
-        row("past noise", f"{result['history_bytes_per_coordinate']} B", "a coordinate, on the rank that owns it")
-    if result["lattice_exponent"] is not None:
-        row("arithmetic", result["arithmetic"], f"multiples of 2^{-result['lattice_exponent']}; no slack for rounding")
+        row("bands", str(bands), f"correlated noise; {8 * (bands - 1)} bytes of past noise a coordinate, on its owner")
+    if "running_sums_noise" in result:
+        row(
+            "in running sums",
+            f"{result['running_sums_noise']:.4g}",
+            "root mean square; compare it over bands at one epsilon",
+        )
+    for what, value in result["options"]:
+        row(what, "", value)
     table.add_section()
     row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
     reserve = f"with {result['reserved_attempts']} reserved"
@@ -100,15 +100,6 @@ def _add_signal(table: Table, signal: dict[str, Any]) -> None:
     note = f"sigma sqrt(P) / B per step, P = {signal['parameters']:,}"
     table.add_row("noise-to-signal", f"{signal['per_step']:.2g}", note)
     table.add_row("accumulated", f"{signal['accumulated']:.2g}", f"over all steps: {signal['sentence']}")
-
-
-def bands_table(rows: list[dict[str, Any]], best: int) -> Table:
-    """Numbers of bands at equal epsilon; see `trainer.planner.bands`."""
-    table = _empty_table("Correlated noise at equal epsilon: noise multiplier, and noise in running sums")
-    for row in rows:
-        note = f"error ratio {row['error_ratio']:.3f}{', the best' if row['bands'] == best else ''}; without the cap"
-        table.add_row(f"{row['bands']} bands", f"{row['noise_multiplier']:.4f}", note)
-    return table
 
 
 def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
@@ -177,7 +168,6 @@ _NOTES = {
     "lattice_seconds_per_step": "to round and to check whole numbers",
     "examples_per_second": "random reads that storage must deliver",
     "gpu_hours": "ranks times hours",
-    "sent_bytes_per_step": "by each rank",
     "decoding_cores_per_rank": "Slurm: --cpus-per-task",
     "efficiency": "share of the peak that is reached",
     "left_out": "and not planned",

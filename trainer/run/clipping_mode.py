@@ -12,13 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.vocabulary_head import cut_as_for
+from models.vocabulary_head import VocabularyHead, cut_as_for
+from privacy.checkpoints.read import Checkpoint
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import EXAMPLES_PER_PART
+from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
+from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
+from privacy.plan import PrivacyPlan
+from privacy.step.adaptive_bound import resumed_bound
 from privacy.step.engine import Engine, to_device
+from privacy.step.sharded_sums import ShardedSums
+from trainer.config.recipe import RunConfig
 from trainer.ranks import distributed
+from trainer.run.certified import require_same_integers
 from trainer.run.memory_estimate import available_memory, predict_peak
+from trainer.tasks import TrainingTask
 
 WORTHWHILE = 0.9
 """two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""
@@ -60,6 +68,35 @@ class ModeChoice:
             text += f"; two_pass would need as much ({_gib(self.needed_in_two_passes)})"
         fits = self.available is None or chosen <= USABLE * self.available
         return text if fits else f"{text}; that may be too much: choose a smaller train.micro_batch_size"
+
+
+def made_clipper(
+    config: RunConfig, plan: PrivacyPlan, task: TrainingTask, engine: Engine, resumed: Checkpoint | None
+) -> tuple[ClippedSum, ModeChoice | None]:
+    """The clipper, and how its mode was chosen where the recipe says "auto". Collective."""
+    privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
+    clipped = plan.clipped_sum(
+        engine.module,
+        shapes=engine.shapes,
+        mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
+        accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
+        device=engine.device,
+        self_check=False,  # an unsharded copy has passed before (`TrainerStart`)
+    )
+    if plan.adaptive_clipping is not None and resumed is not None:
+        clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)
+    if isinstance(clipped, CertifiedSum):
+        require_same_integers(clipped, engine, task.synthetic_inputs, micro_batch_size)
+        return clipped, None
+    choice = None
+    if privacy.clipping_mode == "auto":
+        choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size)
+    # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
+    hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
+    heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
+    if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
+        clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
+    return clipped, choice
 
 
 def choose_mode(

@@ -1,28 +1,23 @@
-"""Where configuration, data, key and ledger of a run folder meet.
+"""Where configuration, data, key and ledger of a run folder meet."""
 
-The plan is made (or, at a resume, compared with the frozen one) on rank 0, and every rank gets the same.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.index.tar_index import ExampleTable
-from privacy.card.composition import states_behind
-from privacy.checkpoints.read import has_checkpoints
 from privacy.errors import PrivacyConfigError
-from privacy.ledger.file_roles import require_apart
-from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import read_ledger
-from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.claim import states_behind
+from privacy.ledger.durable import require_apart
+from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.options import OPTIONS
+from privacy.plan import PrivacyPlan
 from privacy.plan_request import PlanRequest
-from privacy.sampling.keys import SamplingKey
-from privacy.step.folder import RunFolder, environment
-from privacy.step.run_ledger import RunLedger
-from trainer.config.recipe import PrivacySection
+from privacy.run.ledger import Opening, Recorded, open_ledger
+from privacy.step.folder import RunFolder
+from trainer.config.recipe import PrivacySection, RunConfig
+from trainer.planner.privacy import with_coefficients
 from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, require_kept
 
 
@@ -40,78 +35,62 @@ def require_places(folder: RunFolder, privacy: PrivacySection) -> None:
 
 
 def open_run_ledger(
-    folder: RunFolder,
-    privacy: PrivacySection,
-    num_steps: int,
-    table: ExampleTable,
-    unit: str,
-    *,
-    coefficients: Callable[[PlanRequest], PlanRequest] = lambda request: request,
-    behind: Callable[[], Sequence[LedgerBehind]] | None = None,
-    disjoint_from_start: bool = False,
-) -> RunLedger:
-    """Opens ledger and key of a run folder without writing to them (`RunLedger.mend` does), or creates them. Collective.
+    config: RunConfig, folder: RunFolder, table: ExampleTable, unit: str, behind: Sequence[LedgerBehind] = ()
+) -> Opening:
+    """Opens the ledger of a run folder, or makes the plan of a new one; see `privacy.run.ledger.open_ledger`. Collective.
 
     Args:
         unit: what one example is, for the ledger and the card.
-        coefficients: adds to a new run's request what its strategy of correlated noise asks for; a resume takes the ledger's.
-        behind: gathers the ledgers of private runs behind initial weights, on rank 0 alone, since they may be large; None for a
-            run without initial weights, and for one that resumes.
-        disjoint_from_start: whether the recipe declares that no example is in their data and in this run's.
-
-    Raises (on every rank):
-        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
-        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
+        behind: the ledgers of private runs behind initial weights, on rank 0 alone; none for a run that resumes.
     """
+    privacy, disjoint = config.privacy, config.init is not None and config.init.disjoint_data
+    limit = privacy.max_examples_per_owner
 
-    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
-        recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
+    def asked(recorded: Recorded | None) -> PlanRequest:
         if recorded is None and privacy.target_epsilon is not None:
             print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
-        resume = None if recorded is None else recorded["plan"]
-        request = privacy.request(num_steps, len(table))
-        if request.strategy == "optimised":
-            frozen = {} if resume is None else PlanRequest.recorded_correlation(resume)
-            is_the_same = (frozen.get("bands"), frozen.get("strategy")) == (request.bands, request.strategy)
-            request = replace(request, coefficients=frozen["coefficients"]) if is_the_same else coefficients(request)
-        plan = make_plan(request, resume=resume)
-        limit, shared = privacy.max_examples_per_owner, privacy.shared_ledger
+        request = privacy.request(config.train.num_steps, len(table))
+        if request.strategy != "optimised":
+            return request
+        frozen = {} if recorded is None else OPTIONS["noise"]["correlated"].recorded(recorded["plan"])
+        is_the_same = (frozen.get("bands"), frozen.get("strategy")) == (request.bands, request.strategy)
+        return (
+            replace(request, coefficients=frozen["coefficients"]) if is_the_same else with_coefficients(request, config)
+        )
+
+    def described(recorded: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
+        fields: dict[str, Any] = {"unit": unit, **({"max_examples_per_owner": limit} if limit else {})}
+        if recorded is None:
+            if behind:
+                fields["behind"] = keep_copies(folder.root, behind)
+                fields |= {"disjoint_from_start": True} if disjoint else {}
+            return fields
         # The card computes an owner's epsilon from the recorded limit, so a resume cannot state another one.
-        if recorded is not None and recorded.get("max_examples_per_owner") != limit:
+        if recorded.get("max_examples_per_owner") != limit:
             raise PrivacyConfigError(
                 f"privacy.max_examples_per_owner is {limit}, but {folder.ledger} was opened with "
                 f"{recorded.get('max_examples_per_owner')}; it is part of the claim: set it back, or start another run folder"
             )
-        described: dict[str, Any] = {"commit": environment()["commit"], "unit": unit}
-        found = [] if behind is None else behind()
-        if recorded is None and found:
-            described["behind"] = keep_copies(folder.root, found)
-        elif recorded is not None and found:
-            require_kept(folder.root, recorded, found)
-        if recorded is not None and "behind" in recorded:
+        if behind:
+            require_kept(folder.root, recorded, behind)
+        if "behind" in recorded:
             # The card's first number relies on the declaration, so a resume cannot state another one.
-            if recorded.get("disjoint_from_start", False) != disjoint_from_start:
+            if recorded.get("disjoint_from_start", False) != disjoint:
                 raise PrivacyConfigError(
-                    f"init.disjoint_data is {disjoint_from_start}, and {folder.ledger} was opened with the opposite; it is part "
+                    f"init.disjoint_data is {disjoint}, and {folder.ledger} was opened with the opposite; it is part "
                     "of the claim: set it back, or start another run folder"
                 )
             if plan.formal_guarantee:
                 # Every claim needs the copies, which are judged before anything is written.
                 states_behind(folder.root, recorded)
-        elif "behind" in described and disjoint_from_start:
-            described["disjoint_from_start"] = True
-        ledger, key = open_run_state(
-            folder.ledger,
-            folder.key,
-            plan,
-            data_manifest=table.manifest_digest(),
-            open_fields=described | ({"max_examples_per_owner": limit} if limit else {}),
-            mirror=privacy.ledger_mirror,
-            shared=None if shared is None else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
-            has_checkpoint=has_checkpoints(folder.checkpoints),
-            members=folder.members,
-            mended=False,
-        )
-        return ledger, key, plan
+        return fields
 
-    return RunLedger.open(open_on_main, folder.key, members=folder.members)
+    shared = privacy.shared_ledger
+    return open_ledger(
+        folder,
+        asked,
+        table.manifest_digest,
+        described=described,
+        mirror=privacy.ledger_mirror,
+        shared=None if shared is None else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
+    )

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from privacy.card.composition import claim_of
 from privacy.card.folder import read_utility
 from privacy.card.report import read_snapshot
+from privacy.ledger.claim import claim_of
 from privacy.ledger.records import LedgerState
 from privacy.plan import PrivacyPlan
 from trainer.studies.folder import Progress, StudyFolder
@@ -23,9 +23,8 @@ def axis_columns(labels: Mapping[str, Label]) -> dict[str, Label]:
 def plan_columns(plan: PrivacyPlan) -> dict[str, Any]:
     """What a plan says, as columns of a table."""
     names = ("num_examples", "expected_batch_size", "num_steps", "noise_multiplier", "max_grad_norm")
-    return {name: getattr(plan, name) for name in names} | {
-        "noise_over_batch": plan.noise_multiplier / plan.expected_batch_size
-    }
+    columns = {name: getattr(plan, name) for name in names}
+    return columns | {"noise_over_batch": plan.noise_multiplier / plan.expected_batch_size}
 
 
 @dataclass(frozen=True)

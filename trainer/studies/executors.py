@@ -14,11 +14,10 @@ from pathlib import Path
 
 from data.files import write_durably
 from privacy.checkpoints.read import has_checkpoints
+from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.loop.fit import BUDGET_SPENT, DONE
-from trainer.loop.stopping import STOPPED_EARLY
 from trainer.studies.folder import StudyFolder
 from trainer.weights.start import find_checkpoint
 
@@ -59,8 +58,8 @@ def run_local(
         The exit code of every point that was started, or had nothing to start for.
     """
     codes: dict[str, int] = {}
-    waiting, running, stopped = list(names), dict[str, subprocess.Popen[bytes]](), False
-    awaited = ""
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    waiting, stopped = [], False
     threads = str(max(1, (os.cpu_count() or 1) // workers))
     libc, parent = ctypes.CDLL(None), os.getpid()
 
@@ -75,36 +74,37 @@ def run_local(
         if os.getppid() != parent:  # it died before we could ask
             os._exit(STOPPED_EARLY)
 
+    def start(name: str) -> subprocess.Popen[bytes]:
+        say(f"{name}: {'starts' if folder.progress(name) == 'new' else 'resumes'}")
+        with folder.log(name).open("ab") as log:
+            return subprocess.Popen(
+                trainer.command(folder, name),
+                cwd=trainer.root,
+                env={"OMP_NUM_THREADS": threads, **os.environ},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us alone; we pass it on as SIGTERM
+                preexec_fn=end_with_parent,
+            )
+
+    for name in names:
+        if (progress := folder.progress(name)) == "finished":
+            codes[name] = DONE
+        elif progress == "budget spent":
+            codes[name] = BUDGET_SPENT
+            say(f"{name}: the budget is spent and steps remain; not started again")
+        else:
+            waiting.append(name)
+            if folder.in_use(name):  # by a trainer of a study that was killed: it saves, and ends by itself
+                say(f"{name}: another trainer has it; waiting for its end")
     handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         while running or (waiting and not stopped):
-            while waiting and len(running) < workers and not stopped:
-                name = waiting.pop(0)
-                progress = folder.progress(name)
-                if progress == "finished":
-                    codes[name] = DONE
-                elif progress == "budget spent":
-                    codes[name] = BUDGET_SPENT
-                    say(f"{name}: the budget is spent and steps remain; not started again")
-                elif folder.in_use(name):  # by a trainer of a study that was killed: it ends by itself
-                    if awaited != name:
-                        say(f"{name}: another trainer has it; waiting for its end")
-                    awaited = name
-                    waiting.insert(0, name)
-                    break
-                else:
-                    say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
-                    with folder.log(name).open("ab") as log:
-                        running[name] = subprocess.Popen(
-                            trainer.command(folder, name),
-                            cwd=trainer.root,
-                            env={"OMP_NUM_THREADS": threads, **os.environ},
-                            stdin=subprocess.DEVNULL,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,  # Ctrl-C is for us alone; we pass it on as SIGTERM
-                            preexec_fn=end_with_parent,
-                        )
+            for name in [name for name in waiting if not folder.in_use(name)][: workers - len(running)]:
+                if not stopped:
+                    waiting.remove(name)
+                    running[name] = start(name)
             for name in [name for name, process in running.items() if process.poll() is not None]:
                 code = running.pop(name).returncode
                 if stopped and code == -signal.SIGTERM:

@@ -5,23 +5,20 @@ study_dir/  study.toml        the study as it was last run
             runs/POINT/       an ordinary run folder each
             private/ (0700)   consoles show training loss (contract 12)
                 logs/POINT.log    the console of its trainer
-            shared_ledger.jsonl   what the runs may spend together, where the study has a budget; and the grid as it began
             report/           tables and plots
 
-The shared ledger is the study's memory: it cannot be made anew where something relies on it, nor with another budget, and it
-holds the grid as it was before the first run began. Only the points of that very grid, each once, are charged as fixed in
-advance; to leave one of them out is a choice as well, after which what is left was chosen too.
+Where runs on private data share a ledger (`privacy.shared_ledger`), it holds the grid as it was before the first run began. Only
+the points of that very grid, each once, are charged as fixed in advance. To leave one of them out is a choice as well, after
+which what is left was chosen too.
 """
 
 import os
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from data.files import write_durably
-from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import read_ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.step.folder import RunFolder, try_lock
@@ -30,7 +27,6 @@ from trainer.errors import ConfigError
 from trainer.studies.grid import StudyConfig
 from trainer.studies.points import PlannedPoint, changed_keys, recipe_digest, with_privacy
 
-LEDGER = "shared_ledger.jsonl"
 Progress = Literal["new", "begun", "finished", "budget spent"]
 
 
@@ -44,7 +40,6 @@ class StudyFolder:
         self.runs = self.root / "runs"
         self.private = self.root / "private"
         self.logs = self.private / "logs"
-        self.shared_ledger = self.root / LEDGER
         self.report = self.root / "report"
 
     def recipe(self, name: str) -> Path:
@@ -73,14 +68,14 @@ class StudyFolder:
             os.close(lock)
 
     def prepare(self, study: StudyConfig, definition: str, planned: Sequence[PlannedPoint]) -> list[str]:
-        """Writes the definition, the recipes of points that have not begun, and the shared ledger with the grid.
+        """Writes the definition, the recipes of points that have not begun, and the grid into the shared ledger.
 
         Returns:
             the points that have not begun and, chosen after outputs of others could be seen, are charged by an RDP filter.
 
         Raises:
-            ConfigError: the recipe of a point that began, or the budget, has changed (exit 2).
-            PrivacyStateRefused: the shared ledger does not hold what the runs rely on (exit 4).
+            ConfigError: the recipe of a point that began has changed (exit 2).
+            PrivacyStateRefused: the shared ledger, or that of a run, is missing or broken (exit 4).
         """
         for one in planned:
             if self.progress(one.name) == "new":
@@ -94,10 +89,9 @@ class StudyFolder:
                 raise ConfigError(
                     f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
                 )
-        prepare_budget(study, self.shared_ledger, self.recipes, self.runs)
         new = {one.name for one in planned if self.progress(one.name) == "new"}
         begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
-        fixed = fixed_in_advance(study, self.shared_ledger, planned, new, begun=begun)
+        fixed = fixed_in_advance(study, planned, new, begun=begun)
         for folder in (self.recipes, self.runs, self.private):
             self._make(folder)
         self.private.chmod(0o700)
@@ -141,72 +135,12 @@ class StudyFolder:
             raise ConfigError(f"study folder {folder}: {error.strerror}") from error
 
 
-def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) -> None:
-    """Makes the study's shared ledger, or verifies that it is the one that everything in the folder relies on.
+def fixed_in_advance(study: StudyConfig, planned: Sequence[PlannedPoint], new: set[str], *, begun: bool) -> set[str]:
+    """The points that are charged as fixed in advance, of those whose owner says so (`privacy.fixed_in_advance`).
 
-    Raises:
-        ConfigError: the file states another budget than the ledger, or none (exit 2).
-        PrivacyStateRefused: the ledger is gone, is not the one of these runs, or was rolled back (exit 4).
-    """
-    if study.budget is None:
-        if path.exists():
-            raise ConfigError(
-                f"study {study.name}: {path} holds the budget of its runs, but the file has none: put [budget] back, or choose "
-                "another --study_dir"
-            )
-        return
-    # The runs in the study's folder, whatever its file lists now.
-    states = {run: read_ledger(run) for run in sorted(runs.glob("*/ledger.jsonl"))}
-    charged = {run: state for run, state in states.items() if state.opened.get("shared_ledger") is not None}
-    if not path.exists():
-        trees = [tomllib.loads(recipe.read_text()) for recipe in recipes.glob("*.toml")]
-        named = [tree.get("privacy", {}).get("shared_ledger") for tree in trees]
-        if charged or any(name is not None and Path(name).name == LEDGER for name in named):
-            raise PrivacyStateRefused(
-                f"{path}: the shared ledger is gone, but recipes and runs in the folder rely on it: bring it back from a copy or "
-                "its mirror; without it what was spent is unknown"
-            )
-        SharedLedger.create(
-            path,
-            epsilon=study.budget.target_epsilon,
-            delta=study.budget.target_delta,
-            informal_runs=study.budget.informal_runs,
-            mirror=study.budget.mirror,
-        )
-    ledger = SharedLedger(path)
-    shared = ledger.read(mended=False)
-    opened = shared.opened
-    mirror = None if study.budget.mirror is None else str(Path(study.budget.mirror).resolve())
-    for key, stated, recorded in (
-        ("target_epsilon", study.budget.target_epsilon, opened["epsilon"]),
-        ("target_delta", study.budget.target_delta, opened["delta"]),
-        ("informal_runs", study.budget.informal_runs, opened.get("informal_runs", False)),
-        ("mirror", mirror, opened.get("mirror")),
-    ):
-        if stated != recorded:
-            raise ConfigError(
-                f"study {study.name}: [budget] {key} is {stated}, but {path} was made with {recorded}, which nothing changes "
-                "later: set it back; another budget needs another --study_dir, and adds to what was spent in this one"
-            )
-    known: dict[str, Path] = {}
-    for run, state in charged.items():
-        if state.opened["shared_ledger"] != shared.identity:
-            raise PrivacyStateRefused(f"{path}: not the shared ledger that the runs of this study began with")
-        ledger.require_remembered(state, shared)
-        if (first := known.setdefault(state.opened["key_commitment"], run)) != run:
-            raise PrivacyStateRefused(f"{run}: is a copy of {first}; bring back the ledger that this run had")
-        seq, line_hash = shared.positions.get(state.opened["key_commitment"], (0, state.hashes[0]))
-        if seq >= state.num_lines or state.hashes[seq] != line_hash:
-            raise PrivacyStateRefused(f"{run}: lacks line {seq + 1}, which {path} has seen: bring back its newest copy")
-
-
-def fixed_in_advance(
-    study: StudyConfig, study_ledger: Path, planned: Sequence[PlannedPoint], new: set[str], *, begun: bool
-) -> set[str]:
-    """The points that are charged as fixed in advance; the grid is frozen in their shared ledger until a run has begun.
+    Their grid is frozen in their shared ledger until a run has begun.
 
     Args:
-        study_ledger: where the study's ledger is; a data owner's may be shared with other studies.
         new: points without a ledger of their own.
         begun: whether any run of the study has a ledger.
     """
@@ -214,15 +148,15 @@ def fixed_in_advance(
     for one in planned:
         if one.config.privacy.shared_ledger is not None:
             groups.setdefault(one.config.privacy.shared_ledger, []).append(one)
-    fixed: set[str] = set()
     for path in groups:
         SharedLedger(path).read(mended=False)  # all of them, before a grid is written into one
+    fixed: set[str] = set()
     for path, group in groups.items():
         if not any(one.config.privacy.fixed_in_advance for one in group):
             continue
         points = {one.name: recipe_digest(one.config) for one in group}
         shared = SharedLedger(path)
-        frozen = shared.freeze_grid("" if Path(path) == study_ledger else study.name, points, begun=begun)
+        frozen = shared.freeze_grid(study.name, points, begun=begun)
         if all(points.get(name) == digest for name, digest in frozen.items()):
             fixed |= frozen.keys() - (shared.read(mended=False).names & new)
     return fixed

@@ -53,17 +53,6 @@ class TanSection(Section):
         return self
 
 
-class BudgetSection(Section):
-    """What all runs of a study on private data may spend together; they share a ledger in the study's folder."""
-
-    target_epsilon: float = Field(gt=0)
-    target_delta: float = Field(gt=0, lt=1)
-    informal_runs: bool = False
-    """The data owner permits points without a guarantee (simulations, privacy.enabled = false), which nothing covers."""
-    mirror: str | None = None
-    """A second copy of the shared ledger, best on another file system: it detects lines that were cut off."""
-
-
 class ReportSection(Section):
     """Which axis a plot shows by colour; the first by default."""
 
@@ -85,7 +74,6 @@ class StudyConfig(Section):
     base: dict[str, Any] = Field({})
     axis: dict[str, dict[str, Any]] = Field({})
     tan: TanSection | None = None
-    budget: BudgetSection | None = None
     report: ReportSection = ReportSection()
 
 

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from privacy.plan import make_plan
 from trainer.config.recipe import PrivacySection, RunConfig, load_config, to_toml, validated
 from trainer.errors import ConfigError
-from trainer.studies.grid import Point, StudyConfig, TanSection, flat
+from trainer.studies.grid import Point, StudyConfig, TanSection, expand, flat
 
 _OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
 """Keys that depend on the other points; a point that began keeps those it began with."""
@@ -40,54 +39,37 @@ class PlannedPoint:
         is_private = privacy.enabled and not privacy.simulation and privacy.noise_multiplier != 0
         return is_private and privacy.sampling == "poisson"
 
-    @property
-    def is_on_private_data(self) -> bool:
-        return self.config.data.provenance == "private"
 
-
-def plan_points(study: StudyConfig, points: Sequence[Point], root: Path, ledger: Path) -> list[PlannedPoint]:
-    """The recipes of all points.
+def plan_points(study: StudyConfig, where: str, root: Path) -> list[PlannedPoint]:
+    """All points with their recipes.
 
     Args:
+        where: the study in an error.
         root: the project's root, which the study's paths are relative to.
-        ledger: where the study's shared ledger is, should it have a budget.
 
     Raises:
-        ConfigError: a point's recipe is wrong, or runs on private data are neither charged together nor permitted.
+        ConfigError: the grid, or a point's recipe, is wrong, or its runs on private data are not charged together.
     """
-    planned = [PlannedPoint(point, _resolved(study, point, root)) for point in points]
+    planned = [PlannedPoint(point, _resolved(study, point, root)) for point in expand(study, where)]
     for one in planned:
-        if not one.is_on_private_data:
-            continue
-        # Runs on private data compose: one ledger charges their total, and the owner permits what has no guarantee.
-        if study.budget is not None and one.config.privacy.shared_ledger is not None:
-            raise ConfigError(f"study {study.name}: give [budget] or privacy.shared_ledger, not both")
-        if one.claims and study.budget is None and one.config.privacy.shared_ledger is None:
+        # Runs on private data compose: one ledger charges their total, and permits or refuses those without a guarantee.
+        if one.config.data.provenance == "private" and one.config.privacy.shared_ledger is None:
             raise ConfigError(
-                f"study {study.name}: its runs are on private data and compose. Say what they may spend together: [budget] "
-                "target_epsilon and target_delta, or the owner's privacy.shared_ledger; or declare data.provenance"
+                f"study {study.name}: its runs are on private data and compose. Make a ledger of what they may spend together "
+                "(launch_scripts/shared_ledger.py create) and name it in [base] privacy.shared_ledger; or declare data.provenance"
             )
-        if not one.claims and not (study.budget and study.budget.informal_runs):
-            raise ConfigError(
-                f"study {study.name}: point {one.name} would see private data without any guarantee; that is the data owner's "
-                "to permit: [budget] informal_runs = true. Or declare data.provenance"
-            )
-    # What the privacy card needs to know: siblings and tuning on the same data, and the ledger that charges them.
+    # What the privacy card needs to know: siblings and tuning on the same data.
     informal = sum(not one.claims for one in planned)
     words = (
         f"one of {len(planned)} runs of study {study.name}; {len(planned) - informal} claim a guarantee of their own, "
         f"{informal} have none (TAN simulations, or privacy.enabled = false) and are charged nowhere; "
         f"varied: {', '.join([*study.axis, 'seed'])}"
     )
-    stated = []
-    for one in planned:
-        tuning = one.config.privacy.tuning
-        statements: dict[str, Any] = {"tuning": f"{tuning}; {words}" if tuning else words}
-        if study.budget is not None and one.is_on_private_data:
-            # A run without a guarantee is counted there, each time that it is trained anew.
-            statements |= {"shared_ledger": str(ledger)} | ({"fixed_in_advance": True} if one.claims else {})
-        stated.append(PlannedPoint(one.point, with_privacy(one.config, statements)))
-    return stated
+    tuned = [one.config.privacy.tuning for one in planned]
+    return [
+        PlannedPoint(one.point, with_privacy(one.config, {"tuning": f"{own}; {words}" if own else words}))
+        for one, own in zip(planned, tuned, strict=True)
+    ]
 
 
 def _resolved(study: StudyConfig, point: Point, root: Path) -> RunConfig:

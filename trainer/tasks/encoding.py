@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from data.examples.examples import ImageExample
-from models.image_encoder import ImageEncoder
+from models.base import ImageEncoder
 from trainer.tasks.base import TrainingTask
 
 

@@ -30,7 +30,7 @@ from privacy.checkpoints.read import file_digest
 from trainer.errors import ConfigError
 from trainer.report import build_card
 from trainer.tasks.captioning import CaptioningTask
-from trainer.weights.kinds import Format
+from trainer.weights import Format
 from trainer.weights.model_card import model_card
 from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel

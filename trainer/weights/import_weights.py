@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 from data.examples.tokenizer import CaptionTokenizer
 from models.config import CaptionerConfig, Foreign
-from models.converters import Unstated, read_foreign
+from models.converters import read_foreign
 from models.converters.native import CONFIG, model_facts, parameter_shapes, size_name
 from models.converters.weights import WeightsError
 from privacy.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
-from trainer.weights.kinds import Provenance
+from trainer.weights import Provenance
 from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import TOKENIZER
 from trainer.weights.provenance import IMPORTED, Start
@@ -40,12 +40,13 @@ def import_weights(
     tokenizer: Path | None = None,
     provenance: Provenance | None = None,
     claim: str | None = None,
-    unstated: Unstated = Unstated(),  # noqa: B008  (immutable)
+    size: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes the checkpoint folder `out`, whole or not at all; returns its manifest.
 
     Args:
-        kind, source, unstated: as for `models.converters.read_foreign`.
+        kind, source, size, overrides: as for `models.converters.read_foreign`.
         tokenizer: the tokenizer.json that a captioner was trained with; an exported folder has it.
         provenance: what whoever imports says that the data behind the weights are to the private data of later runs; None takes
             what an exported folder states, or else "private". Nobody can check it.
@@ -55,7 +56,7 @@ def import_weights(
         WeightsError, ModelConfigError, DataError: not such a file, or not of the expected structure.
         ConfigError: `out` is there, no tokenizer or one of another size, or a declaration against an exported folder's own.
     """
-    config, parameters = read_foreign(kind, source, unstated)
+    config, parameters = read_foreign(kind, source, size, overrides)
     exported: dict[str, Any] = {}  # what an exported folder says of its origin: a claim, but not to be lost on the way
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(((source if source.is_dir() else source.parent) / CONFIG).read_text())

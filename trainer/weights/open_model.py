@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from models.base import EncoderConfig
 from models.classifier_config import ClassifierConfig
 from models.config import CaptionerConfig
 from models.converters.native import config_from_facts
-from models.image_encoder import EncoderConfig
 from models.mae_config import MaskedAutoencoderConfig
 from privacy.checkpoints.read import MANIFEST, Checkpoint, file_digest, usable_names
 from privacy.files.toml_text import read_toml

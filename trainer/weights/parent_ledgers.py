@@ -1,6 +1,6 @@
 """The ledgers of private runs behind a run's initial weights: gathered at its first start and copied into its folder.
 
-What they charged is part of what the new weights carry (privacy/card/composition.py).
+What they charged is part of what the new weights carry (privacy/ledger/claim.py).
 """
 
 import math
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from data.files import fsync_path, write_durably
 from data.index.tar_index import MANIFEST, ExampleTable
-from privacy.card.composition import FOLDER, copy_name, read_copies, record_of
 from privacy.checkpoints.read import Checkpoint
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.chain import TORN_MARK, hash_line
+from privacy.ledger.claim import FOLDER, copy_name, read_copies, record_of
 from privacy.step.folder import RunFolder
 from trainer.errors import ConfigError
 from trainer.weights.provenance import Start, proof_of

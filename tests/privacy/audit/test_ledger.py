@@ -13,12 +13,11 @@ from privacy.ledger.run_state import open_run_state
 from privacy.sampling.keys import SamplingKey
 from tests.privacy.ledger_files import ENVIRONMENT, PLAN, open_fields, take_step
 from tests.privacy.published import publish
-from tests.privacy.verify.judging import KEY
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish(tmp_path_factory.mktemp("audit") / "run", KEY)
+    return publish(tmp_path_factory.mktemp("audit") / "run")
 
 
 @pytest.fixture

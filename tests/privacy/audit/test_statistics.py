@@ -18,13 +18,6 @@ def test_binomial_p_is_the_doubled_tail_and_never_below_scipys() -> None:
         assert st.binomial_p(count, trials, q) >= stats.binomtest(count, trials, q).pvalue - 1e-12
 
 
-def test_clopper_pearson_is_scipys_exact_interval() -> None:
-    for successes, trials in [(0, 20), (3, 20), (20, 20)]:
-        low, high = st.clopper_pearson(successes, trials, 0.025)
-        exact = stats.binomtest(successes, trials).proportion_ci(0.95, "exact")
-        assert (low, high) == pytest.approx((exact.low, exact.high))
-
-
 def test_variance_p() -> None:
     # 99 % quantiles of chi-square with 10 degrees (tables): 23.2093 above, 2.5582 below.
     assert st.variance_p([23.2093, 2.5582], 10) == pytest.approx([0.02, 0.02], rel=1e-3)
@@ -54,10 +47,6 @@ def test_binomial_counts_find_favourites_and_a_wrong_rate() -> None:
     assert st.binomial_counts_p(favourite, 100, 0.1) < 1e-7
 
 
-def rows_of(rng: np.random.Generator, count: int, size: int, q: float) -> list[np.ndarray]:
-    return [np.flatnonzero(rng.random(size) < q) for _ in range(count)]
-
-
 def test_spread_is_the_exact_law() -> None:
     """Two batches of Binomial(4, 1/2), all 25 outcomes: their distance from the mean in squares is 0, 1 or 4."""
     law = {0: 6 / 16, 1: 8 / 16, 4: 2 / 16}
@@ -77,17 +66,6 @@ def test_sizes_that_vary_too_little_or_too_much_are_found(sizes: list[int]) -> N
     assert st.size_spread_p(sizes, 3000, 0.1)[1] < 1e-5
 
 
-@pytest.mark.parametrize("distance", [1, 2, 7, 150])
-def test_ids_that_share_coins_are_found_at_any_distance(distance: int) -> None:
-    rng = np.random.default_rng(distance)
-    rows = rng.random((10, 300)) < 0.1
-    together = rows.copy()
-    first = np.arange(0, 300 - distance)[np.arange(0, 300 - distance) // distance % 2 == 0]
-    together[:, first + distance] = rows[:, first]
-    assert st.members_at_a_distance_p(rows, 0.1)[1] > 1e-4
-    assert st.members_at_a_distance_p(together, 0.1) == (distance, pytest.approx(0, abs=1e-8))
-
-
 NULLS = {
     "binomial_counts_rare": lambda rng: st.binomial_counts_p(rng.binomial(4, 0.008, 3000), 4, 0.008),
     "binomial_counts": lambda rng: st.binomial_counts_p(rng.binomial(60, 0.25, 1000), 60, 0.25),
@@ -96,7 +74,6 @@ NULLS = {
     "kolmogorov": lambda rng: st.kolmogorov_p(rng.standard_normal(5000)),
     "spread": lambda rng: st.size_spread_p(rng.binomial(3000, 0.1, 30), 3000, 0.1)[1],
     "spread_capped": lambda rng: st.size_spread_p(np.minimum(rng.binomial(900, 0.1, 40), 92), 900, 0.1, 92)[1],
-    "distance": lambda rng: st.members_at_a_distance_p(rng.random((12, 301)) < 0.2, 0.2)[1],
 }
 
 

@@ -123,35 +123,27 @@ def build(
     A Linear takes the ghost norm where T (d + p) < d p, and writes gradients out elsewhere; its width decides.
     """
     size = max(LANES, 2 * tokens + 24)  # of a square matrix that takes the ghost norm
-    match rule:
-        case "ghost":
-            layer = nn.Linear(size, size, bias=False)
-            return Product(layer), partial(_constant, torch.eye(size)[0], size), lambda total: total[:LANES, 0]
-        case "written_out":
-            layer = nn.Linear(2, LANES, bias=False)
-            return Product(layer), partial(_constant, torch.eye(2)[0], LANES), lambda total: total[:, 0]
-        case "convolution":
-            convolution = nn.Conv1d(size, size, 1, bias=False)
-            return (
-                Convolved(convolution),
-                partial(_constant, torch.eye(size)[0], size),
-                lambda total: total[:LANES, 0, 0],
-            )
-        case "bias":
-            return Product(nn.Linear(2, LANES), frozen="weight"), partial(_constant, torch.ones(2), LANES), torch.clone
-        case "raw":
-            return Product(Raw(LANES)), partial(_constant, torch.zeros(LANES), LANES), torch.clone
-        case "layer_norm":
-            token = torch.arange(LANES) % 2 * 2.0 - 1
-            return Product(nn.LayerNorm(LANES), frozen="weight"), partial(_constant, token, LANES), torch.clone
-        case "group_norm":
-            token = torch.arange(LANES) % 2 * 2.0 - 1
-            return Convolved(nn.GroupNorm(1, LANES), frozen="weight"), partial(_constant, token, LANES), torch.clone
-        case "embedding":
-            return Product(nn.Embedding(3, LANES)), partial(_constant, torch.tensor(1), LANES), lambda total: total[1]
-        case "chunked":
-            return ByChunks(LANES), lambda values: (values, torch.full_like(values, 4.0)), lambda total: total[1]
-    raise AssertionError(rule)
+    signs = torch.arange(LANES) % 2 * 2.0 - 1  # which a norm leaves as they are
+    if rule == "chunked":
+        return ByChunks(LANES), lambda values: (values, torch.full_like(values, 4.0)), lambda total: total[1]
+    models: dict[str, tuple[Callable[[], nn.Module], Tensor, int, Callable[[Tensor], Tensor]]] = {
+        # the model, its input of one token, the width of its output, and the lanes
+        "ghost": (lambda: Product(nn.Linear(size, size, bias=False)), torch.eye(size)[0], size, lambda x: x[:LANES, 0]),
+        "written_out": (lambda: Product(nn.Linear(2, LANES, bias=False)), torch.eye(2)[0], LANES, lambda x: x[:, 0]),
+        "convolution": (
+            lambda: Convolved(nn.Conv1d(size, size, 1, bias=False)),
+            torch.eye(size)[0],
+            size,
+            lambda x: x[:LANES, 0, 0],
+        ),
+        "bias": (lambda: Product(nn.Linear(2, LANES), frozen="weight"), torch.ones(2), LANES, torch.clone),
+        "raw": (lambda: Product(Raw(LANES)), torch.zeros(LANES), LANES, torch.clone),
+        "layer_norm": (lambda: Product(nn.LayerNorm(LANES), frozen="weight"), signs, LANES, torch.clone),
+        "group_norm": (lambda: Convolved(nn.GroupNorm(1, LANES), frozen="weight"), signs, LANES, torch.clone),
+        "embedding": (lambda: Product(nn.Embedding(3, LANES)), torch.tensor(1), LANES, lambda x: x[1]),
+    }
+    make, token, width, lanes_of = models[rule]
+    return make(), partial(_constant, token, width), lanes_of
 
 
 def _constant(token: Tensor, width: int, values_NTL: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,18 +152,8 @@ def _constant(token: Tensor, width: int, values_NTL: Tensor) -> tuple[Tensor, Te
     return x.expand(*values_NTL.shape[:2], *token.shape), nn.functional.pad(values_NTL, (0, width - LANES))
 
 
-RULES = (
-    "embedding",
-    "ghost",
-    "bias",
-    "written_out",
-    "raw",
-    "convolution",
-    "layer_norm",
-    "chunked",
-    "group_norm",
-    "embedding",
-)
+RULES = ("embedding", "ghost", "bias", "written_out", "raw", "convolution", "layer_norm", "chunked", "group_norm")
+"""In turn."""
 
 
 # Sums

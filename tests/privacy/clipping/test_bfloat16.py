@@ -4,20 +4,20 @@ What is summed are the stored bf16 tensors, widened. A clip factor that is folde
 not lengthen the contribution: rounding a scaled bf16 number to bf16 can by itself add 2^-9 = 0.2 %, twice the slack r.
 """
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum
+from privacy.clipping import ClippedSum, accumulators, contributions
 from privacy.clipping.accumulators import Slot
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts, Rows, dense_sum_over_tokens
-from privacy.clipping.norms import NormTally
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_rules import IDS, LAYERS, B, Make, Product, case, randomised
+from tests.privacy.clipping.test_sensitivity import C, WeightedOutput, cancelling, change
 
 MODES = ["bookkeeping", "two_pass"]
 
@@ -71,7 +71,7 @@ def test_contract_4_equal_examples_that_all_round_the_same_way(
             assert oracle.flat(summed(model, inputs, c, mode)).norm() <= B * c * (1 + SENSITIVITY_SLACK)
 
 
-def contributions(generator: torch.Generator) -> list[tuple[Contribution, tuple[int, ...]]]:
+def parts_of_all_kinds(generator: torch.Generator) -> list[tuple[Contribution, tuple[int, ...]]]:
     """bf16 contributions to a (6, 4) table or matrix, and to a vector of 6."""
 
     def numbers(*shape: int) -> Tensor:
@@ -103,7 +103,7 @@ def exact_sum(part: Contribution, weight_B: Tensor) -> Tensor:
 def test_factors_and_accumulators_are_not_rounded_to_bfloat16() -> None:
     """Sums agree with float64 arithmetic on the stored bf16 tensors to fp32 precision, not to bf16's 4e-3."""
     generator = torch.Generator().manual_seed(0)
-    for part, shape in contributions(generator):
+    for part, shape in parts_of_all_kinds(generator):
         weight_B = torch.rand(B, generator=generator) / 3
         total = torch.zeros(shape, dtype=torch.float64)
         part.add_weighted(weight_B, Slot(total))
@@ -111,12 +111,88 @@ def test_factors_and_accumulators_are_not_rounded_to_bfloat16() -> None:
         assert float((total - expected).norm() / expected.norm()) <= 1e-6
 
 
-def test_norms_are_those_of_the_stored_tensors() -> None:
-    generator = torch.Generator().manual_seed(1)
-    for part, _ in contributions(generator):
-        tally = NormTally.zeros(B, torch.device("cpu"), torch.float32)
-        tally.add([part])
-        for i, norm in enumerate(tally.safe_norm().tolist()):
-            one = torch.zeros(B, dtype=torch.float64)
-            one[i] = 1
-            assert math.isclose(norm, float(exact_sum(part, one).norm()), rel_tol=1e-5)
+# The clip factor folded into a bf16 operand, as on CUDA. The matrix product is that of the device; what the factor does to the
+# operand's bits is the same everywhere.
+
+
+@pytest.fixture
+def folding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contributions, "_has_bf16_units", lambda device: True)
+
+
+def linear(d: int, p: int) -> nn.Module:
+    torch.manual_seed(0)
+    return WeightedOutput(nn.Linear(d, p, bias=False)).bfloat16()
+
+
+def rounding_up(tokens: int, d: int, p: int, mantissa: int) -> dict[str, torch.Tensor]:
+    """Equal tokens, so that nothing cancels and every rounding goes the same way: gross norm = norm."""
+    value = 1 + mantissa / 128
+    return {"x": torch.ones(1, tokens, d).bfloat16(), "w": torch.full((1, tokens, p), value).bfloat16()}
+
+
+def test_contract_4_equal_roundings(folding: None) -> None:
+    model = linear(64, 96)
+    assert OuterProducts(torch.zeros(1, 5, 64).bfloat16(), torch.zeros(1, 5, 96).bfloat16()).folds_in_bf16
+    others = {key: value.bfloat16() for key, value in cancelling(5, 64, 96, 0.0, 99).items()}
+    for mantissa in range(128):
+        assert change(model, others, rounding_up(5, 64, 96, mantissa)) <= 1 + SENSITIVITY_SLACK
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0, 1000.0])
+def test_contract_4_cancelling_activations(folding: None, mean: float) -> None:
+    model = linear(256, 512)
+    others = {key: value.bfloat16() for key, value in cancelling(64, 256, 512, 0.0, 99).items()}
+    for seed in range(10):
+        example = {key: value.bfloat16() for key, value in cancelling(64, 256, 512, mean, seed).items()}
+        assert change(model, others, example) <= 1 + SENSITIVITY_SLACK, seed
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+def test_the_sum_is_that_of_the_loop_up_to_the_rounding(folding: None, mode: str) -> None:
+    model = linear(64, 96)
+    inputs = {key: value.bfloat16().expand(4, -1, -1) for key, value in cancelling(5, 64, 96, 0.0, 1).items()}
+    inputs["w"] = inputs["w"] * torch.arange(1, 5)[:, None, None]
+    total = ClippedSum(model, C, mode=mode, self_check=False)  # type: ignore[arg-type]
+    total.add_micro_batch(model, inputs, torch.zeros(4, dtype=torch.bool))
+    wide = WeightedOutput(nn.Linear(64, 96, bias=False)).double()
+    wide.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    expected = oracle.clipped_sum(wide, wide, {key: value.double() for key, value in inputs.items()}, C)
+    assert 1e-4 < oracle.relative_error(dict(total.sums()), expected) <= 2e-2  # rounded, and clipped a little more
+
+
+@pytest.mark.parametrize("micro_batch", [4, 40])
+@pytest.mark.parametrize("width", [6, 96])
+def test_products_in_fp32_and_their_fall_back_give_one_sum(
+    folding: None, micro_batch: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no products of bf16 that come in fp32: stand-ins with CUDA's signature take their place."""
+    model = linear(width, width)
+    inputs = {
+        key: value.bfloat16().expand(micro_batch, -1, -1) for key, value in cancelling(5, width, width, 0.0, 1).items()
+    }
+    sums, forms = [], []
+    for is_there in (False, True):
+        total = ClippedSum(model, C, self_check=False)
+        with monkeypatch.context() as patch:
+            if is_there:
+                for module in (accumulators, contributions):
+                    patch.setattr(module, "has_fp32_products_of_bf16", lambda device: True)
+                for name in ("mm", "bmm", "addmm"):
+                    patch.setattr(torch, name, with_out_dtype(getattr(torch, name), forms))
+            for _ in range(2):
+                total.add_micro_batch(model, inputs, torch.zeros(micro_batch, dtype=torch.bool))
+        sums.append(dict(total.sums()))
+        total.detach()
+    assert forms and all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
+
+
+def with_out_dtype(product: Any, forms: list[str]) -> Any:
+    def widened(*matrices: torch.Tensor, out_dtype: torch.dtype | None = None, **rest: Any) -> torch.Tensor:
+        if out_dtype is None:
+            return product(*matrices, **rest)
+        forms.append(product.__name__)
+        assert out_dtype == torch.float32 and matrices[-1].dtype == matrices[-2].dtype == torch.bfloat16
+        return product(*(matrix.float() for matrix in matrices), **rest)
+
+    return widened

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.adaptive_clipping import AdaptiveClipping
-from privacy.clipping import ClippedSum, clipped_sum
+from privacy.clipping import ClippedSum
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.lattice import Lattice
@@ -67,33 +67,6 @@ def test_others_contribute_less_and_are_counted() -> None:
     assert min(shares) < 0.9 and max(shares) <= 1.001
     assert [cancelled for _, cancelled in found] == [int(share < 0.999) for share in shares]
     assert contribution(model, inputs, 0, 1e9, "bookkeeping")[1] == 0  # not clipped, so nothing is lost
-
-
-def test_which_parameters_are_written_out_depends_on_shapes_alone(
-    monkeypatch: pytest.MonkeyPatch, writes_out: bool
-) -> None:
-    """The smallest, as many as fit."""
-    seen: list[tuple[int, ...]] = []
-    usual = clipped_sum.in_full
-    monkeypatch.setattr(
-        clipped_sum, "in_full", lambda parts, shape: (seen.append(tuple(shape)), usual(parts, shape))[1]
-    )
-    model = nn.Sequential(
-        nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), nn.Flatten(), nn.Linear(60, 1), nn.Flatten(0)
-    )
-    cases: list[tuple[int, list[tuple[int, ...]]]] = [
-        (130, []),
-        (131 + 800, [(40, 20)]),
-        (1 << 20, [(30, 40), (40, 20)]),
-    ]
-    for entries, expected in cases:
-        monkeypatch.setattr(clipped_sum, "WRITTEN_ENTRIES", entries)
-        for x in (torch.randn(4, 2, 20), torch.zeros(4, 2, 20), torch.full((4, 2, 20), torch.nan)):
-            seen.clear()
-            total = ClippedSum(model, 1.0, self_check=False)
-            total.add_micro_batch(model, {"input": x}, torch.zeros(4, dtype=torch.bool))
-            assert seen == expected
-            total.detach()
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass", "certified"])

@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.captioner import Captioner
 from models.config import VitConfig
 from models.vit import EncoderBlock
 from privacy.clipping import ClippedSum
 from privacy.clipping.compiled import CompiledTap, compiled_weights
 from privacy.errors import PrivacyConfigError
-from privacy.releases import SENSITIVITY_SLACK
 from tests.models.tiny import tiny_captioner
 from tests.privacy.clipping import oracle
 from trainer.config.machine import load_machine_settings
-from trainer.engines.compilation import compile_blocks, require_compilable, require_compiler
+from trainer.engines.blocks import compile_blocks, require_compilable, require_compiler
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,66 +123,6 @@ def test_what_was_reported_may_be_overwritten(mode: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(CompiledTap, "of", of)
     assert oracle.relative_error(clipped(model, inputs, 0.5, mode), expected) < 1e-9
     assert len(overwritten) >= 2 * 2 * 2 * 6  # tensors, blocks, micro-batches, layers
-
-
-@pytest.mark.full
-def test_compiled_after_the_hooks_and_with_another_batch_size() -> None:
-    """Weight gradients are then computed for nothing, but the sums are right."""
-    model, inputs = Stack(3).double(), stack_inputs()
-    plain = Stack(3).double()
-    total = ClippedSum(model, 0.5, self_check=False)
-    compile_all(list(model.layers))
-    for size in (5, 3, 4):
-        part = {"x": inputs["x"][:size]}
-        total.zero_()
-        total.add_micro_batch(model, part, torch.zeros(size, dtype=torch.bool))
-        expected = oracle.clipped_sum(plain, plain, part, 0.5)
-        assert oracle.relative_error(dict(total.sums()), expected) < 1e-9
-
-
-@pytest.mark.full
-def test_the_captioner_with_compiled_blocks() -> None:
-    torch.manual_seed(0)
-    model: Captioner = tiny_captioner().double()
-    inputs = {
-        "images_BCHW": torch.randn(4, 3, 16, 16, dtype=torch.float64) * torch.arange(1, 5)[:, None, None, None],
-        "tokens_BL": torch.randint(3, 11, (4, 7)),
-        "token_mask_BL": torch.arange(7) < torch.tensor([[7], [5], [3], [7]]),
-    }
-    plain = copy.deepcopy(model)
-    c = oracle.median_norm(plain, plain, inputs)
-    compile_all(model.blocks())
-    assert list(model.state_dict()) == list(plain.state_dict())
-    expected = oracle.clipped_sum(plain, plain, inputs, c)
-    for mode in ("bookkeeping", "two_pass"):
-        assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
-    with torch.no_grad():  # and outside of clipping the model is what it was
-        torch.testing.assert_close(model(**inputs), plain(**inputs))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
-def test_contract_4_and_6_compiled(mode: str, dtype: torch.dtype) -> None:
-    """Scaled and non-finite examples move the sum by at most C (1 + r); the bits repeat."""
-    model, inputs = Stack(3).to(dtype), {"x": stack_inputs()["x"].to(dtype)}
-    compile_all(list(model.layers))
-    total = ClippedSum(model, 0.1, mode=mode, self_check=False)  # type: ignore[arg-type]
-    total.check_repeatable(model, inputs)
-    moved = 0
-    for scale in (1.0, 1e-6, 1e6, 1e30, torch.nan, torch.inf):
-        example = inputs["x"][:1] * scale
-        sums = []
-        for is_padding in (False, True):
-            total.zero_()
-            padding_B = torch.tensor([False] * 5 + [is_padding])
-            total.add_micro_batch(model, {"x": torch.cat([inputs["x"], example])}, padding_B)
-            sums.append(oracle.flat(dict(total.sums())).clone())
-        assert sums[0].isfinite().all()
-        size = float((sums[0] - sums[1]).norm()) / 0.1
-        assert size <= 1 + SENSITIVITY_SLACK, (scale, size)
-        moved += size > 0.5
-    assert moved >= 2
 
 
 class Doubled(nn.Module):

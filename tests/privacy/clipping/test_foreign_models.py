@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from privacy.clipping import ClippedSum
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 
 hf = pytest.importorskip("transformers")
@@ -202,15 +203,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable
 }
 
 
-def outcome(name: str, frozen: str) -> str:
-    """ "exact" or the line of the refusal; a trainable parameter whose name contains one of the words in `frozen` is frozen."""
-    make, loss, inputs = MODELS[name]
+def prepared(name: str, frozen: str) -> Task:
+    """A parameter whose name contains one of the words in `frozen` is frozen."""
+    make, loss, _ = MODELS[name]
     torch.manual_seed(0)
     task = Task(make(), loss).double().eval()
     for path, p in task.named_parameters():
         with torch.no_grad():
             p.add_(0.1 * torch.randn_like(p))
         p.requires_grad_(p.requires_grad and not any(word in path for word in frozen.split()))
+    return task
+
+
+def outcome(name: str, frozen: str) -> str:
+    """ "exact" or the line of the refusal."""
+    task, inputs = prepared(name, frozen), MODELS[name][2]
     try:
         check_against_autograd(task, inputs(2))
         total = ClippedSum(task, 1.0)
@@ -246,3 +253,24 @@ def test_a_model_of_transformers_is_what_the_table_says(name: str, as_it_is: str
         assert outcome(name, " ".join(words)) == "exact"
     else:
         assert as_it_is == "exact"
+
+
+@pytest.mark.parametrize("name", [name for name, as_it_is, _ in TABLE if as_it_is == "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contract_4_one_example_moves_the_sum_by_at_most_c(name: str, dtype: torch.dtype) -> None:
+    """In the precisions of runs, and the sum is that of the same gradients in float64, up to their rounding."""
+    task = prepared(name, "").to(dtype)
+    inputs = {n: x.to(dtype) if x.is_floating_point() else x for n, x in MODELS[name][2](TOKENS).items()}
+    gradients = oracle.per_example_gradients(task, task, inputs)
+    c = sorted(oracle.norm(g) for g in gradients)[TOKENS // 2]
+    weights = [min(1.0, c / oracle.norm(g)) for g in gradients]
+    expected = {n: sum(w * g[n].double() for w, g in zip(weights, gradients, strict=True)) for n in gradients[0]}
+    total = ClippedSum(task, c, self_check=False)
+    for others in (torch.arange(TOKENS) < TOKENS, *(torch.arange(TOKENS) == i for i in range(TOKENS))):
+        total.zero_()
+        total.add_micro_batch(task, inputs, ~others)
+        sums = dict(total.sums())
+        if others.all():
+            assert oracle.relative_error(sums, expected) <= (2e-2 if dtype == torch.bfloat16 else 1e-4)
+        else:
+            assert oracle.norm(sums) <= c * (1 + SENSITIVITY_SLACK)

@@ -1,10 +1,11 @@
-"""The self-check decides: whatever lets one example reach another is refused at any strength, what does not is accepted.
+"""Models that mix examples: refused at the start at any strength, at a new size or shape when it comes; others are accepted.
 
 Each mechanism adds strength * mix(model, h) to activations h (B, T, D) and may do something else in the forward. The strengths
 range over ten orders of magnitude, because a part of 1e-6 on made-up inputs is one of 1 where an example is a thousand times as
 large. A mechanism over the tokens of each example is right, at any strength.
 """
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,14 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from privacy.clipping import ClippedSum
+from privacy.clipping.certified_sum import CertifiedSum
+from privacy.clipping.checked import require_apart
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.lattice import Lattice
 
 D, T, V = 6, 5, 24
 STRENGTHS = (1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4)
 
 
-class Net(nn.Module):
+class Around(nn.Module):
     """Two linear layers around a mechanism; words instead of images, if `words`."""
 
     running: Tensor
@@ -48,7 +53,7 @@ class Net(nn.Module):
         return self.after(h).sin().flatten(1).sum(1)
 
 
-def made_up(count: int, *, words: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def batch(count: int, *, words: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(count)
     if words:
         return {"x": torch.randint(1, V, (count, T), generator=generator)}
@@ -80,7 +85,7 @@ def lengths(x: Tensor) -> Tensor:
     return ((x.abs().flatten(2).sum(2) > 0) if x.dim() > 2 else x > 0).sum(1)
 
 
-def capacity(m: Net, h: Tensor) -> Tensor:
+def capacity(m: Around, h: Tensor) -> Tensor:
     """Experts take half of the micro-batch at most."""
     chosen, most = h[:, 0, 0] > 0, len(h) // 2
     y = torch.zeros_like(h)
@@ -91,69 +96,69 @@ def capacity(m: Net, h: Tensor) -> Tensor:
     return y
 
 
-def trimmed(m: Net, h: Tensor) -> Tensor:
+def trimmed(m: Around, h: Tensor) -> Tensor:
     """Mean over as many tokens as the longest example has."""
     return h[:, : max(1, int(lengths(m.x).max()))].mean(1, keepdim=True)
 
 
-def sorted_by_length(m: Net, h: Tensor) -> Tensor:
+def sorted_by_length(m: Around, h: Tensor) -> Tensor:
     """Losses are right, and the layer sees the examples in another order."""
     order = lengths(m.x).argsort(descending=True, stable=True)
     y: Tensor = m.experts[0](h[order])
     return y[order.argsort()] + m.experts[1](h)
 
 
-def rounded_by_batch(m: Net, h: Tensor) -> Tensor:
+def rounded_by_batch(m: Around, h: Tensor) -> Tensor:
     """8-bit numbers with one scale for the whole tensor."""
     scale = h.detach().abs().max() / 127
     return (h / scale).round() * scale
 
 
-def remembered(m: Net, h: Tensor) -> Tensor:
+def remembered(m: Around, h: Tensor) -> Tensor:
     m.running.mul_(0.9).add_(0.1 * h.detach().mean((0, 1)))
     return h
 
 
-def frozen_average(m: Net, h: Tensor) -> Tensor:
+def frozen_average(m: Around, h: Tensor) -> Tensor:
     m.frozen.data.mul_(0.9).add_(0.1 * h.detach().mean((0, 1)))
     return h
 
 
-def new_buffer(m: Net, h: Tensor) -> Tensor:
+def new_buffer(m: Around, h: Tensor) -> Tensor:
     m.register_buffer("last", h.detach().mean((0, 1)))
     return h
 
 
-def python_memory(m: Net, h: Tensor) -> Tensor:
+def python_memory(m: Around, h: Tensor) -> Tensor:
     before, m.memory = m.memory, float(h.detach().mean())
     return h * before
 
 
-def calibrated_by_shape(m: Net, h: Tensor) -> Tensor:
+def calibrated_by_shape(m: Around, h: Tensor) -> Tensor:
     """Statistics of the first call of a shape are kept."""
     return h * m.cache.setdefault(h.shape, h.detach().abs().amax())
 
 
-def guarded(m: Net, h: Tensor) -> Tensor:
+def guarded(m: Around, h: Tensor) -> Tensor:
     """Raises on what is not finite or large, so that only rows of other examples are left to find what mixes."""
     if not bool(h.isfinite().all()) or float(m.x.abs().amax()) > 1e3:
         raise ValueError("what is this?")
     return h
 
 
-def narrow_only(m: Net, h: Tensor) -> Tensor:
+def narrow_only(m: Around, h: Tensor) -> Tensor:
     """As code does that guards against overflow, where double precision needs no guard."""
     return h if h.dtype == torch.float64 else h / h.detach().abs().amax().clamp_min(1)
 
 
-def hooked(m: Net, h: Tensor) -> Tensor:
+def hooked(m: Around, h: Tensor) -> Tensor:
     y = h * 1
     if y.requires_grad:
         y.register_hook(lambda g: g + g.mean(0))
     return y
 
 
-WRONG: dict[str, Callable[[Net, Tensor], Tensor]] = {
+WRONG: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "mean_of_detached": lambda m, h: h.detach().mean(0) * h,
     "batch_norm": lambda m, h: normalised(h, (0, 1)),
     "attention": lambda m, h: attention(h.transpose(0, 1)).transpose(0, 1),
@@ -179,18 +184,18 @@ LIMITS = ("capacity", "trimmed")
 """What they do is seen in losses only, to 1e-3 where values are narrowed to float32."""
 
 
-def experts_of_tokens(m: Net, h: Tensor) -> Tensor:
+def experts_of_tokens(m: Around, h: Tensor) -> Tensor:
     """Every token goes through both, and counts for one."""
     return torch.where(h[..., :1] > 0, m.experts[0](h), m.experts[1](h))
 
 
-def keeps_the_last(m: Net, h: Tensor) -> Tensor:
+def keeps_the_last(m: Around, h: Tensor) -> Tensor:
     """For whoever looks; no forward reads it."""
     m.memory, m.cache["last"] = m.memory + 1, h.detach()
     return h
 
 
-RIGHT: dict[str, Callable[[Net, Tensor], Tensor]] = {
+RIGHT: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "token_mean": lambda m, h: h.detach().mean((1, 2), keepdim=True) * h,
     "norm_by_hand": lambda m, h: normalised(h, 2),
     "attention": lambda m, h: attention(h),
@@ -204,10 +209,12 @@ RIGHT: dict[str, Callable[[Net, Tensor], Tensor]] = {
 
 
 def cases(names: Iterable[str], seed: int, *, every: bool) -> list[tuple[str, float, bool, bool]]:
-    """(mechanism, strength, words or not, fp32 inside or not): all of them, or one of each mechanism."""
+    """(mechanism, strength, words or not, fp32 inside or not): all of them, or each with one strength."""
     draw = random.Random(seed)
-    ways = [(s, w, f) for s in STRENGTHS for w in (False, True) for f in (False, True)]
-    return [(name, *way) for name in names for way in (ways if every else [draw.choice(ways)])]
+    ways = [(words, narrow) for words in (False, True) for narrow in (False, True)]
+    return [
+        (name, s, *way) for name in names for way in ways for s in (STRENGTHS if every else [draw.choice(STRENGTHS)])
+    ]
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -217,9 +224,9 @@ def test_what_mixes_examples_is_refused_at_any_strength(every: bool) -> None:
         if narrow and mix in LIMITS:
             continue
         torch.manual_seed(0)
-        model = Net(WRONG[mix], strength, words=words, narrow=narrow)
+        model = Around(WRONG[mix], strength, words=words, narrow=narrow)
         try:
-            check_against_autograd(model, made_up(6, words=words))
+            check_against_autograd(model, batch(6, words=words))
         except PrivacyConfigError:
             continue
         passed.append((mix, strength, words, narrow))
@@ -231,5 +238,324 @@ def test_what_keeps_examples_apart_is_accepted_at_any_strength(every: bool) -> N
     for dtype in (torch.float32, torch.bfloat16):
         for mix, strength, words, narrow in cases(RIGHT, 2, every=every):
             torch.manual_seed(0)
-            model = Net(RIGHT[mix], strength, words=words, narrow=narrow).to(dtype)
-            check_against_autograd(model, made_up(3, words=words, dtype=dtype))
+            model = Around(RIGHT[mix], strength, words=words, narrow=narrow).to(dtype)
+            check_against_autograd(model, batch(3, words=words, dtype=dtype))
+
+
+# Sizes, shapes and autocasts that the self-check has not met are tried on made-up examples when they come.
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def centred(h: Tensor) -> Tensor:
+    return h - h.detach().mean(0)
+
+
+def in_groups(h: Tensor) -> Tensor:
+    """Of two rows that lie apart, or of all, as minibatch standard deviation has it."""
+    groups = len(h) // 2 if len(h) % 2 == 0 else 1
+    return h * h.view(-1, groups, h.shape[1]).std(0, correction=0).repeat(len(h) // groups, 1).detach()
+
+
+def previous(h: Tensor) -> Tensor:
+    return h + 1e-3 * h.detach().roll(1, 0)
+
+
+def guard(x: Tensor) -> None:
+    if not bool(x.abs().amax() < 100):
+        raise ValueError("what is this?")
+
+
+class Net(nn.Module):
+    """Mixes where `mixes` says so."""
+
+    def __init__(self, mixes: Callable[[Tensor], bool], mix: Callable[[Tensor], Tensor] = centred) -> None:
+        super().__init__()
+        self.a, self.b, self.mixes, self.mix = nn.Linear(4, 5), nn.Linear(5, 3), mixes, mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        if self.mixes(x):
+            h = self.mix(h)
+        return self.b(h).sin().flatten(1).sum(1)
+
+
+def add(total: ClippedSum, model: nn.Module, x: Tensor) -> None:
+    total.add_micro_batch(model, {"x": x}, torch.zeros(len(x), dtype=torch.bool))
+
+
+@pytest.mark.parametrize("mix", [centred, in_groups, previous, lambda h: h.flip(0)])
+def test_every_size_at_which_a_model_mixes_is_found(mix: Callable[[Tensor], Tensor]) -> None:
+    """Also where the model raises an error on what is hostile."""
+    for seed, mixes in enumerate((lambda x: len(x) > 24, lambda x: len(x) in (2, 12, 26))):
+        torch.manual_seed(seed)
+        model = Net(mixes, mix)
+
+        def guarded(x: Tensor, model: nn.Module = model) -> Tensor:
+            guard(x)
+            return model(x)
+
+        for size in (1, 2, 3, 12, 24, 25, 26, 27, 40):
+            for task in (model, guarded):
+                found = pytest.raises(PrivacyConfigError, match=f"in micro-batches of {size} examples")
+                with found if mixes(torch.empty(size, 1)) else contextlib.nullcontext():
+                    require_apart(task, {"x": numbers(3, 4)}, size)
+
+
+def nine_and_guarded(x: Tensor) -> bool:
+    guard(x)
+    return len(x) == 9
+
+
+WAYS: dict[str, tuple[Callable[[Tensor], bool], tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]] = {
+    # where it mixes, made-up inputs of the self-check, micro-batches that pass, and one that is refused
+    "size": (lambda x: len(x) > 60, (40, 4), [(1, 4), (3, 4), (60, 4)], (64, 4)),
+    "length": (lambda x: x.shape[1] > 6, (3, 5, 4), [(3, 6, 4)], (3, 7, 4)),
+    "autocast": (lambda x: torch.is_autocast_enabled("cpu"), (3, 4), [(4, 4)], (4, 4)),
+    "weights of zero": (nine_and_guarded, (2, 4), [(8, 4)], (9, 4)),  # through which NaN would come, but for the guard
+}
+
+
+@pytest.mark.parametrize("certified", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_tries_every_new_way_before_it_adds(way: str, certified: bool) -> None:
+    mixes, made_up, right, wrong = WAYS[way]
+    model = Net(mixes)
+    if way == "weights of zero":
+        nn.init.zeros_(model.b.weight)
+    check_against_autograd(model, {"x": numbers(*made_up)})
+    total = CertifiedSum(model, Lattice.of(1.0, 64, 1.0)) if certified else ClippedSum(model, 1.0)
+    for shape in right:
+        add(total, model, numbers(*shape, seed=1))
+    before = {name: value.clone() for name, value in total.sums()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        for _ in range(2):
+            with pytest.raises(PrivacyConfigError, match=f"in micro-batches of {wrong[0]} examples"):
+                add(total, model, numbers(*wrong, seed=1))
+    assert all(torch.equal(value, before[name]) for name, value in total.sums())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_branch_on_the_dtype_of_the_run_is_found(dtype: torch.dtype) -> None:
+    for mixing in (dtype, torch.float64):
+        model = Net(lambda x: x.dtype == mixing).to(dtype)  # noqa: B023
+        with pytest.raises(PrivacyConfigError, match=r"clipping rules|loss of an example"):
+            check_against_autograd(model, {"x": numbers(3, 4).to(dtype)})
+
+
+class Halting(nn.Module):
+    """Goes on while any example does; those that have stopped stay what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for step in range(4):
+            goes_on = (x.abs().amax(1) > 10.0 * step)[:, None]
+            if not bool(goes_on.any()):
+                break
+            h = torch.where(goes_on, h + self.a(h).tanh(), h)
+        return self.b(h).sin().sum(1)
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass", "certified"])
+def test_layers_that_are_called_as_often_as_the_longest_example_asks_are_refused(mode: Any) -> None:
+    """At the start, or at the micro-batch that asks."""
+    model, lattice = Halting(), Lattice.of(1.0, 64, 1.0)
+    with pytest.raises(PrivacyConfigError, match=r"the layer of a\.\w+ was called \d times .* and \d times"):
+        check_against_autograd(model, {"x": numbers(3, 4)})
+    certified = mode == "certified"
+    total = (
+        CertifiedSum(model, lattice, self_check=False)
+        if certified
+        else ClippedSum(model, 1.0, mode=mode, self_check=False)
+    )
+    for size in (2, 3):
+        add(total, model, numbers(size, 4))
+    with pytest.raises(PrivacyConfigError, match=r"the layer of a\.\w+ was called 2 times .* and 1 times"):
+        add(total, model, numbers(3, 4) + 11)
+
+
+def reads(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Reads what `read` makes of all inputs; the rest does not see what is not finite."""
+    return lambda x: torch.where(x.isfinite(), x, 0.0).sin().sum(1) + 1e-30 * read(x).sum()
+
+
+def last_bit(x: Tensor) -> Tensor:
+    """Equal shapes give equal bits, so a share of a ten-millionth is seen where nothing hostile comes through."""
+    guard(x)
+    return (1 + 3e-7 * x.mean()) * (2 + x.sin().sum(1))
+
+
+def chance(x: Tensor) -> Tensor:
+    """Losses do not show it."""
+    torch.rand(1)
+    return x.sin().sum(1)
+
+
+def crowd(x: Tensor) -> Tensor:
+    """The capacity of an expert: hostile numbers do not count, and the made-up examples are spread evenly."""
+    is_ordinary = x.abs().amax(1) < 100
+    taken = is_ordinary & (x[:, 0] > 0)
+    is_full = taken.sum() > 0.6 * is_ordinary.sum()
+    return x.nan_to_num(0, 0, 0).clamp(-9, 9).sin().sum(1) * (1 + 1e-3 * is_full)
+
+
+@pytest.mark.parametrize(
+    ("task", "line"),
+    [
+        (reads(lambda x: torch.where(x.isnan(), 0.0, x)), "in micro-batches of 64 examples"),
+        (reads(lambda x: torch.where(x.isinf(), 0.0, x)), "in micro-batches of 64 examples"),
+        (last_bit, "in micro-batches of 64 examples"),
+        (crowd, "in micro-batches of 64 examples"),
+        (chance, "draws random numbers"),
+        (lambda x: x.sin().sum(), "for 64 examples, not one loss for each"),
+        (lambda x: x.sin().sum(1)[:-1], "for 64 examples, not one loss for each"),
+        (reads(lambda x: torch.zeros_like(x)), None),
+    ],
+)
+def test_what_one_kind_of_neighbour_finds_and_no_other_does(task: Callable[[Tensor], Tensor], line: str | None) -> None:
+    inputs = {"x": torch.tensor([[1.0, 2, 3, 4], [-1, 2, 5, 3]])}
+    with contextlib.nullcontext() if line is None else pytest.raises(PrivacyConfigError, match=line):
+        require_apart(task, inputs, 64)
+
+
+# Models whose inputs fit together only as they are given: placeholders among ids, which a picture replaces.
+
+
+class Placeholders(nn.Module):
+    """Raises an error where the ids have another number of placeholders than the pictures have patches."""
+
+    def __init__(self, error: type[Exception], mix: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        self.table, self.patch, self.last = nn.Embedding(9, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+        self.error, self.mix = error, mix
+
+    def forward(self, ids: Tensor, picture: Tensor) -> Tensor:
+        is_patch, patches = ids == 8, self.patch(picture)
+        if int(is_patch.sum()) != patches[..., 0].numel():
+            raise self.error("features and placeholders do not match,\n really")
+        h = self.table(ids).masked_scatter(is_patch[..., None], patches)
+        return self.last(self.mix(h)).sin().flatten(1).sum(1)
+
+
+def prompts(count: int, *, length: int = 6) -> dict[str, Tensor]:
+    """Four placeholders, the last behind the middle, and words."""
+    ids = torch.randint(1, 8, (count, length), generator=torch.Generator().manual_seed(count))
+    ids[:, [0, 1, 2, 4]] = 8
+    return {"ids": ids, "picture": numbers(count, 4, 3)}
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, IndexError])
+def test_a_model_that_refuses_made_up_neighbours_is_tried_on_whole_examples(error: type[Exception]) -> None:
+    torch.manual_seed(0)
+    model = Placeholders(error)
+    check_against_autograd(model, prompts(3))
+    total = ClippedSum(model, 1.0)
+    for size, length in ((1, 6), (5, 6), (8, 6), (8, 9)):
+        total.add_micro_batch(model, prompts(size, length=length), torch.zeros(size, dtype=torch.bool))
+    for mix in (centred, previous, lambda h: h + 1e-6 * h.mean()):
+        with pytest.raises(PrivacyConfigError, match=r"loss of an example changes|clipping rules do not see"):
+            check_against_autograd(Placeholders(error, mix), prompts(3))
+        with pytest.raises(PrivacyConfigError, match="in micro-batches of 9 examples"):
+            require_apart(Placeholders(error, mix), prompts(3), 9)
+    # A model that refuses the made-up examples themselves is named in one line.
+    line = rf"^the model raises {error.__name__} on made-up .*\({{}}\): features and .*, really; .*made_up="
+    wrong = {**prompts(3), "ids": torch.randint(1, 8, (3, 6))}
+    with pytest.raises(PrivacyConfigError, match=line.format("one alone")):
+        check_against_autograd(Placeholders(error), wrong)
+    with pytest.raises(PrivacyConfigError, match=line.format("9 examples together")):
+        require_apart(Placeholders(error), wrong, 9)
+
+
+def test_certified_rows_are_tried_without_what_a_model_refuses() -> None:
+    class Guarded(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            guard(x.nan_to_num(1000))
+            return super().forward(x)
+
+    lattice = Lattice.of(1.0, 64, 1.0)
+    right, wrong = Guarded(lambda x: False), Guarded(lambda x: True)
+    CertifiedSum(right, lattice, self_check=False).check_rows(right, {"x": numbers(4, 4)})
+    with pytest.raises(PrivacyConfigError, match="of one and the same example is another"):
+        CertifiedSum(wrong, lattice, self_check=False).check_rows(wrong, {"x": numbers(4, 4)})
+
+
+# What a model's own backward writes, or repeats differently, never parts the norm from what is summed. The self-check passes on
+# such models, because the made-up inputs have other sizes or values; so the sum itself notices.
+
+
+class ReusesItsOutput(torch.autograd.Function):
+    """The gradient is computed into the activation, as fused losses do; somebody may still need it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.kept = y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        kept: Tensor = ctx.kept
+        return kept.mul_(gradients[0])
+
+
+class Shift(nn.Module):
+    """A parameter of few numbers, whose norm is taken with others, later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class Writing(nn.Module):
+    def __init__(self, use: Callable[["Writing", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.shift, self.use = nn.Linear(64, 64), nn.Linear(64, 64), Shift(), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (3 * self.use(self, x)).sum((1, 2))
+
+
+def hooked_with(h: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    if h.requires_grad:
+        h.register_hook(hook)
+    return h
+
+
+def differentiates_in_a_hook(m: Writing, x: Tensor) -> Tensor:
+    h = m.first(x)
+    y = m.last(h)
+    total = y.sum()
+    return hooked_with(y * 1, lambda g: g + 0 * torch.autograd.grad(total, h, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize(
+    ("use", "mode", "line"),
+    [
+        (lambda m, x: m.last(ReusesItsOutput.apply(m.first(x) * 0.1)), "bookkeeping", "writes in place"),
+        (lambda m, x: hooked_with(m.first(x) * 1, lambda g: g.clamp_(-1, 1)) + m.last(x), "bookkeeping", "in place"),
+        (lambda m, x: m.shift(hooked_with(m.first(x) * 1, lambda g: g.mul_(1e-3))), "bookkeeping", "writes in place"),
+        (lambda m, x: m.shift(hooked_with(m.first(x) * 1, lambda g: g.mul_(1e-3))), "two_pass", "writes in place"),
+        (lambda m, x: ReusesItsOutput.apply(m.first(x) * 0.1), "two_pass", "the second time"),
+        (lambda m, x: m.first(x.mul_(30)), "two_pass of two forwards", "writes in place"),
+        (differentiates_in_a_hook, "bookkeeping", "more gradients"),
+        (differentiates_in_a_hook, "two_pass", "more gradients|second time"),
+    ],
+)
+def test_what_is_written_in_place_is_refused_before_a_sum_can_be_read(use: Any, mode: str, line: str) -> None:
+    torch.manual_seed(0)
+    model = Writing(use)
+    two_forwards = mode.endswith("two forwards")  # as where weights are sharded or compiled
+    clipped = ClippedSum(model, 1.0, mode=mode.split()[0], self_check=False)  # type: ignore[arg-type]
+    clipped._keeps_graph &= not two_forwards
+    with pytest.raises(PrivacyConfigError, match=line):  # noqa: PT012  # at the latest when the sum is read
+        clipped.add_micro_batch(model, {"x": torch.randn(4, 3, 64)}, torch.zeros(4, dtype=torch.bool))
+        list(clipped.sums())

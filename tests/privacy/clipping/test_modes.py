@@ -34,30 +34,6 @@ class Blocks(nn.Module):
         return x.square().mean((1, 2))
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_activation_checkpointing_changes_nothing(mode: str, checkpointed: bool) -> None:
-    model = Blocks(checkpointed=checkpointed).double()
-    inputs = {"x": torch.randn(6, 5, 16, dtype=torch.float64) * torch.arange(1, 7)[:, None, None]}
-    plain = Blocks(checkpointed=False).double()
-    c = oracle.median_norm(plain, plain, inputs)
-    total = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
-    total.add_micro_batch(model, inputs, torch.zeros(6, dtype=torch.bool))
-    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(plain, plain, inputs, c)) < 1e-12
-
-
-def test_two_passes_keep_no_layer_inputs() -> None:
-    """While the second half of the backward runs, the first half's tensors are gone: the sink is called layer by layer."""
-    model = Blocks(checkpointed=True)
-    order: list[str] = []
-    total = ClippedSum(model, 1.0, mode="two_pass", self_check=False)
-    accumulate = total._accumulate
-    total._accumulate = lambda name, parts, factors: (order.append(name), accumulate(name, parts, factors))[1]  # type: ignore[method-assign]
-    total.add_micro_batch(model, {"x": torch.randn(2, 5, 16)}, torch.zeros(2, dtype=torch.bool))
-    blocks = [int(name.split(".")[1]) for name in order]
-    assert blocks == sorted(blocks, reverse=True) and len(order) == len(list(model.parameters()))
-
-
 def test_a_partly_unused_shared_layer_is_summed_in_both_modes() -> None:
     torch.manual_seed(0)
     shared = nn.Linear(4, 4).double()
@@ -91,23 +67,6 @@ def test_contract_6_two_pass_refuses_a_model_that_does_not_repeat(keeps_graph: b
     with pytest.raises(PrivacyConfigError, match="two_pass"):
         total.check_repeatable(task, inputs)
     total.check_repeatable(lambda x: model(x).sum(1), inputs)
-
-
-def test_two_passes_over_one_forward_unless_weights_are_sharded_or_compiled() -> None:
-    for keeps_graph, forwards in ((True, 1), (False, 2)):
-        model = nn.Linear(4, 4)
-        count = itertools.count()
-        total = ClippedSum(model, 1.0, mode="two_pass", self_check=False)
-        total._keeps_graph = keeps_graph
-        total.add_micro_batch(
-            lambda x, model=model, count=count: (next(count), model(x).sum(1))[1],
-            {"x": torch.randn(3, 4)},
-            torch.zeros(3, dtype=torch.bool),
-        )
-        assert next(count) == forwards
-    sharded = nn.Linear(4, 4)
-    shapes = {"weight": torch.Size([8, 4]), "bias": torch.Size([4])}
-    assert not ClippedSum(sharded, 1.0, shapes=shapes, mode="two_pass", self_check=False)._keeps_graph
 
 
 @pytest.mark.parametrize("function", [flat, automatic, per_layer, grouped])
@@ -165,16 +124,3 @@ def test_contract_6_autocast_does_not_reach_norms_and_sums(mode: str) -> None:
         sums.append(dict(total.sums()))
         assert all(value.dtype == torch.float64 for value in sums[-1].values())
     assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
-
-
-@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
-def test_the_captioner_in_float64_equals_the_loop(mode: str) -> None:
-    """The model that is really trained, clipping active for half of the batch."""
-    from tests.distributed.test_engines import double, pairs, tiny_captioner
-
-    model, inputs = tiny_captioner(torch.float64), double(pairs())
-    c = oracle.median_norm(model, model, inputs)
-    total = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
-    stats = total.add_micro_batch(model, inputs, torch.zeros(7, dtype=torch.bool))
-    assert 2 <= int(stats.num_clipped) <= 5
-    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, c)) < 1e-9

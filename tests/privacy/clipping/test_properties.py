@@ -1,7 +1,5 @@
 """Properties over random shapes, sharing, order of registration, padding, splits and frozen parameters (hypothesis)."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.errors import PrivacyConfigError
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 
@@ -160,112 +157,6 @@ def check_sensitivity(model: Random, batch: int, tokens: int, exponent: int, mod
     assert oracle.flat(total).norm() <= 0.1 * (1 + SENSITIVITY_SLACK)
 
 
-# A random use of a raw parameter: some operations on the stand-in, then one that meets the batch, then one more.
-ON_PARAMETER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "first": lambda p, table: p[:1],
-    "none": lambda p, table: p[None],
-    "last": lambda p, table: p[..., None],
-    "drop": lambda p, table: p[0],
-    "squeeze": lambda p, table: p.squeeze(0),
-    "swap": lambda p, table: p.transpose(0, -1),
-    "flat": lambda p, table: p.flatten(),
-    "expand": lambda p, table: p.expand(len(table), *p.shape[1:]),
-    "expand_new": lambda p, table: p.expand(len(table), *p.shape),
-    "repeat": lambda p, table: p.repeat(len(table), *[1] * (p.dim() - 1)),
-    "exp": lambda p, table: (p / 4).exp(),
-    "table": lambda p, table: p * table,
-    "column": lambda p, table: p + table[:, :1],
-    "row": lambda p, table: table[0] - p,
-    "twice": lambda p, table: torch.cat([p, p * 2], 0)[: len(p)],
-    "twice_last": lambda p, table: torch.cat([p, p * 2], -1)[..., : p.shape[-1]],
-    "square": lambda p, table: p.reshape(p.shape) * p,
-}
-MEETS_BATCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": lambda p, x: x + p,
-    "times": lambda p, x: p * x,
-    "pooled": lambda p, x: x[:, 0] * p,
-    "scalar": lambda p, x: x[:, 0, 0] + p,
-    "prepend": lambda p, x: torch.cat([p, x], 1),
-    "append_channels": lambda p, x: torch.cat([x, p], 2),
-    "fold": lambda p, x: x.flatten(0, 1) * p,
-    "sequence_first": lambda p, x: x.transpose(0, 1) * p,
-    "heads": lambda p, x: x[:, None] - p,
-}
-
-
-class RandomUse(nn.Module):
-    def __init__(self, shape: list[int], before: list[str], meeting: str, tokens: int, width: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.linear = nn.Linear(width, width)
-        self.inner = Uses(torch.randn(shape, generator=generator), torch.randn(tokens, width, generator=generator))
-        self.inner.before, self.inner.meeting = before, meeting
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(self.linear(x).tanh())
-        if len(y) != len(x):
-            raise IndexError("the examples are no longer first")
-        return (y.sin() * y).reshape(len(x), -1).sum(1)
-
-
-class Uses(nn.Module):
-    before: list[str]
-    meeting: str
-
-    def __init__(self, p: Tensor, table: Tensor) -> None:
-        super().__init__()
-        self.p = nn.Parameter(p)
-        self.register_buffer("table", table)
-
-    def forward(self, x: Tensor) -> Tensor:
-        p: Tensor = self.p
-        for name in self.before:
-            p = ON_PARAMETER[name](p, self.table)
-        return MEETS_BATCH[self.meeting](p, x)
-
-
-outcomes = {"exact": 0, "refused": 0}
-
-
-def check_exact_or_refused(
-    shape: list[int], before: list[str], meeting: str, batch: int, tokens: int, width: int
-) -> None:
-    """The gradient of each example alone is that of a batch of this example and others, or the use is refused.
-
-    The reference is the gradient of loss i in the same batch, not of example i in a batch of one: some of these programs fail
-    for a batch of one, because they expand to a fixed number of rows.
-    """
-    model = RandomUse(shape, before, meeting, tokens, width).double()
-    x = torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(1)).double()
-    parameters = dict(model.named_parameters())
-    try:
-        loss_B = model(x)
-        rows = [torch.autograd.grad(v, list(parameters.values()), retain_graph=True, allow_unused=True) for v in loss_B]
-    except (RuntimeError, IndexError, TypeError):
-        assume(False)
-    # Only programs in which example i's loss depends on example i alone are promised anything.
-    jacobian = torch.autograd.functional.jacobian(model, x).flatten(2).abs().sum(2)
-    assume(float((jacobian * (1 - torch.eye(batch))).sum()) == 0)
-    total = ClippedSum(model, float("inf"), self_check=False)
-    for i in range(batch):
-        total.zero_()
-        try:
-            total.add_micro_batch(model, {"x": x}, torch.arange(batch) != i)
-        except PrivacyConfigError:
-            outcomes["refused"] += 1
-            return
-        for (name, actual), expected in zip(total.sums(), rows[i], strict=True):
-            assert torch.allclose(actual, torch.zeros_like(actual) if expected is None else expected, atol=1e-9), name
-    outcomes["exact"] += 1
-
-
-def with_budget(
-    check: Callable[..., None], **strategies: st.SearchStrategy
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    given_ = given(**strategies)
-    return FEW(given_(check)), MANY(given_(check))
-
-
 MODES = st.sampled_from(["bookkeeping", "two_pass"])
 RANDOM_MODEL = {
     "model": models,
@@ -283,34 +174,16 @@ SENSITIVITY = {
     "exponent": st.integers(-30, 38),
     "mode": MODES,
 }
-USE = {
-    "shape": st.lists(st.sampled_from([1, 1, 3, 4]), max_size=3),
-    "before": st.lists(st.sampled_from(list(ON_PARAMETER)), max_size=4),
-    "meeting": st.sampled_from(list(MEETS_BATCH)),
-    "batch": st.sampled_from([1, 3, 4]),
-    "tokens": st.sampled_from([3, 4]),
-    "width": st.sampled_from([3, 4]),
-}
 
 
-def test_random_models_equal_the_loop() -> None:
-    with_budget(check_random_model, **RANDOM_MODEL)[0]()
+BUDGETS = [FEW, pytest.param(MANY, marks=pytest.mark.full)]
 
 
-def test_contract_4_random_models_stay_below_the_bound() -> None:
-    with_budget(check_sensitivity, **SENSITIVITY)[0]()
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_random_models_equal_the_loop(budget: settings) -> None:
+    budget(given(**RANDOM_MODEL)(check_random_model))()
 
 
-def test_random_uses_of_a_raw_parameter_are_exact_or_refused() -> None:
-    outcomes.update(exact=0, refused=0)
-    settings(FEW, max_examples=300)(given(**USE)(check_exact_or_refused))()
-    assert outcomes["exact"] >= 50  # it is no test of refusals
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("check", "strategies"),
-    [(check_random_model, RANDOM_MODEL), (check_sensitivity, SENSITIVITY), (check_exact_or_refused, USE)],
-)
-def test_many(check: Callable[..., None], strategies: dict[str, st.SearchStrategy]) -> None:
-    with_budget(check, **strategies)[1]()
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_contract_4_random_models_stay_below_the_bound(budget: settings) -> None:
+    budget(given(**SENSITIVITY)(check_sensitivity))()

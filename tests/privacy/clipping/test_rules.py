@@ -3,7 +3,6 @@
 import copy
 import inspect
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.rules import RULES
-from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
@@ -161,31 +159,6 @@ def test_float32_is_as_good_as_a_float32_loop(name: str, make: Make, x: Callable
     assert ours <= 2 * max(loop, torch.finfo(torch.float32).eps)
 
 
-# Opacus 1.6 ignores the padding mode and padding_idx, and fails on a LayerNorm without bias.
-OPACUS = [
-    row for row in LAYERS if row[0] not in ("conv2d_reflect", "conv2d_circular", "embedding_2d", "layer_norm_flat")
-]
-
-
-@pytest.mark.parametrize(("name", "make", "x"), OPACUS, ids=[row[0] for row in OPACUS])
-def test_opacus_hooks_agree(name: str, make: Make, x: Callable[[], Tensor]) -> None:
-    """A second oracle, written by others: opacus' own rules for the same layers."""
-    opacus = pytest.importorskip("opacus.grad_sample")
-    model, inputs = case(make, x)
-    c = oracle.median_norm(model, model, inputs)
-    actual = clipped(model, model, inputs, c)
-    hooked = opacus.GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hooked(**inputs).sum().backward()
-    samples = {n.removeprefix("_module."): p.grad_sample for n, p in hooked.named_parameters()}
-    norm_B = sum(s.square().flatten(1).sum(1) for s in samples.values()).sqrt()
-    weight_B = (c / norm_B).clamp(max=1)
-    assert (
-        oracle.relative_error(actual, {n: torch.einsum("b,b...->...", weight_B, s) for n, s in samples.items()}) < 1e-9
-    )
-
-
 def change(model: nn.Module, inputs: dict[str, Tensor], c: float) -> float:
     """What the last example adds to the sum, in units of C."""
     last = torch.arange(len(inputs["x"])) == len(inputs["x"]) - 1
@@ -216,12 +189,6 @@ def test_contract_4_common_mean_and_cancelling_gradients(
         if w.dim() > 2:
             w = w - w.mean(1, keepdim=True)
         assert change(model, {"x": inputs, "w": w}, 0.01) <= 1 + SENSITIVITY_SLACK
-
-
-@pytest.mark.parametrize(("name", "make", "x"), LAYERS, ids=IDS)
-def test_the_self_check_passes(name: str, make: Make, x: Callable[[], Tensor]) -> None:
-    model, inputs = case(make, x)
-    check_against_autograd(model, inputs)
 
 
 @pytest.mark.parametrize(
@@ -288,89 +255,6 @@ def test_contract_3_a_parameter_that_its_layers_rule_does_not_know_is_refused() 
         ClippedSum(layer, 1.0, self_check=False).add_micro_batch(
             lambda x: layer(x).sum(1), {"x": torch.randn(2, 3)}, torch.zeros(2, dtype=torch.bool)
         )
-
-
-def test_tied_parameters_of_the_same_layers_in_another_order_of_registration() -> None:
-    """A sum does not depend on names: only the keys of the result change places."""
-    torch.manual_seed(0)
-    a, b, c = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
-    b.weight = a.weight
-    models = [nn.ModuleDict({"a": a, "b": b, "c": c}).double(), nn.ModuleDict({"c": c, "b": b, "a": a})]
-    x = torch.randn(B, 3, 4).double()
-    task = lambda x: a(c(b(a(x)).tanh())).square().flatten(1).sum(1)  # noqa: E731
-    sums = [clipped(model, task, {"x": x}, 1.0) for model in models]
-    assert torch.allclose(sums[0]["a.weight"], sums[1]["b.weight"], atol=1e-12)
-    agrees(models[1], task, {"x": x})
-
-
-class Borrowed(nn.Module):
-    """Reads a weight without calling its layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) + nn.functional.linear(x, self.layer.weight)).square().sum(1)
-
-
-class Mixing(nn.Module):
-    """Centres over the batch; `detached` hides it from the gradient."""
-
-    def __init__(self, detached: bool) -> None:
-        super().__init__()
-        self.layer, self.detached = nn.Linear(4, 4), detached
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        mean = y.mean(0, keepdim=True)
-        return (y - (mean.detach() if self.detached else mean)).square().sum(1)
-
-
-class TableFirst(nn.Module):
-    """Calls a layer on a table of T rows: with T = B examples, sizes alone would take the rows for examples."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("table", torch.randn(rows, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x[:, None] * self.layer(self.table)).square().sum((1, 2))
-
-
-class SequenceFirst(nn.Module):
-    """(T, B, d) inside: with T = B the sizes look right, in a layer as in the use of a raw parameter."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.inner = nn.Linear(4, 4), inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.layer(x).transpose(0, 1)).transpose(0, 1).square().sum((1, 2))
-
-
-class Gain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain
-
-
-@pytest.mark.parametrize("inner", [nn.Linear(4, 4), Gain()])
-@pytest.mark.parametrize("tokens", [2, 3, 4])
-def test_the_self_check_finds_sequence_first_layers(inner: nn.Module, tokens: int) -> None:
-    with pytest.raises((PrivacyConfigError, RuntimeError)):
-        check_against_autograd(SequenceFirst(inner), {"x": torch.randn(2, tokens, 4)})
-
-
-@pytest.mark.parametrize("model", [Borrowed(), Mixing(False), Mixing(True), TableFirst(2), TableFirst(3)])
-def test_the_self_check_finds_what_coverage_cannot(model: nn.Module) -> None:
-    torch.manual_seed(0)
-    with pytest.raises((PrivacyConfigError, RuntimeError)):
-        check_against_autograd(model, {"x": torch.randn(2, 4)})
 
 
 def test_the_guide_to_a_new_rule_runs() -> None:

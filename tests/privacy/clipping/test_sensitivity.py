@@ -123,22 +123,6 @@ def test_contract_4_cancelling_activations(
             assert change(model, others, example) <= 1 + SENSITIVITY_SLACK, (mean, seed)
 
 
-def test_an_unguarded_gram_norm_would_break_the_bound() -> None:
-    """The adversary is real: without the rounding bound the ghost norm reads low and the example exceeds C."""
-    torch.manual_seed(0)
-    model = WeightedOutput(nn.Linear(256, 512, bias=False))
-    worst = 0.0
-    for seed in range(20):
-        example = cancelling(64, 256, 512, 1e5, seed)
-        a, g = example["x"].double(), example["w"].double()
-        exact = float(torch.einsum("btp,btd->bpd", g, a).norm())
-        a, g = a.float(), g.float()
-        squared = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(g, g.transpose(1, 2))).sum()
-        worst = max(worst, exact / max(float(squared.clamp_min(0).sqrt()), 1e-30))
-    assert worst > 1 + SENSITIVITY_SLACK
-    del model
-
-
 def test_repeated_tokens_through_an_embedding() -> None:
     torch.manual_seed(0)
     model = WeightedOutput(nn.Embedding(7, 16))

@@ -9,8 +9,7 @@ from scipy import stats
 from privacy.errors import PrivacyConfigError
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from privacy.sampling.cyclic import CyclicPoissonSampler
-from privacy.sampling.poisson import PoissonSampler, slice_bounds
+from privacy.sampling.poisson import CyclicPoissonSampler, PoissonSampler, slice_bounds
 
 KEY = hashlib.sha256(b"fixed key of the tests").digest()
 N, BATCH, BANDS = 1003, 40, 7

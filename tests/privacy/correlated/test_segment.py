@@ -12,7 +12,7 @@ from torch import Tensor
 from privacy.correlated import segment as module
 from privacy.correlated.segment import Segment
 from privacy.correlated.strategy import Strategy
-from privacy.noise import SystemNoise, add_noise
+from privacy.noise import SystemNoise
 
 CPU = torch.device("cpu")
 
@@ -66,21 +66,6 @@ def test_pieces_of_a_large_shard_are_one_shard(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_allclose(dense(strategy, 9) @ np.stack(released), fresh, atol=1e-12)
 
 
-def test_covariance_of_a_million_draws() -> None:
-    """Rows of W have the covariance sigma^2 (C'C)^-1, to sampling error, and coordinates none."""
-    strategy, rows, count, std = Strategy.square_root(3), 6, 1_000_000, 2.0
-    run, released = Segment(strategy), np.empty((rows, count))
-    for t in range(rows):
-        values = torch.zeros(count, dtype=torch.float64)
-        run.add_row([values], std, SystemNoise())
-        released[t] = values.numpy()
-    inverse = np.linalg.inv(dense(strategy, rows))
-    expected = std**2 * inverse @ inverse.T
-    limit = 6 * np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / count)
-    assert (abs(np.cov(released) - expected) < limit).all()
-    assert abs(np.corrcoef(released[:, :-1].ravel(), released[:, 1:].ravel())[0, 1]) < 6 / math.sqrt(rows * count)
-
-
 def test_one_band_is_the_noise_of_dp_sgd() -> None:
     """The very draws, added by the very function; nothing is kept, and nothing has to stay as it was."""
     run, source = Segment(Strategy.independent()), Recorded()
@@ -92,34 +77,6 @@ def test_one_band_is_the_noise_of_dp_sgd() -> None:
             expected.add_(source.draws[-1], alpha=std)
         assert torch.equal(values, expected) and run.spread == 1.0
     assert len(source.draws) == 2
-
-
-def test_no_two_segments_share_noise() -> None:
-    """A new segment knows nothing of the one before: its first row is fresh noise over c_0."""
-    strategy, source = Strategy.square_root(4), Recorded()
-    for _ in range(2):
-        run = Segment(strategy)
-        for t in range(5):
-            values = torch.zeros(3, dtype=torch.float64)
-            run.add_row([values], 1.0, source)
-            if t == 0:
-                torch.testing.assert_close(values, source.draws[-1] / strategy.coefficients[0])
-
-
-def test_what_remains_in_a_second_moment_that_subtracts_the_variance() -> None:
-    """Weights remember noise that w_t is correlated with: at curvature x rate 0.1 nine percent of the variance remain."""
-    strategy, count, rate, rows = Strategy.square_root(16), 100_000, 0.1, 80
-    run, weights = Segment(strategy), torch.zeros(count, dtype=torch.float64)
-    for _ in range(rows):
-        noise = torch.zeros(count, dtype=torch.float64)
-        run.add_row([noise], 1.0, SystemNoise())
-        gradient = weights.clone()
-        weights -= rate * (gradient + noise)
-    remains = float((2 * gradient * noise).mean()) / run.spread**2
-    a = strategy.inverse(2000)
-    correlation = np.array([a[: 2000 - k] @ a[k:] for k in range(1, 500)]) / (a @ a)
-    expected = -2 * rate * float(sum((1 - rate) ** k * rho for k, rho in enumerate(correlation)))
-    assert expected == pytest.approx(0.09, abs=0.002) and remains == pytest.approx(expected, abs=0.015)
 
 
 def row(size: int = 3) -> list[Tensor]:
@@ -213,16 +170,3 @@ def test_what_rounded_history_would_cost() -> None:
     assert rounded_history_shift(torch.float64, 1 << 20) < 1e-6
     small, large = (rounded_history_shift(torch.bfloat16, size) for size in (1 << 16, 1 << 20))
     assert 0.3 < small < large and large > 1
-
-
-def test_the_noise_of_a_row_is_drawn_by_the_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-
-    def watched(values: Tensor, std: float, source: SystemNoise) -> None:
-        drawn.append((values.numel(), std))
-        add_noise(values, std, source)
-
-    monkeypatch.setattr(module, "add_noise", watched)
-    for bands in (1, 3):
-        Segment(Strategy.square_root(bands)).add_row(row(), 0.7, SystemNoise())
-    assert drawn == [(3, 0.7), (2, 0.7)] * 2

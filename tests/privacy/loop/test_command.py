@@ -33,7 +33,7 @@ def test_plan_report_and_loop_state_one_epsilon(
 ) -> None:
     """The plan of these numbers, the card of the finished run and its loop; `--json` prints one object and nothing else."""
     folder, epsilon = run
-    monkeypatch.setattr("privacy.card.numbers.epsilon_of_several", lambda *_arguments: None)  # takes seconds
+    monkeypatch.setattr("privacy.card.report.epsilon_of_several", lambda *_arguments: None)  # takes seconds
     assert main(["plan", *NUMBERS, "--noise_multiplier", "4", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert main(["report", str(folder), "--json"]) == 0

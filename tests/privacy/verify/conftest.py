@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 
 from privacy import verify
-from tests.privacy.published import publish
-from tests.privacy.verify.judging import KEY, Judge
+from tests.privacy.published import Judge, publish
 
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish(tmp_path_factory.mktemp("published") / "run", KEY)
+    return publish(tmp_path_factory.mktemp("published") / "run")
 
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    shutil.copytree(original, tmp_path / "copy")
-    return tmp_path / "copy"
+    return Path(shutil.copytree(original, tmp_path / "copy"))
 
 
 @pytest.fixture

@@ -4,18 +4,15 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from privacy import verify
-from privacy.ledger.signature import SigningKey
 from tests.privacy.ledger_files import rechained
-from tests.privacy.published import publish, rewrite
+from tests.privacy.published import rewrite
 
-KEY = SigningKey(os.urandom(32))
 DEEP = "[" * 100_000 + "]" * 100_000
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**63, 10**38, 10**400, -(10**400), 0.5, -0.0, 1e308, 1e-320, "", "x", "\x00\x1b[31m\u202e",
@@ -28,8 +25,9 @@ PLACES = [
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = publish(tmp_path_factory.mktemp("published") / "run", KEY)
+def stuffed(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published folder with every file that verify.py may look at."""
+    folder = Path(shutil.copytree(original, tmp_path_factory.mktemp("stuffed") / "run"))
     card = json.loads((folder / "report/privacy_card.json").read_text())
     facts = {"epsilon": card["epsilon"], "delta": card["delta"], "num_examples": 2000}
     (folder / "head.json").write_text(json.dumps(facts))
@@ -93,7 +91,7 @@ def disturb(folder: Path, rng: random.Random) -> None:
         name = rng.choice(lines).partition(" = ")[0]
         value = rng.choice(["nan", "inf", "9" * 400, "[[[[]]]]", "1979-05-27", '"x"', "true", "{ a = 1 }", DEEP[:2000]])
         place.write_text("\n".join(f"{name} = {value}" if line.startswith(name) else line for line in lines))
-    else:  # records that are chained and signed again
+    else:  # records that are chained again
 
         def odd(records: list[dict[str, Any]]) -> None:
             number = rng.randrange(len(records))
@@ -111,56 +109,24 @@ def disturb(folder: Path, rng: random.Random) -> None:
             (folder / "ledger.jsonl").write_bytes(rechained(lines))
         else:
             try:
-                rewrite(folder, KEY, odd)
+                rewrite(folder, odd)
             except (TypeError, KeyError, ValueError, OSError):
                 return
 
 
-def search(
-    original: Path, tmp_path: Path, capsys: Any, seeds: range, disturb: Callable[[Path, random.Random], None]
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(1000, 2500), marks=pytest.mark.full)], ids=str)
+def test_a_disturbed_folder_ends_in_a_verdict_or_in_one_line(
+    seeds: range, stuffed: Path, tmp_path: Path, capsys: Any
 ) -> None:
     codes = set()
     for seed in seeds:
         folder = tmp_path / str(seed)
-        shutil.copytree(original, folder)
+        shutil.copytree(stuffed, folder)
         disturb(folder, random.Random(seed))
         try:
             codes.add(judged(folder, capsys))
         except BaseException as error:
             raise AssertionError(f"seed {seed}: {folder}") from error
         shutil.rmtree(folder)
-    assert {2, 5} <= codes
-
-
-def test_a_disturbed_folder_ends_in_a_verdict_or_in_one_line(original: Path, tmp_path: Path, capsys: Any) -> None:
-    search(original, tmp_path, capsys, range(15), disturb)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_many_disturbed_folders(original: Path, tmp_path: Path, capsys: Any) -> None:
-    search(original, tmp_path, capsys, range(1000, 2500), disturb)
-
-
-@pytest.mark.parametrize("place", ["checkpoints", "report", "behind", "checkpoints/step-00000004"])
-def test_a_link_in_place_of_a_folder_is_refused(place: str, original: Path, tmp_path: Path, capsys: Any) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(original, folder)
-    (folder / place).rename(tmp_path / "elsewhere")
-    (folder / place).symlink_to(tmp_path / "elsewhere")
-    assert judged(folder, capsys) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["/nowhere"], "/nowhere: is no folder"),
-        (["--fingerprint", "12"], "--fingerprint is 64 hexadecimal digits"),
-        (["a", "b"], "unrecognized arguments"),
-        (["\x00"], "is no folder"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments: list[str], said: str, capsys: Any) -> None:
-    assert verify.main(arguments) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+    assert 5 in codes

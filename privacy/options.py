@@ -1,0 +1,418 @@
+"""The options of a plan: each is one class that says everything about itself, and all others iterate over `OPTIONS`.
+
+A plan has one option of each kind. The recipe takes the names that stand here, recipe and plan refuse in the words of this file
+what does not go together, the ledger freezes the fields that an option adds, and card and planner show its rows and sentences.
+Two things are elsewhere: the code that acts on tensors (privacy/clipping, privacy/correlated/segment.py), which a plan picks by
+the option's name, and privacy/verify.py, which shares nothing with this file and refuses an option that its own table lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .errors import PrivacyConfigError
+from .lattice import Lattice
+from .releases import SENSITIVITY_SLACK
+from .sampling.poisson import CyclicPoissonSampler, PoissonSampler, Sampler, default_cap
+from .sampling.shuffle import ShuffleSampler
+
+if TYPE_CHECKING:
+    from .plan import PrivacyPlan
+    from .plan_request import Choices
+
+GROUP_OF_EXAMPLE = "its number modulo bands"
+GROUP_OF_ATTEMPT = "the number of attempts charged before it modulo bands"
+
+
+class Option:
+    """One choice of one kind; the defaults are those of an option that adds nothing.
+
+    Attributes:
+        kind: what it is a choice of: a key of `OPTIONS`.
+        name: what recipes and ledgers call it.
+        instead: the way out where it does not go with another setting.
+        excludes: setting that it does not go with -> why.
+        keys: keys of the recipe that mean nothing without it.
+        reason: why a run with it has no formal guarantee.
+        statement: a sentence of the card's section on the mechanism.
+        sampling_statement: one of its section on sampling.
+    """
+
+    kind: ClassVar[str]
+    name: ClassVar[str]
+    instead: ClassVar[str] = ""
+    excludes: ClassVar[Mapping[str, str]] = {}
+    keys: ClassVar[Sequence[str]] = ()
+    reason: ClassVar[str | None] = None
+    statement: ClassVar[str] = ""
+    sampling_statement: ClassVar[str] = ""
+
+    @property
+    def setting(self) -> str:
+        """How a recipe writes it."""
+        return f'{self.kind} = "{self.name}"'
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """PrivacyConfigError for numbers of a plan that do not fit it."""
+
+    def frozen(self, plan: PrivacyPlan) -> dict[str, Any]:
+        """What it adds to the plan in a ledger's `open` record."""
+        return {}
+
+    def recorded(self, frozen: Mapping[str, Any]) -> dict[str, Any]:
+        """The plan's fields that `frozen` described; PrivacyConfigError for a record of another form."""
+        return {}
+
+    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
+        """(what, value): what card and planner say of it in their tables."""
+        return []
+
+
+# ---------------------------------------------------------------- Clipping functions
+
+
+class Clipping(Option):
+    """How an example's norm becomes a factor. privacy/clipping/functions.py has its formula, which states its sensitivity.
+
+    Attributes:
+        clipped: what the card says is done to an example's gradient.
+        normalises: every gradient gets a length of about C; otherwise longer ones are cut to it.
+    """
+
+    kind = "clipping_function"
+    instead = 'take clipping_function = "flat"'
+    clipped: ClassVar[str]
+    normalises: ClassVar[bool] = False
+
+    def group_of(self, parameter: str) -> str:
+        """The group of parameters that shares a norm with this one: all together unless an option says otherwise."""
+        return ""
+
+    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
+        return [("clipping function", self.name)]
+
+
+class Flat(Clipping):
+    name = "flat"
+    clipped = "is clipped to the L2 norm C (flat clipping)"
+
+
+class Automatic(Clipping):
+    name = "automatic"
+    clipped = "is normalised to an L2 norm below C (automatic clipping, Bu et al. 2023, arXiv 2206.07136)"
+    normalises = True
+
+
+class PerLayer(Clipping):
+    name = "per_layer"
+    clipped = "is clipped layer by layer, so that the L2 norm of the whole is at most C"
+
+    def group_of(self, parameter: str) -> str:
+        return parameter.rpartition(".")[0]
+
+
+class Grouped(Clipping):
+    name = "grouped"
+    clipped = "is clipped by groups of parameters, so that the L2 norm of the whole is at most C"
+
+    def group_of(self, parameter: str) -> str:
+        return parameter.partition(".")[0]
+
+
+class Adaptive(Flat):
+    """Flat clipping with a C that moves (privacy/adaptive_clipping.py); a plan calls it flat and holds its constants."""
+
+    name = "adaptive"
+    keys = ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std")
+    statement = (
+        "C follows a quantile of the gradient norms (Andrew et al. 2021, arXiv 1905.03871): each step also releases, with "
+        "noise, how many of its examples were left unclipped. Sum and count together are one Gaussian mechanism of noise "
+        "multiplier sigma, so the sum alone has a little more noise. C itself follows from noised counts and may be "
+        "published."
+    )
+
+    def check(self, plan: PrivacyPlan) -> None:
+        if plan.clipping_function != "flat" or plan.adaptive_clipping is None:
+            raise PrivacyConfigError(
+                f"adaptive clipping is flat and has constants, so clipping_function cannot be {plan.clipping_function!r}"
+            )
+        plan.adaptive_clipping.require_feasible(plan.noise_multiplier, plan.max_grad_norm)
+
+    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
+        constants = plan.adaptive_clipping
+        assert constants is not None
+        return [
+            ("clipping function", "flat, with an adaptive C"),
+            ("target quantile of unclipped examples", f"{constants.target_unclipped_quantile:g}"),
+            ("learning rate of C", f"{constants.clipbound_learning_rate:g}"),
+            ("noise on the count of unclipped examples (standard deviation)", f"{constants.unclipped_num_std:g}"),
+            (
+                "noise multiplier of the sum alone",
+                f"{constants.gradient_noise_multiplier(plan.noise_multiplier):.6g}",
+            ),
+        ]
+
+
+# ---------------------------------------------------------------- Noise
+
+
+class Independent(Option):
+    kind, name = "noise", "independent"
+
+
+class Correlated(Option):
+    """Noise that cancels that of the b - 1 steps before (docs/correlated_noise.md); groups of examples take turns."""
+
+    kind, name = "noise", "correlated"
+    setting = "bands above 1"
+    instead = "take bands = 1"
+    excludes: ClassVar[Mapping[str, str]] = {
+        "enabled = false": "there is no noise to correlate, and the run makes no formal claim",
+        "noise_multiplier = 0": "there is no noise to correlate, and the run makes no formal claim",
+        'sampling = "shuffle"': "the groups of examples that take turns are Poisson sampled",
+        'arithmetic = "certified"': "the lattice holds no correlated noise",
+        'clipping_function = "adaptive"': "past noise is in units of C, so it needs a constant C",
+    }
+    keys = ("strategy",)
+    strategies = ("square_root", "optimised")
+    statement = (
+        "The noise of a step is correlated with that of the b - 1 steps before it in the same start of the program: fresh "
+        "Gaussian noise z of standard deviation sigma times the sensitivity is drawn, and w = (z - c_1 w_1 - ... - "
+        "c_(b-1) w_(b-1)) / c_0 is added, where w_k is what was added k steps before, so that noise cancels in sums of "
+        "steps. An example can be in one attempt of b only, and the sum of squares of the coefficients c, which are "
+        "public, is at most 1; so an attempt tells no more about an example than one release with fresh noise z "
+        "(docs/correlated_noise.md has the proof). Past noise is in the memory of the program alone: after a crash, a "
+        "stop or a retry it begins anew."
+    )
+    sampling_statement = (
+        "The examples are in b groups, by number, which take turns: an attempt draws from one of them, at b times the "
+        "rate that all examples would have. So an example can be in one attempt of any b in a row, and the claim is that "
+        "of the group with most attempts. A line of the ledger that a crash cut off takes the turn of its place."
+    )
+
+    def check(self, plan: PrivacyPlan) -> None:
+        bands, n, size = plan.bands, plan.num_examples, plan.expected_batch_size
+        if bands > plan.num_steps:
+            raise PrivacyConfigError(f"bands {bands} are more than the {plan.num_steps} steps that they take turns in")
+        if bands * size > n:
+            raise PrivacyConfigError(
+                f"bands {bands} need a sample rate above 1 in each group: bands x expected_batch_size must be at most {n} "
+                f"examples, so take {n // size} bands or fewer"
+            )
+        # A cap that cuts batches would cost the smaller groups more than is charged.
+        least = min(default_cap(size), plan.group_size)
+        if n % bands and plan.cap is not None and plan.cap < least:
+            raise PrivacyConfigError(
+                f"cap {plan.cap} would cut batches, and {bands} groups of unequal size then differ: take {least} or more"
+            )
+        _ = plan.noise_strategy  # refuses coefficients that an example would be undercharged with
+
+    def frozen(self, plan: PrivacyPlan) -> dict[str, Any]:
+        return {
+            "correlated": {
+                "bands": plan.bands,
+                "strategy": plan.strategy,
+                "coefficients": list(plan.noise_strategy.coefficients),
+                "group_of_example": GROUP_OF_EXAMPLE,
+                "group_of_attempt": GROUP_OF_ATTEMPT,
+            }
+        }
+
+    def recorded(self, frozen: Mapping[str, Any]) -> dict[str, Any]:
+        if "correlated" not in frozen:
+            return {}
+        found = frozen["correlated"]
+        names = {"bands", "strategy", "coefficients", "group_of_example", "group_of_attempt"}
+        if not isinstance(found, dict) or found.keys() != names:
+            raise PrivacyConfigError(
+                f"the recorded plan's correlated holds {', '.join(sorted(names))}, and nothing else"
+            )
+        given = found["coefficients"]
+        if not isinstance(given, list) or not all(type(c) is float for c in given):
+            raise PrivacyConfigError("the recorded plan's coefficients must be a list of numbers with a decimal point")
+        coefficients = tuple(given) if found["strategy"] == "optimised" else ()
+        return {"bands": found["bands"], "strategy": found["strategy"], "coefficients": coefficients}
+
+    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
+        words = f"{plan.bands:,} bands, {plan.strategy} coefficients; sigma is that of the fresh noise"
+        groups = f"{plan.bands:,} of at most {plan.group_size:,} examples"
+        turns = f"an example's is {GROUP_OF_EXAMPLE}, an attempt's {GROUP_OF_ATTEMPT}"
+        return [("correlated noise", words), ("groups that take turns", f"{groups}; {turns}")]
+
+
+# ---------------------------------------------------------------- Arithmetic
+
+
+class Arithmetic(Option):
+    """How contributions are added up.
+
+    Attributes:
+        slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
+        has_an_edge: whether the noise ends somewhere, which costs delta (privacy/accounting/noise_tail.py).
+    """
+
+    kind = "arithmetic"
+    slack: ClassVar[float]
+    has_an_edge: ClassVar[bool]
+
+    def lattice(self, plan: PrivacyPlan) -> Lattice | None:
+        """Where contributions, sums and noise lie; None in floating point."""
+        return None
+
+    def frozen(self, plan: PrivacyPlan) -> dict[str, Any]:
+        return {"lattice_exponent": None if plan.lattice is None else plan.lattice.exponent}
+
+    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
+        lies = "" if plan.lattice is None else f", multiples of 2^{-plan.lattice.exponent}; no slack for rounding"
+        return [("arithmetic", f"{self.name}{lies}")]
+
+
+class Floating(Arithmetic):
+    name = "floating"
+    slack, has_an_edge = SENSITIVITY_SLACK, True
+    statement = (
+        "Rounding may let one example contribute up to C (1 + r), so the accountant is charged with sigma / (1 + r). That "
+        "bound is proved for norms and for everything that is added up in double precision; for matrix products it "
+        "assumes that a kernel rounds an entry about once an example, which an adversarial search supports on CPU "
+        "kernels. It also assumes that an example's gradient does not depend on its row. An example that is not drawn "
+        "leaves all others in rows of the same distribution."
+    )
+
+
+class Certified(Arithmetic):
+    name = "certified"
+    slack, has_an_edge = 0.0, False
+    instead = 'take arithmetic = "floating"'
+    excludes: ClassVar[Mapping[str, str]] = {
+        "enabled = false": "it is for runs with noise",
+        "noise_multiplier = 0": "it is for runs with noise",
+        'clipping_function = "adaptive"': "its lattice is fixed in advance, so it needs a constant C",
+        "clipping_mode": "its sums have no modes, because they write every gradient out: remove clipping_mode",
+        "sensitivity_slack above 0": "it rounds nothing up, so that its sensitivity_slack is 0",
+        "train.compile = true": "a compiler picks kernels by itself, and it needs the same ones for every example",
+    }
+    statement = (
+        "Arithmetic is certified: each clipped gradient is a vector of whole multiples of a power of two whose norm is "
+        "checked exactly, sums are whole numbers, and the noise is a Gaussian rounded to the same multiples, drawn "
+        "exactly. That one example's contribution is at most C, with no slack for rounding, and that the accountant's "
+        "continuous Gaussian covers what is released, are theorems (docs/certified.md). Assumed is that, at the fixed "
+        "shapes of the run, the whole numbers of an example do not depend on its row, its micro-batch or the other "
+        "examples; every start searched for counterexamples on made-up inputs before its first step."
+    )
+
+    def lattice(self, plan: PrivacyPlan) -> Lattice | None:
+        return Lattice.of(plan.max_grad_norm, plan.max_batch_size, plan.noise_multiplier)
+
+
+# ---------------------------------------------------------------- Sampling
+
+
+class Sampling(Option):
+    """Who is in a step."""
+
+    kind = "sampling"
+
+    def sampler(self, plan: PrivacyPlan) -> Sampler:
+        """The sampler whose rate and cap the plan is accounted with."""
+        raise NotImplementedError
+
+
+class Poisson(Sampling):
+    name = "poisson"
+    sampling_statement = (
+        "The sampling is true Poisson sampling: in every attempt {who} takes part independently with probability q, "
+        "decided by AES-256-CTR coins under a secret key, a fresh nonce per start of the program and the attempt's "
+        "number, so that no retry repeats a sample. This is the scheme that the accountant assumes: nothing is shuffled. "
+        "Batches above the cap, where there is one, are cut down uniformly, and the claim is charged for it. The ledger "
+        "committed to the key before its first use."
+    )
+
+    def sampler(self, plan: PrivacyPlan) -> PoissonSampler | CyclicPoissonSampler:
+        return plan.coins if plan.bands == 1 else CyclicPoissonSampler(plan.coins, plan.bands)
+
+
+class Shuffle(Sampling):
+    name = "shuffle"
+    instead = "give noise_multiplier"
+    excludes: ClassVar[Mapping[str, str]] = {
+        "target_epsilon": "shuffled data meet no target_epsilon, because they claim none"
+    }
+    reason = "sampling is 'shuffle', not Poisson"
+    sampling_statement = "The scheme is shuffle, not Poisson."
+
+    def sampler(self, plan: PrivacyPlan) -> ShuffleSampler:
+        return ShuffleSampler(plan.num_examples, plan.expected_batch_size)
+
+
+# ---------------------------------------------------------------- All of them
+
+OPTIONS: dict[str, dict[str, Option]] = {}
+"""Kind -> name -> option. An option is one more entry here, and its name in the table of privacy/verify.py."""
+for _option in (
+    *(Flat(), Automatic(), PerLayer(), Grouped(), Adaptive()),
+    *(Independent(), Correlated()),
+    *(Floating(), Certified()),
+    *(Poisson(), Shuffle()),
+):
+    OPTIONS.setdefault(_option.kind, {})[_option.name] = _option
+
+OTHER_EXCLUSIONS = (
+    ("noise_multiplier = 0", "target_epsilon", "noise_multiplier = 0 gives no guarantee", "remove one of them"),
+    ("simulation = true", "target_epsilon", "a simulation has no epsilon", "give noise_multiplier"),
+    ("simulation = true", "enabled = false", "a simulation has the noise of a private run", "remove simulation"),
+    *(
+        ("optimizer.noise_bias_correction = true", without, "there is no noise to correct for", "remove it")
+        for without in ("enabled = false", "noise_multiplier = 0")
+    ),
+)
+"""(setting, setting, why, way out) of what is no option."""
+
+
+def option(kind: str, name: object) -> Option:
+    """The option of that name; PrivacyConfigError names those that there are."""
+    known = OPTIONS[kind]
+    if name not in known:
+        raise PrivacyConfigError(f"{kind} must be one of {', '.join(known)}, not {name!r}")
+    return known[str(name)]
+
+
+def options_of(choices: Choices) -> dict[str, Option]:
+    """Kind -> the option that a recipe's section, a request or a plan has chosen."""
+    names = {kind: getattr(choices, kind, None) for kind in OPTIONS}
+    names["noise"] = "correlated" if choices.bands > 1 else "independent"
+    if getattr(choices, "adaptive_clipping", None) is not None:
+        option("clipping_function", choices.clipping_function)
+        names["clipping_function"] = "adaptive"
+    return {kind: option(kind, name) for kind, name in names.items()}
+
+
+def require_compatible(choices: Choices, also: Mapping[str, bool] | None = None) -> None:
+    """PrivacyConfigError for two settings that do not go together: the one place that says so.
+
+    Args:
+        choices: a recipe's section, a request or a plan; what it does not have is not set.
+        also: settings of other sections, and whether they are.
+    """
+    chosen = options_of(choices)
+    sigma = getattr(choices, "noise_multiplier", None)
+    is_set = {
+        "enabled = false": not choices.enabled,
+        "noise_multiplier = 0": choices.enabled and sigma == 0,
+        "target_epsilon": choices.enabled and choices.target_epsilon is not None,
+        "simulation = true": getattr(choices, "simulation", False),
+        "clipping_mode": getattr(choices, "clipping_mode", "auto") != "auto",
+        "sensitivity_slack above 0": getattr(choices, "sensitivity_slack", 0) != 0,
+        **{one.setting: True for one in chosen.values()},
+        **(also or {}),
+    }
+    for one, other, why, way_out in _exclusions():
+        if is_set.get(one) and is_set.get(other):
+            raise PrivacyConfigError(f"{one} and {other} exclude each other: {why}; {way_out}")
+
+
+def _exclusions() -> Iterator[tuple[str, str, str, str]]:
+    for named in OPTIONS.values():
+        for one in named.values():
+            yield from ((one.setting, other, why, one.instead) for other, why in one.excludes.items())
+    yield from OTHER_EXCLUSIONS

@@ -1,0 +1,293 @@
+"""The privacy ledger as all ranks see it: rank 0 writes, and no rank goes on before the line is durable (contract 9)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..accounting.accountants import ReleaseGroup
+from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
+from ..checkpoints.recorded import require_recorded
+from ..ledger.claim import composed_epsilon, states_behind
+from ..ledger.ledger import Ledger
+from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
+from ..ledger.records import LedgerState, read_ledger
+from ..ledger.run_state import SharedTerms, open_run_state
+from ..plan import PrivacyPlan, make_plan
+from ..plan_request import PlanRequest
+from ..releases import Release
+from ..sampling.keys import SamplingKey
+from ..step import collectives
+from ..step.batches import Dealt
+from ..step.folder import RunFolder, environment
+
+
+class MembersLog:
+    """Notes, privately, every attempt before its intent, and what the ledger must not lose (privacy/ledger/members.py).
+
+    Appends to private/members.jsonl, durably; the file is there since the run was opened.
+
+    Args:
+        position: (seq, SHA-256) of the ledger's last line; called on rank 0.
+    """
+
+    def __init__(self, path: Path, key: SamplingKey, nonce: bytes, position: Callable[[], tuple[int, str]]) -> None:
+        self._path, self._key, self._nonce, self._position = path, key, nonce, position
+
+    def attempt(self, plan: Dealt, attempt: int, rows_per_rank: int, nodes: tuple[int, ...]) -> None:
+        """What the ranks were dealt; before the step's intent, so that every charge has its line. Collective."""
+        rank = collectives.rank()
+        digest = members_digest(self._key, self._nonce, attempt, plan.step, rank, plan.example_ids)
+        counts, digests = zip(*collectives.gather_objects((len(plan.example_ids), digest)), strict=True)
+        nonce = self._nonce.hex()
+        collectives.on_main(
+            lambda: append_line(
+                self._path,
+                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests, nodes),
+            )
+        )
+
+    def mark(self) -> None:
+        """Names the ledger's last line, which is durable; on rank 0, before the others go on."""
+        append_line(self._path, LedgerMark(*self._position()))
+
+
+class RunLedger:
+    """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise.
+
+    Args:
+        ledger: on rank 0 only.
+        members: the private record of attempts.
+    """
+
+    def __init__(self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, members: Path) -> None:
+        self._ledger, self._members_path = ledger, members
+        self.key = key
+        self.plan = plan
+        self._members: MembersLog | None = None
+        self._table = None if ledger is None else plan.epsilon_table()
+        self._behind: list[LedgerState] | None = None
+        self._composed: dict[tuple[ReleaseGroup, ...], float] = {}
+        self._group: int | None = None  # that the noted attempt draws from
+        self.charged_before = 0
+        """Attempts that were charged when the session began, on every rank."""
+
+        def recorded() -> tuple[dict[int, int], bool, int | None]:
+            state = self._on_main.state
+            return dict(state.attempts), state.closed is not None, state.checkpointed_step
+
+        self.attempts, self.is_closed, self.checkpointed_step = collectives.on_main(recorded)
+
+    @classmethod
+    def open(
+        cls,
+        open_on_main: Callable[[], tuple[Ledger, SamplingKey, PrivacyPlan]],
+        key: Path,
+        *,
+        members: Path,
+    ) -> "RunLedger":
+        """Opens ledger and key on rank 0 and gives every rank the plan; the other ranks read the key themselves.
+
+        Args:
+            open_on_main: what rank 0 does; its errors are raised on every rank.
+            key: where the others find the key.
+        """
+        opened: list[tuple[Ledger, SamplingKey]] = []
+
+        def open_and_keep() -> tuple[PrivacyPlan, str]:
+            ledger, main_key, plan = open_on_main()
+            opened.append((ledger, main_key))
+            return plan, main_key.commitment()
+
+        plan, commitment = collectives.on_main(open_and_keep)
+        ledger, own_key = opened[0] if opened else (None, SamplingKey.load(key, commitment))
+        return cls(ledger, own_key, plan, members=members)
+
+    def release(self) -> None:
+        """Closes rank 0's files; another program may then open the ledger."""
+        if self._ledger is not None:
+            self._ledger.release()
+
+    @property
+    def _on_main(self) -> Ledger:
+        assert self._ledger is not None, "only rank 0 has the ledger"
+        return self._ledger
+
+    @property
+    def num_charged(self) -> int:
+        """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
+        return self._ledger.num_charged if self._ledger is not None else 0
+
+    def budget_is_spent(self) -> bool:
+        """Whether one more intent would pass the budget; False on ranks other than 0."""
+        return self._ledger is not None and self._ledger.budget_spent() is not None
+
+    def mend(self) -> None:
+        """Repairs what a crash left of ledger and mirror; nothing that this start can be refused for comes after it."""
+        collectives.on_main(lambda: self._on_main.mend())
+
+    def start_session(self, *, restarted: bool = False) -> bytes:
+        """Records this start and returns its nonce.
+
+        Args:
+            restarted: see `Ledger.start_session`.
+        """
+
+        def start() -> tuple[bytes, int]:
+            # The command line may name private paths.
+            versions = {name: value for name, value in environment().items() if name != "arguments"}
+            return self._on_main.start_session(versions, restarted=restarted), self._on_main.num_charged
+
+        nonce, self.charged_before = collectives.on_main(start)
+        self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
+        collectives.on_main(self._members.mark)
+        return nonce
+
+    def note(self, plan: Dealt, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
+        """Records, privately, whom the next attempt is about to train on; the intent follows."""
+        if self.plan.enabled:
+            assert self._members is not None, "a session comes first"
+            self._group = plan.group
+            rows_per_rank = plan.num_micro_batches * micro_batch_size
+            self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank, nodes)
+
+    def _write(self, record: Callable[[Ledger], None]) -> None:
+        """Writes on rank 0; the private record knows of the line before any rank goes on."""
+
+        def write() -> None:
+            assert self._members is not None, "a session comes first"
+            record(self._on_main)
+            self._members.mark()
+
+        collectives.on_main(write)
+
+    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
+        """Charges the attempt; see `Ledger.intent`."""
+        if self.plan.enabled:
+            self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), releases, self._group))
+
+    def done(self, step: int) -> None:
+        if self.plan.enabled:
+            collectives.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0)))
+
+    def checkpoint(self, step: int, name: str, digest: str) -> None:
+        if self.plan.enabled:
+            self._write(lambda ledger: ledger.checkpoint(step, name, digest))
+
+    def adopt(self, resumed: Checkpoint) -> None:
+        """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
+        digest = file_digest(resumed.path / MANIFEST)
+        if not collectives.on_main(lambda: self._on_main.state.has_recorded(resumed.step, digest)):
+            self.checkpoint(resumed.step, resumed.path.name, digest)
+
+    def close_run(self) -> None:
+        """All steps are done."""
+        self._write(lambda ledger: ledger.close("finished"))
+
+    def position(self) -> dict[str, Any]:
+        """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""
+        if self._ledger is None:
+            return {}
+        seq, line_hash = self._ledger.position()
+        return {"seq": seq, "hash": line_hash}
+
+    def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
+        """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
+        collectives.on_main(lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"]))
+
+    def require_recorded(self, checkpoint: Path) -> None:
+        """Refuses a checkpoint that is not the one that the ledger recorded (exit 4)."""
+        collectives.on_main(lambda: require_recorded(checkpoint, self._on_main.state))
+
+    def epsilon(self, num_charged: int | None = None) -> float | None:
+        """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
+        if self._table is None:
+            return None
+        return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
+
+    def claim(self, num_charged: int | None = None) -> tuple[float, float] | None:
+        """(epsilon, delta) of what the weights carry: this run's, composed with the private runs behind its initial weights.
+
+        On rank 0; None without a guarantee. It is the number to print first, and everywhere.
+
+        Args:
+            num_charged: as for `epsilon`.
+        """
+        own = self.epsilon(num_charged)
+        if own is None or self._ledger is None or self._table is None:
+            return None
+        state = self._ledger.state
+        if not state.opened.get("behind"):
+            return own, self.plan.target_delta
+        if self._behind is None:
+            self._behind = states_behind(self._ledger.path.parent, state.opened)
+        states = [state, *self._behind]
+        delta = min(one.plan.target_delta for one in states)
+        # A composition takes seconds, and most steps stand between two counts of the table.
+        count = self._table.count_for(self.num_charged if num_charged is None else num_charged)
+        charged = [self.plan.release_group(count)] if count else []
+        known = tuple(charged)
+        if known not in self._composed:
+            self._composed[known] = composed_epsilon(states, delta, charged)
+        return self._composed[known], delta
+
+
+Recorded = dict[str, Any]
+"""The fields of a ledger's `open` record."""
+
+
+class Opening(NamedTuple):
+    """A run's privacy state before its start.
+
+    Attributes:
+        plan: made for a new run; the frozen one, which is what was asked for, of one that is there.
+        ledger: of a run that is there, opened without writing to it (`RunLedger.mend` does); None for a new one.
+        create: makes ledger and key of a new run, when nothing else refuses its start: a shared ledger reserves its budget here.
+    """
+
+    plan: PrivacyPlan
+    ledger: RunLedger | None
+    create: Callable[[], RunLedger]
+
+
+def open_ledger(
+    folder: RunFolder,
+    asked: Callable[[Recorded | None], PlanRequest],
+    manifest: Callable[[], bytes],
+    *,
+    described: Callable[[Recorded | None, PrivacyPlan], Mapping[str, Any]],
+    mirror: Path | str | None,
+    shared: SharedTerms | None = None,
+) -> Opening:
+    """Opens ledger and key of a run folder, or makes the plan of a new one; writes nothing. Collective.
+
+    The plan is made, or compared with the frozen one, on rank 0, and every rank gets the same.
+
+    Args:
+        asked: the plan's request; None is a new run.
+        manifest: what identifies the data; enters the ledger as HMAC under the sampling key only.
+        described: further fields of a new ledger, or a refusal of those that an existing one has.
+        mirror, shared: see `open_run_state`.
+
+    Raises (on every rank, as `create` does):
+        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
+        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
+    """
+
+    def planned() -> tuple[Recorded | None, PrivacyPlan]:
+        recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
+        return recorded, make_plan(asked(recorded), resume=None if recorded is None else recorded["plan"])
+
+    recorded, plan = collectives.on_main(planned)
+
+    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
+        fields = {"commit": environment()["commit"], **described(recorded, plan)}
+        ledger, key = open_run_state(
+            folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
+            has_checkpoint=has_checkpoints(folder.checkpoints), members=folder.members, mended=False,
+        )  # fmt: skip
+        return ledger, key, plan
+
+    def open_now() -> RunLedger:
+        return RunLedger.open(open_on_main, folder.key, members=folder.members)
+
+    return Opening(plan, None if recorded is None else open_now(), open_now)

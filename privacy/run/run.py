@@ -1,0 +1,356 @@
+"""One run: how it is opened, and how its steps are repeated. The trainer and `PrivateLoop` both do it here.
+
+`open_run` asks everything that a start can be refused for before it writes to a run; `Run.steps` charges, steps, notes, saves and
+closes. A side (trainer/run/start.py, privacy/loop/opening.py) says what it trains and reads, and adds its own checks.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..checkpoints.read import Checkpoint, newest_whole, readable_manifests, set_aside_newer
+from ..checkpoints.write import CheckpointWriter, Retention, require_finite
+from ..clipping import ClippedSum
+from ..clipping.recorder import Task
+from ..errors import BUDGET_SPENT, DONE, STOPPED_EARLY, ConfigError, PrivacyStateRefused, StepDropped
+from ..noise import NoiseSource
+from ..plan import PrivacyPlan
+from ..step import collectives
+from ..step.adaptive_bound import MANIFEST_KEY
+from ..step.batches import Dealt, LogicalBatches
+from ..step.engine import Engine, ShardState
+from ..step.folder import RunFolder
+from ..step.noise_variance import NoiseVariance
+from ..step.step import Mechanism, MicroBatch, StepRecord, train_step
+from .ledger import Opening, RunLedger
+
+
+class Stored(NamedTuple):
+    """What a checkpoint holds: this rank's tensors, the shapes of all of them, and what a side adds to the manifest."""
+
+    states: Iterable[ShardState]
+    shapes: Mapping[str, torch.Size]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the steps of a run need, made by a side when it knows plan and checkpoint; nothing of it writes.
+
+    Attributes:
+        read: pairs plans with their micro-batches, in order; the plans are pulled lazily.
+        nodes: see `LogicalBatches`.
+        beta2: of the optimizer's second moment, for what DP-AdamBC subtracts from it.
+        note_charge, keep_noise_on: see `Mechanism`.
+        save_every: steps between checkpoints; by default a twentieth of the reserve lies between two, so that it lasts for twenty
+            crashes.
+        stored: called at each checkpoint.
+        configuration: arguments of `RunFolder.record_configuration`.
+    """
+
+    engine: Engine
+    task: Task
+    clipped: ClippedSum
+    noise: NoiseSource
+    read: Callable[[Iterator[Dealt]], Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]]
+    micro_batch_size: int
+    learning_rate: Callable[[int], float]
+    note_charge: Callable[[int], object]
+    stored: Callable[[], Stored]
+    configuration: tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]
+    retention: Retention
+    save_every: int | None = None
+    in_background: bool = False
+    nodes: tuple[int, ...] = ()
+    beta2: float = 0.0
+    keep_noise_on: torch.device | None = None
+
+
+class Start(Protocol):
+    """What a side adds to a start. `open_run` calls its methods once each, in the order in which they stand here."""
+
+    folder: RunFolder
+    may_restart: bool
+    """A run that has lost all its checkpoints may begin again at step 0, charging its steps once more."""
+
+    def checks(self) -> Sequence[Callable[[], object]]:
+        """What can refuse the start before the ledger is opened, cheap checks first; all of them write nothing to a run."""
+        ...
+
+    def open_ledger(self) -> Opening:
+        """`privacy.run.ledger.open_ledger`, asked for the side's plan."""
+        ...
+
+    def take_weights(self, checkpoint: Checkpoint) -> None:
+        """Sets the model's weights, where it can before its engine is there; refuses a checkpoint of another model."""
+        ...
+
+    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
+        """What is left to refuse: the engine with the checkpoint's state, the clipper on it, the reader."""
+        ...
+
+    def take_ledger(self, ledger: RunLedger) -> None:
+        """The ledger is open: right after it is opened, or made. May refuse one that is shorter than a side remembers."""
+        ...
+
+
+class Watcher:
+    """What a side does around the steps of a run; this one does nothing. All of it is collective."""
+
+    def before(self, step: int) -> bool:
+        """A step is about to begin; True on any rank stops the run here."""
+        return False
+
+    def take(
+        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+    ) -> StepRecord:
+        """Takes the step, which is charged in it; what follows on it here comes before its checkpoint.
+
+        Raises:
+            StepDropped: before the intent, on all ranks; the run then stops with the state of the step before.
+        """
+        return step(batches)
+
+
+def open_run(start: Start) -> "Run | Finished":
+    """Opens a run, or a finished one. Collective.
+
+    Nothing of a run changes before its last check, and the ledger of a new one is made after it: a refused start spends and
+    reserves nothing, and can be given again with what was wrong put right. The folder alone is made, and locked, on the way.
+
+    Raises:
+        ConfigError, PrivacyConfigError: what is asked for cannot be trained, or differs from what is frozen.
+        PrivacyStateRefused: the parts of the run folder do not fit together.
+    """
+    for check in start.checks():
+        check()
+    folder, opening = start.folder, start.open_ledger()
+    ledger, resumed, restarted = opening.ledger, None, False
+    if ledger is not None:
+        start.take_ledger(ledger)
+        resumed = load_newest(folder, ledger, start.take_weights)
+        if ledger.is_closed:
+            require_all_done(folder, resumed, opening.plan.num_steps)
+            ledger.mend()  # the crash may have come between the end and its signature
+            return Finished(ledger, resumed)
+        found = ledger, resumed
+        restarted = collectives.on_main(lambda: begins_again(folder, *found, may_restart=start.may_restart))
+    else:
+        collectives.on_main(lambda: require_no_checkpoint(folder))
+    parts = start.build(opening.plan, resumed)
+    # From here on no check is left that refuses the start.
+    if ledger is None:
+        ledger = opening.create()
+        start.take_ledger(ledger)
+    collectives.on_main(folder.begin)
+    if resumed is not None:
+        kept = resumed.path.name
+        collectives.on_main(lambda: set_aside_newer(folder.checkpoints, kept))
+    ledger.mend()
+    nonce = ledger.start_session(restarted=restarted)
+    if resumed is not None:
+        ledger.adopt(resumed)
+    collectives.on_main(lambda: folder.record_configuration(*parts.configuration))
+    return Run(folder, ledger, parts, nonce, resumed)
+
+
+class Finished(NamedTuple):
+    """A run whose end is in its ledger, and its last checkpoint, whose weights the side has taken."""
+
+    ledger: RunLedger
+    resumed: Checkpoint | None
+
+
+class Run:
+    """An open run: `steps` takes those that are left.
+
+    Attributes:
+        step: the last one that was taken; the first of this start is `first_step`.
+        saved: the step of the newest checkpoint; None before the first.
+        outcome: how the steps ended (privacy/errors.py); None while they go on.
+    """
+
+    def __init__(
+        self, folder: RunFolder, ledger: RunLedger, parts: Parts, nonce: bytes, resumed: Checkpoint | None
+    ) -> None:
+        plan = ledger.plan
+        self.folder, self.ledger, self.parts, self.plan = folder, ledger, parts, plan
+        self.step = 0 if resumed is None else resumed.step
+        self.first_step = self.step + 1
+        self.saved = None if resumed is None else resumed.step
+        self.outcome: int | None = None
+        self.mechanism = Mechanism(
+            plan=plan,
+            clipped=parts.clipped,
+            engine=parts.engine,
+            task=parts.task,
+            ledger=ledger,
+            noise=parts.noise,
+            noise_variance=NoiseVariance(
+                parts.beta2, 0.0 if resumed is None else resumed.manifest.get("noise_variance", 0.0)
+            ),
+            learning_rate=parts.learning_rate,
+            note_charge=parts.note_charge,
+            keep_noise_on=parts.keep_noise_on,
+        )
+        self._batches = LogicalBatches(
+            plan.sampler,
+            ledger.key,
+            nonce,
+            ledger.attempts,
+            parts.micro_batch_size,
+            pads_to_cap=plan.enabled,
+            nodes=parts.nodes,
+            expected_batch_size=plan.expected_batch_size,
+            charged=ledger.charged_before,
+        )
+        self._checkpoints = CheckpointWriter(
+            folder.checkpoints, parts.retention, in_background=parts.in_background, published=ledger.checkpoint
+        )
+
+    def steps(self, watcher: Watcher | None = None) -> Generator[StepRecord, None, None]:
+        """Takes the steps that are left, and ends the run in its ledger after the last. Collective.
+
+        Each is saved, where that is due, before it is yielded. The end comes when the last one was yielded and the next is asked
+        for, so that a side may still look at the model. Steps that end early are saved, too; `outcome` says why.
+
+        Raises:
+            WeightsNotFinite, CheckpointWriteError: a step cannot be saved.
+        """
+        side, plan, parts = watcher or Watcher(), self.plan, self.parts
+        interval = parts.save_every or max(1, plan.reserved_attempts // 20)
+        reading = parts.read(self._batches.plans(self.step + 1, plan.num_steps))
+        try:
+            while self.step < plan.num_steps:
+                asked = side.before(self.step + 1)
+                # The same answer on all ranks: one that went on alone would wait for the others in its next collective.
+                is_spent, is_stopped = collectives.on_any(self.ledger.budget_is_spent(), asked)
+                if is_spent or is_stopped:
+                    self.outcome = BUDGET_SPENT if is_spent else STOPPED_EARLY
+                    break
+                dealt, micro_batches = next(reading)
+                # Before the intent, so that every charge has its private record of whom it was spent on.
+                self.ledger.note(dealt, parts.micro_batch_size, parts.nodes)
+                try:
+                    record = side.take(dealt, micro_batches, partial(train_step, self.mechanism, dealt.step))
+                except StepDropped:
+                    self.outcome = STOPPED_EARLY
+                    break
+                self.step = dealt.step
+                self._checkpoints.finish()  # one step after it began, whatever the clock: the ledger shows where (contract 12)
+                if self.step % interval == 0 or self.step == plan.num_steps:
+                    self.save()
+                if self.step == plan.num_steps:
+                    self._checkpoints.finish()
+                yield record
+            else:
+                self.outcome = DONE
+        finally:
+            reading.close()
+        self.save()  # a run that ends before its first step still leaves a model
+        self._checkpoints.finish()
+        if self.outcome == DONE:
+            self.ledger.close_run()
+
+    def save(self) -> None:
+        """Writes a checkpoint of the last step, or starts to, if there is none; the ledger notes it when it is whole. Collective.
+
+        Raises:
+            WeightsNotFinite: there is nothing to save (on rank 0, RemoteError elsewhere).
+        """
+        if self.saved == self.step:
+            return
+        require_finite(self.parts.engine, self.step)
+        states, shapes, facts = self.parts.stored()
+        clipped = self.mechanism.clipped
+        said = {  # a checkpoint without it would be a model without a guarantee
+            "formal_guarantee": self.plan.formal_guarantee,
+            "reasons": list(self.plan.reasons),
+            "ledger": self.ledger.position(),
+            "charged_attempts": self.ledger.num_charged,
+            "noise_variance": self.mechanism.noise_variance.average,
+            **({MANIFEST_KEY: clipped.max_grad_norm} if clipped.adaptive is not None else {}),
+        }
+        self._checkpoints.save(self.step, states, shapes, said | dict(facts))
+        self.saved = self.step
+
+
+def load_newest(
+    folder: RunFolder, ledger: RunLedger, take_weights: Callable[[Checkpoint], object] | None
+) -> Checkpoint | None:
+    """Finds the newest whole checkpoint and has the model take its weights. Collective.
+
+    Raises:
+        PrivacyStateRefused: the checkpoint knows more of the ledger than the ledger itself, is of another run, or is not the
+            one that the ledger recorded.
+    """
+    checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
+    if checkpoint is not None and not checkpoint.manifest.get("ledger"):
+        raise PrivacyStateRefused(
+            f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
+            "weights from elsewhere are for [init]"
+        )
+    if checkpoint is not None:
+        ledger.require_recorded(checkpoint.path)
+    if checkpoint is not None and take_weights is not None:
+        take_weights(checkpoint)
+    return checkpoint
+
+
+def require_no_checkpoint(folder: RunFolder) -> None:
+    """A new run begins beside no checkpoint that remembers a ledger, not even one that was set aside.
+
+    Raises:
+        PrivacyStateRefused: one is there.
+    """
+    for manifest in readable_manifests(folder.checkpoints):
+        if manifest.get("ledger"):
+            raise PrivacyStateRefused(
+                f"{folder.ledger}: is gone, and a checkpoint of step {manifest['step']} remembers it; what was spent is unknown: "
+                "put it back, or start another run folder"
+            )
+
+
+def begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool) -> bool:
+    """Whether the run has lost all its checkpoints and begins again at step 0; prints one line about any other loss.
+
+    A crash before the first checkpoint is no loss: the ledger records a checkpoint only when it is durable, and one that
+    replaces another is durable before that is removed.
+
+    Raises:
+        PrivacyStateRefused: the ledger records a checkpoint, none is there, and nobody allowed to charge the steps again.
+    """
+    recorded = ledger.checkpointed_step
+    if resumed is not None:
+        if recorded is not None and resumed.step < recorded:
+            print(
+                f"the ledger records a checkpoint of step {recorded}, which is gone or set aside: the steps after "
+                f"{resumed.step} are repeated and charged again",
+                flush=True,
+            )
+        if may_restart:
+            print(f"--restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}", flush=True)
+        return False
+    if recorded is not None and not may_restart:
+        raise PrivacyStateRefused(
+            f"{folder.checkpoints}: the ledger records a checkpoint of step {recorded}, and none is there: put one back, or "
+            "give --restart_from_step_0, which charges all steps again"
+        )
+    return recorded is not None
+
+
+def require_all_done(folder: RunFolder, resumed: Checkpoint | None, num_steps: int) -> None:
+    """A finished run has the checkpoint of its last step; no step may be taken again, since its budget is closed.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    last = resumed.step if resumed is not None else 0
+    if last < num_steps:
+        raise ConfigError(
+            f"{folder.root} is finished and its budget is closed, but its last checkpoint is damaged or gone: the newest whole "
+            f"one is that of step {last}; restore checkpoints/ from a copy"
+        )

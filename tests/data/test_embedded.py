@@ -1,0 +1,112 @@
+"""The embedded pictures are what their READMEs say, and the clothes become shards once."""
+
+import re
+import tarfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.embedded import FASHION_FOLDER, PARTS, unpack_fashion
+from data.errors import DataError
+from data.examples.examples import CaptionExample
+from data.examples.transforms import eval_image
+from data.index.build import build_index
+from data.index.shards import expand_shards, find_shards
+from data.reading.reader import RawExample, TarReader
+from tests.data.conftest import ROOT
+
+DEMO = ROOT / "data" / "demo"
+CLOTHES = CaptionExample(28, 8, ROOT / "data/tokenizer/fashion.json", train=False)
+Raws = dict[str, list[RawExample]]
+
+
+def read(shards: list[Path], index: Path) -> list[RawExample]:
+    table = build_index(shards, index)
+    return list(TarReader(table).read_all(range(len(table))))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Raws:
+    work = tmp_path_factory.mktemp("demo")
+    return {part: read(expand_shards(f"{part}-*.tar", DEMO), work / part) for part in ("train", "heldout")}
+
+
+@pytest.fixture(scope="module")
+def clothes(tmp_path_factory: pytest.TempPathFactory) -> Raws:
+    root = tmp_path_factory.mktemp("project")
+    unpack_fashion(root)
+    return {part: read(expand_shards(f"runs/fashion/{part}-*.tar", root), root / part) for part in PARTS}
+
+
+def test_clip_art_is_captioned_and_split(demo: Raws) -> None:
+    """No held-out picture looks like one to train on, or has its title."""
+    assert (len(demo["train"]), len(demo["heldout"])) == (3000, 500)
+    captions = [raw.caption or "" for part in demo.values() for raw in part]
+    assert all(re.fullmatch(r"[a-zà-ÿ]+([ ,]+[a-zà-ÿ]+)*", caption) for caption in captions)
+    assert len(set(captions)) > 2000 and Counter(captions).most_common(1)[0][1] <= 4
+    thumbs = {}
+    for part, examples in demo.items():
+        pixels = np.stack([eval_image(raw.image or b"", 16).ravel() for raw in examples])
+        pixels -= pixels.mean(axis=1, keepdims=True)
+        thumbs[part] = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
+    assert (thumbs["heldout"] @ thumbs["train"].T).max() < 0.985
+    heads = {part: {(raw.caption or "").partition(",")[0] for raw in examples} for part, examples in demo.items()}
+    assert not heads["train"] & heads["heldout"]
+
+
+def test_clothes_are_captioned_and_split(clothes: Raws) -> None:
+    """No caption is so frequent that saying it blindly is of use, half of them say dark, and the ground is white."""
+    assert {part: len(examples) for part, examples in clothes.items()} == PARTS
+    for examples in clothes.values():
+        captions = Counter(raw.caption or "" for raw in examples)
+        assert len(captions) == 20 and max(captions.values()) <= 0.12 * len(examples)
+        assert 0.45 < sum(count for text, count in captions.items() if " dark " in text) / len(examples) < 0.55
+        for text in captions:
+            tokens_L, mask_L = CLOTHES.tokenizer.encode(text, 8)
+            assert tokens_L[mask_L][-1] == CLOTHES.tokenizer.eos_id and CLOTHES.tokenizer.decode(tokens_L) == text
+    pictures = {tone: [CLOTHES(raw, 0)["images_CHW"] for raw in clothes["choice"] if f" {tone} " in str(raw.caption)]
+                for tone in ("dark", "light")}  # fmt: skip
+    assert np.mean(pictures["dark"]) < np.mean(pictures["light"]) - 0.3
+    images = {part: {raw.image for raw in examples} for part, examples in clothes.items()}
+    assert not images["test"] & (images["train"] | images["choice"]) and not images["choice"] & images["train"]
+
+
+def test_shards_are_made_where_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first who asks, with the same plain bytes everywhere; nothing else stays in the folder."""
+    monkeypatch.setattr("data.embedded.PARTS", {"train": 90, "choice": 20, "test": 30})
+    (tmp_path / "elsewhere").mkdir()
+    reference = unpack_fashion(tmp_path / "elsewhere")
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(find_shards, "runs/fashion/test-*.tar", tmp_path) for _ in range(2)]
+        assert {one.result().names for one in asked} == {("test-00000.tar",)}
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["fashion"]
+    made = sorted((tmp_path / FASHION_FOLDER).iterdir())
+    assert [path.read_bytes() for path in made] == [(reference / path.name).read_bytes() for path in made]
+    for path in (*made, *DEMO.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            assert all(member.isreg() and member.mtime == 0 and member.uname == "" for member in tar)
+
+
+def test_a_folder_that_is_there_and_other_patterns_unpack_nothing(tmp_path: Path) -> None:
+    for pattern in ("runs/*.tar", "data/fashion/train-*.tar", "runs/fashionable/a.tar"):
+        with pytest.raises(DataError):
+            expand_shards(pattern, tmp_path)
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / FASHION_FOLDER).mkdir(parents=True)
+    with pytest.raises(DataError, match="no shards match"):
+        find_shards("runs/fashion/train-*.tar", tmp_path)
+    assert not list((tmp_path / FASHION_FOLDER).iterdir())
+
+
+@pytest.mark.parametrize("content", [None, b"damaged"])
+def test_a_damaged_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
+    file = tmp_path / "pairs.npz.xz"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setattr("data.embedded.FASHION_FILE", file)
+    with pytest.raises(DataError, match=r"cannot unpack .*pairs\.npz\.xz"):
+        unpack_fashion(tmp_path)
+    assert not list((tmp_path / "runs").iterdir())

@@ -1,0 +1,475 @@
+"""The index: against tarfile and webdataset, in parallel, after a kill, with more shards, and what it refuses."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tracemalloc
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from benchmarks.synthetic_shards import write_tiny_shards
+from data.errors import DataError, ReadError
+from data.index import build as index_build
+from data.index.build import BAD_SHARDS, build_index
+from data.index.shards import expand_shards, find_shards, read_shard_list
+from data.index.tar_index import FORMAT_VERSION, MANIFEST, ExampleTable
+from data.index.verify import verify_hashes
+from data.reading.pool import run_all, worker_pool
+from data.reading.reader import TarReader
+from launch_scripts.prepare import main
+from tests.data.conftest import ROOT, picture, write_shard
+
+PREPARE = str(ROOT / "launch_scripts" / "prepare.py")
+
+
+def make_shards(folder: Path, count: int, *, first: int = 0) -> list[Path]:
+    """Shards with 1, 2, 3, ... examples."""
+    return [
+        write_shard(
+            folder / f"train-{number:03d}.tar",
+            [{"__key__": f"{number}-{i}", "jpg": picture(i), "txt": b"x" * (i * 20)} for i in range(number % 5 + 1)],
+        )
+        for number in range(first, first + count)
+    ]
+
+
+def contents(index: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in index.iterdir()}
+
+
+def test_ids_count_over_sorted_shards_and_checksums_are_those_of_the_extents(
+    table: ExampleTable, shards: list[Path]
+) -> None:
+    assert len(table) == 12 and [entry.count for entry in table.entries] == [7, 1, 4]
+    ordinals, offsets, lengths, _ = table.extents([0, 6, 7, 8, 11, 0])
+    assert ordinals.tolist() == [0, 0, 1, 2, 2, 0] and offsets[2] == 0 and (lengths > 0).all()
+    for shard, offset, length, crc32 in zip(*table.extents(range(12)), strict=True):
+        assert zlib.crc32(shards[shard].read_bytes()[offset : offset + length]) == crc32
+    for bad in (-1, 12):
+        with pytest.raises(DataError, match="from 0 to 11"):
+            table.extents(bad)
+
+
+def test_random_access_equals_webdataset_in_sequence(table: ExampleTable, shards: list[Path]) -> None:
+    reader = TarReader(table)
+    expected = list(webdataset.WebDataset([str(path) for path in shards], shardshuffle=False))
+    for example_id in np.random.default_rng(0).permutation(len(table)):
+        raw, sample = reader.read(int(example_id)), expected[example_id]
+        assert raw.fields == {name: value for name, value in sample.items() if not name.startswith("__")}
+        assert raw.image == sample.get("jpg")
+        assert raw.caption == (sample["txt"].decode() if "txt" in sample else None)
+
+
+def test_files_are_private_and_hold_few_bytes_and_no_name_of_an_example(shards: list[Path], tmp_path: Path) -> None:
+    """Whatever the order of the shards; the digest follows their bytes."""
+    one, two = build_index(shards, tmp_path / "one"), build_index(shards[::-1], tmp_path / "two")
+    assert one.manifest_digest() == two.manifest_digest() and len(one.manifest_digest()) == 32
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert [name.partition("-")[0] for name in names] == ["extents", MANIFEST]
+    assert (tmp_path / "one" / names[0]).stat().st_size == 12 * 11 + 192
+    for name, body in contents(tmp_path / "one").items():
+        assert stat.S_IMODE((tmp_path / "one" / name).stat().st_mode) == 0o600 and b"folder/ex0000" not in body
+    build_index(shards[:1], tmp_path / "one")  # is replaced whole
+    assert len(ExampleTable.open(tmp_path / "one", shards[0].parent)) == 7 and len(contents(tmp_path / "one")) == 2
+
+
+def test_table_and_reader_travel_small_and_refuse_an_index_that_was_replaced(
+    shards: list[Path], tmp_path: Path
+) -> None:
+    reader = TarReader(build_index(shards[:2], tmp_path / "index"))
+    payload = pickle.dumps(reader)
+    assert len(payload) < 2000 and pickle.loads(payload).read(3) == reader.read(3)
+    build_index(shards, tmp_path / "index")
+    with pytest.raises(DataError, match="was replaced while it was in use"):
+        pickle.loads(payload)
+
+
+@pytest.fixture
+def copied(shards: list[Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A shard that may be spoiled, and its index."""
+    copy = tmp_path / "copy.tar"
+    copy.write_bytes(shards[0].read_bytes())
+    build_index([copy], tmp_path / "index")
+    return copy, tmp_path / "index"
+
+
+def test_changed_and_vanished_shards(copied: tuple[Path, Path], tmp_path: Path) -> None:
+    copy, index = copied
+    reader = TarReader(ExampleTable.open(index, tmp_path))
+    with open(copy, "ab") as file:
+        file.write(bytes(512))
+    with pytest.raises(DataError, match=r"bytes, its index says"):
+        ExampleTable.open(index, tmp_path)
+    with pytest.raises(ReadError, match="its index says"):
+        reader.read(0)
+    copy.unlink()
+    with pytest.raises(DataError, match="missing or empty shards"):
+        ExampleTable.open(index, tmp_path)
+    with pytest.raises(ReadError, match="cannot read"):
+        reader.read(0)
+
+
+def test_a_missing_or_damaged_index(copied: tuple[Path, Path], tmp_path: Path) -> None:
+    _, index = copied
+    with pytest.raises(DataError, match="there is no index"):
+        ExampleTable.open(tmp_path / "none", tmp_path)
+    manifest = json.loads((index / MANIFEST).read_text())
+    for damage in ({"format_version": 99}, {"shards": []}, {"extents": "gone.npy"}, {"shards": [{"x": 1}]}):
+        (index / MANIFEST).write_text(json.dumps({**manifest, **damage}))
+        with pytest.raises(DataError, match="build it again"):
+            ExampleTable.open(index, tmp_path)
+
+
+def test_bytes_that_do_not_fit_the_index_are_a_read_error(copied: tuple[Path, Path], tmp_path: Path) -> None:
+    """Never a zero gradient: also where the checksum fits and members do not."""
+    copy, index = copied
+    content = copy.read_bytes()
+    table = ExampleTable.open(index, tmp_path)
+    copy.write_bytes(os.urandom(len(content)))
+    with pytest.raises(ReadError, match="the bytes changed"):
+        TarReader(table).read(2)
+    copy.write_bytes(content)
+    examples = TarReader(table).read_all([0, 1, 2])
+    next(examples)
+    os.truncate(copy, 100)
+    with pytest.raises(ReadError, match="short read"):
+        list(examples)
+    copy.write_bytes(content)
+    rows = np.array(table._rows_N)
+    rows[2]["first_block"] += 1
+    start, blocks = int(rows[2]["first_block"]) * 512, int(rows[2]["low"])
+    rows[2]["crc32"] = zlib.crc32(content[start : start + blocks * 512])
+    table._rows_N = rows
+    with pytest.raises(ReadError, match=r"copy\.tar at byte \d+ does not fit its index .*index again"):
+        TarReader(table).read(2)
+
+
+def test_verify_accepts_copies_with_new_times_and_the_digest_follows_content(
+    copied: tuple[Path, Path], tmp_path: Path
+) -> None:
+    copy, index = copied
+    table = ExampleTable.open(index, tmp_path)
+    os.utime(copy, (1, 1))
+    with pytest.raises(DataError, match=r"copy\.tar was written after it was indexed"):
+        ExampleTable.open(index, tmp_path)
+    assert build_index([copy], tmp_path / "index2").manifest_digest() == table.manifest_digest()
+    verify_hashes(table, None, lambda items: items)
+    assert ExampleTable.open(index, tmp_path).manifest_digest() == table.manifest_digest()
+    data = bytearray(copy.read_bytes())
+    data[700] ^= 1
+    copy.write_bytes(data)
+    with pytest.raises(DataError, match="is not what was indexed"):
+        verify_hashes(table, None, lambda items: items)
+    assert build_index([copy], tmp_path / "index3").manifest_digest() != table.manifest_digest()
+
+
+def test_processes_and_small_pieces_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = make_shards(tmp_path / "shards", 7)
+    build_index(shards, tmp_path / "one")
+    with worker_pool(2) as pool:
+        build_index(shards, tmp_path / "two", executor=pool.executor)
+    monkeypatch.setattr("data.index.shard._HASH_CHUNK", 700)
+    build_index(shards, tmp_path / "three")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "three")
+
+
+def mpirun(count: int, *arguments: object, expected: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "mpirun"), "-n", str(count), sys.executable, PREPARE]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
+    done = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT
+    )
+    assert done.returncode == expected, done.stderr
+    return done
+
+
+@pytest.mark.full
+def test_mpi_ranks_give_the_same_bytes(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 7)
+    build_index(shards, tmp_path / "one")
+    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "two")
+    assert done.stdout.startswith("18 examples in 7 shards")  # said once
+    assert done.stdout.count("\n") == 1
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    said = spoil(shards)
+    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "four", expected=2)
+    assert done.stderr.count("error: ") == 1 and all(name in done.stderr for name in said)
+    listed = tmp_path / "four" / BAD_SHARDS
+    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "four", "--exclude", listed)
+    assert done.stdout.startswith("8 examples in 3 shards") and "4 shards are excluded" in done.stderr
+
+
+def spoil(shards: list[Path]) -> dict[str, str]:
+    """Makes four of five shards bad, each in its way; returns what is said about each."""
+    content = shards[0].read_bytes()
+    shards[0].write_bytes(content + content)
+    shards[1].write_bytes(shards[1].read_bytes()[:3000])
+    write_shard(shards[2], [{"__key__": key, part: b"x"} for key, part in (("a", "jpg"), ("b", "jpg"), ("a", "txt"))])
+    shards[3].write_bytes(b"")
+    return dict(zip([path.name for path in shards], ["cat", "is cut off", "two places", "empty"], strict=False))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_all_bad_shards_are_said_at_once_and_may_be_excluded(num_workers: int, tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 6)
+    said = spoil(shards[:5])
+    index, pattern = tmp_path / "index", f"{tmp_path}/shards/train-{{000..006}}.tar"  # 006 is missing
+    found = find_shards(pattern, tmp_path)
+    with worker_pool(num_workers) as pool, pytest.raises(DataError, match=said["train-000.tar"]) as caught:
+        build_index(found, index, executor=pool.executor)
+    message = str(caught.value)
+    assert "\n" not in message and all(name in message for name in [*said, "train-006.tar", BAD_SHARDS])
+    lines = (index / BAD_SHARDS).read_text().splitlines()
+    assert lines[1::2] == [*said, "train-006.tar"] and stat.S_IMODE((index / BAD_SHARDS).stat().st_mode) == 0o600
+    for name, reason in zip(lines[1::2], lines[::2], strict=True):
+        assert reason.startswith("# ") and name in reason and said.get(name, "missing") in reason
+    exclude = read_shard_list(index / BAD_SHARDS, found)
+    table = build_index(found, index, exclude=exclude)
+    assert [entry.name for entry in table.entries] == ["train-004.tar", "train-005.tar"]
+    assert table.excluded == (*said, "train-006.tar")
+    assert table.manifest_digest() == build_index(shards[4:], tmp_path / "good").manifest_digest()
+    # The data set may still be called by its whole pattern; a shard that nobody excluded must be there.
+    table.require_shards(found)
+    make_shards(tmp_path / "shards", 1, first=7)
+    with pytest.raises(DataError, match="is of other shards"):
+        table.require_shards(find_shards(f"{tmp_path}/shards/train-{{000..007}}.tar", tmp_path))
+    # Mended shards come in by the same command without the list, which goes when it is of no more use.
+    make_shards(tmp_path / "shards", 7)
+    assert [entry.count for entry in build_index(found, index).entries] == [1, 2, 3, 4, 5, 1, 2]
+    assert not (index / BAD_SHARDS).exists()
+
+
+def test_a_list_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_shards(tmp_path / "shards", 4)
+    found, listed = find_shards(f"{tmp_path}/shards", tmp_path), tmp_path / "list"
+    monkeypatch.chdir(tmp_path)
+    for names in (["train-001.tar"], ["shards/train-001.tar"], [f"{tmp_path}/shards/train-001.tar", "", "# no shard"]):
+        listed.write_text("\n".join(names))
+        assert read_shard_list(listed, found) == {"train-001.tar"}
+    listed.write_text("train-001.tar\ntrain-100.tar\n")
+    with pytest.raises(DataError, match=r"lists train-100\.tar, which is none"):
+        read_shard_list(listed, found)
+    with pytest.raises(DataError, match="cannot read the list"):
+        read_shard_list(tmp_path / "nowhere", found)
+    with pytest.raises(DataError, match="every shard is excluded"):
+        build_index(found, tmp_path / "index", exclude=found.names)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the shards that builds in this process read."""
+    names: list[str] = []
+    original = index_build.index_file
+
+    def note(path: Path, name: str, *more: str):  # type: ignore[no-untyped-def]
+        names.append(name)
+        return original(path, name, *more)
+
+    monkeypatch.setattr(index_build, "index_file", note)
+    return names
+
+
+def test_an_index_and_parts_of_another_format_are_not_used(
+    read: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be of shards that are refused now."""
+    shards = make_shards(tmp_path / "shards", 3)
+    last = shards[2].read_bytes()
+    shards[2].write_bytes(b"no tar" * 100)
+    with pytest.raises(DataError, match="no tar archive"):
+        build_index(shards, tmp_path / "index")  # its parts stay
+    shards[2].write_bytes(last)
+    build_index(shards, tmp_path / "whole")
+    monkeypatch.setattr("data.index.tar_index.FORMAT_VERSION", FORMAT_VERSION + 1)
+    monkeypatch.setattr("data.index.build.FORMAT_VERSION", FORMAT_VERSION + 1)
+    read.clear()
+    for folder in ("index", "whole"):
+        build_index(shards, tmp_path / folder)
+    assert read == [path.name for path in shards] * 2
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from data.index import build as index_build
+written = []
+def kill_after_four(path, shard, write=index_build._write_part):
+    write(path, shard)
+    written.append(path)
+    if len(written) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+index_build._write_part = kill_after_four
+index_build.build_index(sorted(Path(sys.argv[2]).glob("*.tar")), Path(sys.argv[3]))
+"""
+
+
+def test_a_killed_build_goes_on(read: list[str], tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 7)
+    build_index(shards, tmp_path / "whole")
+    command = [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path / "shards"), str(tmp_path / "index")]
+    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
+    with pytest.raises(DataError, match="there is no index"):
+        ExampleTable.open(tmp_path / "index", tmp_path / "shards")
+    parts = sorted((tmp_path / "index" / "parts").glob("?" * 32))
+    assert len(parts) == 4
+    parts[0].write_bytes(parts[0].read_bytes()[:-1])  # a file system that lost its end
+    read.clear()
+    build_index(shards, tmp_path / "index")
+    assert len(read) == 4  # three that were never read, and the spoiled one
+    assert contents(tmp_path / "index") == contents(tmp_path / "whole")
+
+
+def test_more_shards_are_appended(read: list[str], tmp_path: Path) -> None:
+    old = make_shards(tmp_path / "shards", 3)
+    before = build_index(old, tmp_path / "index").manifest_digest()
+    new = make_shards(tmp_path / "shards", 2, first=3)
+    read.clear()
+    table = build_index([*old, *new], tmp_path / "index")
+    assert read == ["train-003.tar", "train-004.tar"] and len(table) == 15
+    assert table.manifest_digest() != before  # a run on the old index refuses the new one
+    build_index([*old, *new], tmp_path / "whole")
+    assert contents(tmp_path / "index") == contents(tmp_path / "whole")
+    read.clear()
+    write_shard(old[1], [{"__key__": "other", "jpg": picture(9), "txt": b"x"}])
+    assert len(build_index([*old, *new], tmp_path / "index")) == 14
+    assert read == ["train-001.tar"]
+    read.clear()
+    assert len(build_index(new, tmp_path / "index")) == 9 and read == []
+
+
+@pytest.mark.parametrize("folder", ["/sys/kernel/index", "FILE/index"])
+def test_a_folder_that_cannot_be_written_is_known_before_any_reading(
+    folder: str, read: list[str], tmp_path: Path
+) -> None:
+    shards = make_shards(tmp_path / "shards", 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write the index to") as caught:
+        build_index(shards, Path(folder.replace("FILE", str(tmp_path / "file"))))
+    assert "\n" not in str(caught.value) and not read
+
+
+def test_one_build_at_a_time(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 1)
+    (tmp_path / "index" / "parts").mkdir(parents=True)
+    with open(tmp_path / "index" / "parts" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another build is at work"):
+            build_index(shards, tmp_path / "index")
+    assert len(build_index(shards, tmp_path / "index")) == 1
+
+
+def test_a_dead_worker_is_one_line() -> None:
+    with ProcessPoolExecutor(1) as executor, pytest.raises(ReadError, match="a worker process died"):
+        list(run_all(executor, signal.raise_signal, [(signal.SIGKILL,), (signal.SIGKILL,)]))
+
+
+@pytest.mark.full
+def test_the_build_is_fast_and_small(tmp_path: Path) -> None:
+    """By CPU time, which other work on the machine changes little: at least 8,000 examples a second and core."""
+    shards = write_tiny_shards(tmp_path / "shards", 200_000, examples_per_shard=50_000)
+    start = time.process_time()
+    table = build_index(shards, tmp_path / "index")
+    assert len(table) / (time.process_time() - start) > 8_000
+    assert sum(path.stat().st_size for path in table.index_dir.iterdir()) <= 12 * len(table)
+    assert [raw.caption for raw in TarReader(table).read_all([0, 199_999])] == ["twenty bytes of data"] * 2
+
+
+def test_shard_patterns(tmp_path: Path) -> None:
+    for name in (*(f"train-{number:03d}.tar" for number in range(12)), "heldout.tar"):
+        write_shard(tmp_path / "data" / name, [{"__key__": "k", "txt": b"x"}])
+    (tmp_path / "data" / "empty.tar.part").touch()
+    (tmp_path / "hollow").mkdir()
+    for pattern, count in {
+        "data/train-{000..011}.tar": 12,
+        "data/train-{009..010}.tar,data/heldout.tar": 3,
+        "data/{heldout,train-001}.tar": 2,
+        "data/train-*.tar": 12,
+        "data": 13,
+        f"{tmp_path}/data/heldout.tar, data/heldout.tar": 1,
+    }.items():
+        assert len(expand_shards(pattern, tmp_path)) == count
+    for pattern, message in {
+        "data/train-{010..012}.tar": "train-012.tar is missing",
+        "data/nothing-*.tar": "no shards match",
+        "hollow": "no \\*.tar",
+        "": "no shards given",
+        "data/empty.tar.part": "empty",
+        "data/train-{003..001}.tar": "range",
+        "data/{a,b": "unbalanced",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            expand_shards(pattern, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["odd, dir", "odd {x} [1]", "one,two.tar", "a{1,2}.tar", "{0..3}, [a]/x.tar"])
+def test_a_name_that_is_there_is_no_pattern(name: str, tmp_path: Path) -> None:
+    """A file or folder with commas, braces or brackets, by its name, its path, or with a pattern behind it."""
+    path = tmp_path / name
+    files = [path] if path.suffix else [path / "0.tar", path / "1.tar"]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(512))
+    patterns = [name, str(path)] + ([] if path.suffix else [f"{name}/*.tar", f"{path}/{{0..1}}.tar"])
+    for pattern in patterns:
+        assert expand_shards(pattern, tmp_path) == files
+        assert find_shards(pattern, tmp_path).locations() == [str(file) for file in files]
+    if path.suffix and "/" not in name and name.count(",") < 2 and "{" in name:  # one of a list
+        (tmp_path / "b.tar").write_bytes(bytes(512))
+        assert expand_shards(f"{name},b.tar", tmp_path) == [path, tmp_path / "b.tar"]
+
+
+HABITS = {
+    "no, such": "commas separate shards",
+    "no {such}": "braces expand",
+    "there.tar, such/*.tar": "commas separate shards",
+    "a.tar::b.tar": "commas separate shards: a.tar,b.tar",
+    "s3://b/{0..1}.tar::s3://c/2.tar": r"commas separate shards: s3://b/\{0..1\}.tar,s3://c/2.tar",
+    "pipe:aws s3 cp s3://b/{0..1}.tar -": r"is a command.* s3://b/\{0..1\}.tar",
+    "pipe:cat there.tar": "is a command.* path or URL",
+    "there.tar::pipe:cat there.tar": "is a command",
+    "x" * 5000: "missing|other shards",
+}
+
+
+@pytest.mark.parametrize("command", ["index", "verify", "repack"])
+def test_habits_of_other_loaders_are_told_the_way(command: str, tmp_path: Path) -> None:
+    (tmp_path / "there.tar").write_bytes(bytes(1024))
+    build_index([write_shard(tmp_path / "ok.tar", [{"__key__": "a", "txt": b"x"}])], tmp_path / "index")
+    more = ["--index", "index"] if command == "verify" else ["--output", "out"]
+    for pattern, message in HABITS.items():
+        with contextlib.chdir(tmp_path), pytest.raises(DataError, match=message) as caught:
+            main([command, pattern, *more])
+        assert "\n" not in str(caught.value)
+
+
+HUGE = (
+    "{000000..999999999999}.tar",
+    "{0..999999}{0..999999}.tar",
+    "{0..%s}.tar" % ("9" * 5000),
+    "{a,{b,{0..9999999}}}",
+)
+
+
+def test_huge_patterns_are_refused_before_they_take_memory(tmp_path: Path) -> None:
+    tracemalloc.start()
+    start = time.monotonic()
+    for pattern in HUGE:
+        with pytest.raises(DataError, match=r"too long|names more than|digits") as caught:
+            find_shards(pattern, tmp_path)
+        assert "\n" not in str(caught.value)
+    assert tracemalloc.get_traced_memory()[1] < 500e6 and time.monotonic() - start < 20
+    tracemalloc.stop()
