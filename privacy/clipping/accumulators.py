@@ -90,7 +90,7 @@ class Grid:
     2^bits (1 + r) whatever C is, so that `bits` and the layout stay where C moves (adaptive clipping).
 
     Attributes:
-        bits: from the number of coordinates and the cap, so it is the same on any number of ranks.
+        bits: from the number of coordinates and the cap, so it is the same on any number of ranks; 0 without a grid.
         layout: 6 bytes a coordinate where this rank's rows fit, else 8.
         rows: examples, padding included, that this rank may add in one logical batch; None without a grid.
     """
@@ -120,9 +120,15 @@ class Grid:
             return num_rows * _largest_entry(bits) <= limit
 
         is_fine = cap is None or dtype == torch.float64
-        limit = LARGEST_INT64 if is_fine else LARGEST_SPLIT
-        # The cap decides and not this rank's rows, so that the step is the same on any number of ranks.
-        bits = max(least, next((bits for bits in range(61, 0, -1) if fits(2 * most, bits, limit)), 0))
+        limit, room = LARGEST_SPLIT, most
+        if is_fine:
+            limit, room = (
+                LARGEST_INT64,
+                max(most, UNDECLARED_CAP),
+            )  # where a micro-batch may hold far more rows than the cap
+        # The cap decides and not this rank's rows, so that the step is the same on any number of ranks. Four times the cap: the
+        # twofold rows that callers ask for then fit with the padding of a last micro-batch.
+        bits = max(least, next((bits for bits in range(61, 0, -1) if fits(4 * room, bits, limit)), 0))
         if not is_fine and fits(rows, bits, LARGEST_SPLIT):
             return cls(bits, "int32+int16", rows)
         if not fits(max(rows, 2 * most), bits, LARGEST_INT64):
@@ -132,8 +138,8 @@ class Grid:
         return cls(bits, "int64", rows)
 
     def unit(self, bound: float) -> "Unit | None":
-        """h and the largest entry at C = `bound`, exactly; None in fp64."""
-        if self.layout == "float64":
+        """h and the largest entry at C = `bound`, exactly; None where sums are fp64, or whole numbers as they come."""
+        if self.bits == 0:
             return None
         exponent = self.bits - math.frexp(bound)[1]
         largest = Fraction(bound) * Fraction(2) ** exponent * (1 + Fraction(SENSITIVITY_SLACK))
@@ -278,7 +284,7 @@ class Slot:
             g_BTp.dtype == torch.bfloat16 and has_fp32_products_of_bf16(g_BTp.device) and min(p, d) >= NARROW
         )
         wide = torch.promote_types(g_BTp.dtype, torch.float32)
-        count = -(-p // max(NARROW, PRODUCT_ENTRIES // d))
+        count = max(1, p // max(NARROW, PRODUCT_ENTRIES // d))
         for some in (slice(p * i // count, p * (i + 1) // count) for i in range(count)):  # about equal: none is narrow
             parts = zip(g_BTp[:, :, some].split(size), a_BTd.split(size), strict=True)
             products = (_product(g, a, wide, on_matrix_units) for g, a in parts)

@@ -45,7 +45,7 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         for name in sums.names
     }
     waiting: dict[str, Total] = {}
-    shards = [GradShard(p.name, p.offset, torch.empty(0)) for p in layout.owned_by(rank)]
+    shards = [GradShard(p.name, p.offset, torch.empty(0, device=sums.device)) for p in layout.owned_by(rank)]
     chunk = max(1, PACKED_COORDINATES // max(world_size, 4))
     for start in range(0, max(counts), chunk):
         size = min(start + chunk, max(counts)) - start
