@@ -242,7 +242,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
     for _ in range(shared.randint(1, 4)):
         sums.start(2)
         for name in own.sample(sorted(shapes), own.randint(0, len(shapes))):  # this rank's own order; some are missing
-            part = torch.randn(shapes[name], generator=generator)
+            part = torch.randn(shapes[name], generator=generator, dtype=torch.float64)
             total = sums.slot(name).total
             assert total.low.shape == (shapes[name].numel(),) and not total.low.any()
             mine[name] += part
