@@ -137,6 +137,10 @@ class Grid:
             )
         return cls(bits, "int64", rows)
 
+    def layout_of(self, count: int) -> Layout:
+        """Of the sum of a parameter of so many numbers."""
+        return "int64" if self.bits > 0 and count <= SHORT else self.layout
+
     def unit(self, bound: float) -> "Unit | None":
         """h and the largest entry at C = `bound`, exactly; None where sums are fp64, or whole numbers as they come."""
         if self.bits == 0:
@@ -149,6 +153,11 @@ class Grid:
 def _largest_entry(bits: int) -> int:
     """In units, of one example's contribution with its rounding, and of what clamping in fp32 may be off by."""
     return (1 << bits) + (1 << bits >> 9) + 2
+
+
+def num_bytes(count: int, layout: Layout) -> int:
+    """Of a sum, with what is left free so that the next one is aligned."""
+    return -(-count // 32) * 32 * (6 if layout == "int32+int16" else 8)
 
 
 @dataclass(frozen=True)
@@ -174,18 +183,15 @@ class Total:
     @classmethod
     def zeros(cls, counts: Sequence[int], layout: Layout, unit: Unit | None, device: torch.device) -> "list[Total]":
         """Of several parameters, in one allocation, which is free again when all of them are."""
-        is_split = layout == "int32+int16"
         kind = torch.float64 if layout == "float64" else torch.int64
-        places = [-(-count // 32) * 32 for count in counts]  # of aligned numbers
-        memory = torch.zeros(sum(places) * (6 if is_split else 8), dtype=torch.uint8, device=device)
-        totals, start = [], 0
-        for count, place in zip(counts, places, strict=True):
-            if is_split:
-                low, high = memory[start : start + 6 * place].split([4 * place, 2 * place])
+        sizes, totals = [num_bytes(count, layout) for count in counts], []
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        for count, place in zip(counts, memory.split(sizes), strict=True):
+            if layout == "int32+int16":
+                low, high = place.split([len(place) // 3 * 2, len(place) // 3])
                 totals.append(cls(low.view(torch.int32)[:count], high.view(torch.int16)[:count], unit))
             else:
-                totals.append(cls(memory[start : start + 8 * place].view(kind)[:count], None, unit))
-            start += place * (6 if is_split else 8)
+                totals.append(cls(place.view(kind)[:count], None, unit))
         return totals
 
     def joined(self) -> "Total":
@@ -395,7 +401,7 @@ class LocalSums:
         (What it takes from its heap stays in pieces: a sum of 6 bytes leaves no room for a gradient of 8.)
         """
         names = [name for name in self._shapes if name not in self._totals]
-        short = [name for name in names if self.unit is not None and self._shapes[name].numel() <= SHORT]
+        short = [name for name in names if self._grid.layout_of(self._shapes[name].numel()) != self._grid.layout]
         blocks, count = [short], BLOCK_COORDINATES
         for name in names:
             if name not in short:

@@ -140,9 +140,8 @@ class ClippedSum:
         ends = itertools.accumulate(self._numel[name] for name in by_size)
         self._small = {name for name, end in zip(by_size, ends, strict=True) if end <= WRITTEN_ENTRIES}
         self._names, self._dtype, self._device = list(parameters), wide_dtype(first.dtype), device or first.device
-        grid = self._grid(cap, rows) if has_noise and max_grad_norm < math.inf else Grid()
-        self.accumulator = accumulator({name: shapes[name] for name in parameters}, grid, self._device)
-        self._layout = grid
+        self.grid = self._grid(cap, rows) if has_noise and max_grad_norm < math.inf else Grid()
+        self.accumulator = accumulator({name: shapes[name] for name in parameters}, self.grid, self._device)
         self._make_function = function
         self.adaptive = adaptive
         self.max_grad_norm = max_grad_norm
@@ -166,6 +165,11 @@ class ClippedSum:
                 f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may underflow, and "
                 f"{NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; not {value}"
             )
+        if (value < math.inf) != (getattr(self, "_max_grad_norm", value) < math.inf):
+            raise PrivacyConfigError(
+                "max_grad_norm cannot become finite or infinite later, since sums without a bound are kept in another way: make "
+                "another ClippedSum"
+            )
         self._max_grad_norm = value
         self._function = self._make_function(self._names, value)
 
@@ -183,11 +187,15 @@ class ClippedSum:
         """Everything that a step with this sum releases, the sum itself first, with its noise.
 
         Raises:
-            PrivacyConfigError: noise for a sum that is not clipped.
+            PrivacyConfigError: noise for a sum that is not clipped, or was made for none.
         """
         if noise_multiplier > 0 and self.sensitivity == math.inf:
             raise PrivacyConfigError(
                 "no noise hides an example whose gradient is not clipped: give a finite max_grad_norm"
+            )
+        if noise_multiplier > 0 and self.grid.layout == "float64":
+            raise PrivacyConfigError(
+                "sums that were made without noise round by more than the noise hides: give ClippedSum has_noise=True"
             )
         return step_releases(noise_multiplier, self.sensitivity, self.adaptive)
 
@@ -200,7 +208,7 @@ class ClippedSum:
     def zero_(self) -> None:
         """Starts a new logical batch."""
         self._differs = torch.empty(0, dtype=torch.bool)
-        self.accumulator.zero_(self._layout.unit(self.sensitivity))
+        self.accumulator.zero_(self.grid.unit(self.sensitivity))
 
     def require_repeated(self) -> None:
         """Call it before anything of this logical batch is released; `sums` does.
