@@ -25,7 +25,7 @@ def test_flops_against_non_private_training(name: str, bookkeeping: float, two_p
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [pytest.param("vit_s_16", 9.0, marks=pytest.mark.full), ("dpcap_large", 4.0)]
+    ("name", "most"), [pytest.param("vit_s_16", 11.0, marks=pytest.mark.full), ("dpcap_large", 4.0)]
 )
 def test_launches_against_non_private_training(name: str, most: float) -> None:
     """On CPU most are strips of Gram matrices, which are one kernel on CUDA, the way that dpcap_large is counted.
