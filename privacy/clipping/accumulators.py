@@ -68,7 +68,7 @@ NARROW = 32
 PRODUCT_ENTRIES = 1 << 22
 """Entries of a matrix product that wait in fp32 to be added to a total: 16 MiB."""
 PIECE_ENTRIES = (1 << 18, 1 << 24)
-"""Entries that are rounded and added at a time: on CPU what its caches hold, on CUDA what makes launches rare."""
+"""Entries that are rounded and added at a time: on CPU what its caches hold, elsewhere what makes launches rare."""
 SHORT = 1 << 14
 """The most numbers of a parameter that takes 8 bytes each in any layout, and is added together with others of its kind."""
 BLOCK_COORDINATES = 1 << 23
@@ -200,7 +200,7 @@ class Total:
 
     def add(self, values: Tensor, num_examples: int, first: int = 0) -> None:
         """Adds a contribution of `num_examples` examples, flat, fp32 or fp64, from entry `first` on; it is written over."""
-        for some in blocks(len(values), PIECE_ENTRIES[values.is_cuda]):
+        for some in blocks(len(values), PIECE_ENTRIES[values.device.type != "cpu"]):
             low, high = self._whole(values[some], num_examples)
             place = slice(first + some.start, first + some.stop)
             self.low[place].add_(low)
@@ -235,7 +235,7 @@ class Total:
         if self.high is None:
             return
         if self._waiting == 3:
-            for some in blocks(len(self.low), PIECE_ENTRIES[self.low.is_cuda]):
+            for some in blocks(len(self.low), PIECE_ENTRIES[self.low.device.type != "cpu"]):
                 carry = (
                     (self.low[some] >> 29).add_(1).bitwise_right_shift_(1)
                 )  # floor((low + 2^29) / 2^30), without overflow

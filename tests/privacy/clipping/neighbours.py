@@ -227,7 +227,7 @@ def draw_values(of: Construction, rng: random.Random) -> Tensor:
     generator = torch.Generator().manual_seed(rng.getrandbits(63))
     x, count = of.before, of.before + 1 + of.after
     values = torch.zeros(count, of.tokens, LANES, dtype=torch.float64)
-    magnitude = rng.randint(-40, 40)
+    magnitude = rng.randint(-40, 40) // 2  # C stays in its range
     for lane in range(LANES):
         g_NT = values[:, :, lane]
         k = rng.choice([rng.randint(0, x.bit_length() - 1), x.bit_length() - 1])
