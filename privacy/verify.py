@@ -820,7 +820,12 @@ def check_plan(folder: Folder) -> str:
     if not folder.has("config.toml"):
         raise Undecided("config.toml is missing: only the ledger itself says what was asked for")
     try:
-        config = tomllib.loads(read_file(folder.path / "config.toml", 1 << 18).decode())
+        text = read_file(folder.path / "config.toml", 1 << 18).decode()
+        # Outside of strings, since a list of shards is long; tomllib takes memory by the square of the dots of a key.
+        dots = max(re.sub(r'"[^"]*"|\'[^\']*\'', "", line).count(".") for line in text.split("\n"))
+        if dots > 100:
+            raise ValueError("a key of more than 100 parts")
+        config = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"config.toml is no TOML: {shown(error)}") from error
     tables = {name: config.get(name, {}) for name in ("privacy", "train", "data", "init")}
@@ -985,7 +990,13 @@ def leaves(tree: Any, place: str = "") -> dict[str, Any]:
         parts = [(f"{place}[{count}]", value) for count, value in enumerate(tree)]
     else:
         return {place: tree}
-    return {inner: leaf for name, value in parts for inner, leaf in leaves(value, name).items()}
+    found: dict[str, Any] = {}
+    for name, value in parts:
+        inner = leaves(value, name)
+        # A key with a dot, or an empty one, could give a forged field the place of an honest one, which then hides it.
+        require(bool(name) and not found.keys() & inner.keys(), f"two fields of the card stand for {shown(name)!r}")
+        found |= inner
+    return found
 
 
 def compare(what: str, stated: Any, expected: Any, place: str) -> str:
@@ -1119,7 +1130,8 @@ def check_metrics(folder: Folder) -> str:
                 require(stood, f"{where} shows {shown(charged)} charges, as the ledger never stood after step {step}")
             if charged is not None and claim is not None:
                 require(not plan.reasons, f"{where} states an epsilon, and nothing is claimed")
-                require(type(claim) in (int, float), f"{where} states epsilon {shown(claim)}")
+                is_number = type(claim) in (int, float) and not math.isnan(claim)  # NaN would hide a smaller one
+                require(is_number, f"{where} states epsilon {shown(claim)}")
                 claims[charged] = min(claim, claims.get(charged, claim))
     counts, true = sorted(claims), 0.0
     chosen = {*counts[:: -(-len(counts) // MOST_COUNTS) or 1], *counts[-1:]}  # of very many counts, some are recomputed

@@ -95,6 +95,21 @@ def card_says(place: str, value: Any) -> Callable[[Path], None]:
     return edit
 
 
+def card_hides(value: float, key: str, *places: str) -> Callable[[Path], None]:
+    """States another epsilon, and keeps the honest one under a key that reads like its place."""
+
+    def edit(folder: Path) -> None:
+        card = json.loads((folder / "report/privacy_card.json").read_text())
+        inner = card
+        for place in places:
+            inner = inner[place]
+        honest, inner["epsilon"] = inner["epsilon"], value
+        card[key] = {"epsilon": honest} if key == "" else honest
+        (folder / "report/privacy_card.json").write_text(json.dumps(card))
+
+    return edit
+
+
 def text_of(place: str, before: str, after: str) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         text = (folder / place).read_text()
@@ -154,6 +169,8 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "card: examples": (card_says("unit_of_privacy.num_examples", 2000.001), 5, "the card's unit_of_privacy.num_examples"),
     "card: other words": (card_says("warnings", ["none"]), 0, ""),
     "card: a number twice": (text_of("report/privacy_card.json", "{", '{"epsilon": 0.01,'), 5, "stands twice"),
+    "card: an empty key": (card_hides(1e-6, ""), 5, "two fields of the card"),
+    "card: a key with a dot": (card_hides(1e-6, "accounting.epsilon", "accounting"), 5, "two fields of the card"),
     "manifest": (text_of(f"{CHECKPOINT}/manifest.json", '"random"', '"imported"'), 5, NOT_RECORDED),
     "manifest of step 0": (of_step_0(False), 5, "is of step 0"),
     "manifest of step 0, renamed": (of_step_0(True), 5, NOT_RECORDED),
@@ -172,6 +189,12 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "metrics: no charges": (metrics_say('{"step": 0, "privacy/epsilon": 0.0}'), 5, "shows None charges"),
     "metrics: words": (metrics_say(ENTRY.replace("0.01", '"0.01 (one person)"') + "}"), 5, "states epsilon 0.01 (one"),
     "metrics: a loss that is no number": (metrics_say('{"step": 4, "heldout/loss": NaN}'), 0, ""),
+    "metrics: NaN hides an epsilon": (
+        metrics_say(ENTRY + "}", ENTRY.replace("0.01", "NaN") + "}"), 5, "states epsilon nan",
+    ),
+    "config: a key of many parts": (
+        lambda folder: (folder / "config.toml").write_text("a" + ".a" * 60_000 + " = 1"), 2, "more than 100 parts",
+    ),
     "metrics: no entry": (metrics_end("epsilon is 0.01\n"), 5, "neither an entry nor the beginning"),
     "metrics: a mark before it": (metrics_end("\ufeff" + ENTRY + "}\n"), 5, "neither an entry nor the beginning"),
     "metrics: torn too often": (metrics_end('{"step"\n' * 2), 5, "no restart of the ledger explains it"),
