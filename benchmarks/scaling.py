@@ -33,6 +33,7 @@ from models.config import captioner_config
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import Release
+from privacy.step.batches import most_rows
 from privacy.step.noise_variance import NoiseVariance
 from privacy.step.step import Mechanism, train_step
 from trainer.config.machine import load_machine_settings
@@ -90,6 +91,7 @@ def build(device: torch.device, name: str) -> tuple[Mechanism, list[Batch]]:
     clipped = plan.clipped_sum(
         engine.module,
         shapes=engine.shapes,
+        rows=most_rows(plan, MICRO_BATCH),
         device=engine.device,
         self_check=False,
     )

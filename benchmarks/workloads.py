@@ -102,11 +102,11 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
 
         return baseline
     if mode in OURS:
-        # C = 1; the lattice is that of the DP-Cap point.
+        # C = 1; the lattice and the number of rows are those of the DP-Cap point, on 128 ranks.
         clipped = (
             CertifiedSum(model, Lattice.of(1.0, 1_319_879, 0.728), self_check=False)
             if mode == "certified"
-            else ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
+            else ClippedSum(model, 1.0, mode=mode, cap=1_319_879, rows=10_400, self_check=False)  # type: ignore[arg-type]
         )
         is_padding_B = torch.zeros(workload.batch_size, dtype=torch.bool, device=device)
 

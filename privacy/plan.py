@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .clipping.accumulators import Accumulator
+    from .clipping.accumulators import MakeAccumulator
     from .clipping.clipped_sum import ClippedSum, Mode
     from .noise import NoiseSource
-
-    MakeAccumulator = Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator]
 
 ADJACENCY = "zero_out"
 
@@ -108,6 +106,7 @@ class PrivacyPlan(PlanChoices):
         shapes: Mapping[str, torch.Size] | None = None,
         mode: Mode = "bookkeeping",
         accumulator: MakeAccumulator | None = None,
+        rows: int | None = None,
         device: torch.device | None = None,
         self_check: bool = True,
     ) -> ClippedSum:
@@ -134,7 +133,7 @@ class PrivacyPlan(PlanChoices):
         bound = self.max_grad_norm if self.enabled else math.inf
         return ClippedSum(
             model, bound, shapes=shapes, mode=mode, function=function, accumulator=sums, adaptive=self.adaptive_clipping,
-            device=device, self_check=self_check,
+            cap=self.max_batch_size, rows=rows, has_noise=self.noise_multiplier > 0, device=device, self_check=self_check,
         )  # fmt: skip
 
     def noise(self) -> NoiseSource:

@@ -1,22 +1,34 @@
-"""Where the clipped sum of a logical batch gathers, parameter by parameter, so that rounding keeps within contract 4.
+"""Where the clipped sum of a logical batch gathers: in whole numbers, so that additions neither round nor have an order.
 
-Rounding is a part of the sensitivity: an example x that is zeroed out changes every partial sum that follows it, and so may
-change how all later additions round. Write u for the unit roundoff and C for the bound of one example's contribution. The
-partial sum of m examples is a vector no longer than m C, one rounding of it moves it by at most u m C, and with x and without
-it the two roundings differ by at most twice that. So all roundings together move the difference of the two sums by at most
+Whatever a micro-batch contributes to one coordinate is rounded **once**, to a whole multiple of a public step h = 2^-f, and whole
+numbers are added. So one example x can change the rounding of its own micro-batch's contribution and of nothing else. Write P_k
+for that contribution with x and P'_k for the one without it, d for the number of coordinates: rounding is off by h / 2 at most on
+either side, and for the sums
 
-    2 u C (sum over the additions that x comes before, of the number of examples behind the partial sum),
+    |S - S'|  <=  |P_k - P'_k| + sqrt(d) h,      sqrt(d) h <= 2^-13 C, an eighth of SENSITIVITY_SLACK r.
 
-whatever all other examples are. SENSITIVITY_SLACK r is spent half on norms (norms.py), and here on two rules:
+The sum is a function of the multiset of contributions: which rank adds them, and in which order, changes no bit. (Another world
+size makes other micro-batches, hence other contributions: those sums agree to rounding.) What the bound needs, and where it is:
 
-* **fp32 sums are short.** Results of matrix products, and gradients that are written out in their place, are added up
-  in fp32 over at most n = EXAMPLES_PER_SUM examples, then in fp64. With a rounding for every example the difference is at most
-  2 u C (1 + ... + n), about n^2 u C = 2.4e-4 C, below r/4. Only the one fp32 sum that x belongs to counts: all others have the
-  same bits without it. A parameter that several calls contribute to has no window, and shorter sums (`Slot.of_uses`). Padding
-  counts as examples, so when a sum ends depends on public sizes alone.
-* **Everything else is fp64.** Embedding rows, biases, norm layers and raw parameters, where values of examples are added one
-  after the other, never meet in fp32. With A additions into a total of N examples the difference is at most 2^-53 A N C,
-  which `require_resolution` keeps below 2^-13 C, an eighth of r: a million examples one by one, more in larger micro-batches.
+* *One rounding a coordinate.* All contributions of a micro-batch to one parameter that share examples (several calls, a tied
+  table) meet in fp64 first (`Total.joined`); rounded apart, c of them would cost c sqrt(d) h. Products of different examples
+  meet in fp64 too (`Slot.add_product`), never in fp32, which saves passes over the total.
+* *Clamping*: an addend of n examples is no larger than n C (1 + r), and is clamped to it before it becomes an integer; NaN
+  becomes zero (`Total.add`). Clamping moves no two numbers apart. Calls may cancel (norms.MOST_CANCELLED), so it acts on
+  their sum and never on one of them.
+* *Range*: rows times the largest entry stays within the layout (`Grid.layout`), so no sum wraps, in any order of additions.
+* *f is public*: it follows from d, C and the cap by whole numbers alone (`Grid`), never by a logarithm of a maths library,
+  so that hosts cannot disagree. privacy/step/reduction.py compares it between ranks before it adds.
+
+|P_k - P'_k| is C and the rounding inside of one micro-batch, which whole numbers do not touch. Write u for the unit roundoff of
+fp32. The partial sum of m examples is no longer than m C, one rounding moves it by at most u m C, and with x and without it the
+two roundings differ by at most twice that:
+
+* **fp32 sums are short.** A matrix product, or a sum of gradients written out in its place, is over at most n = EXAMPLES_PER_SUM
+  examples, padding included. With a rounding for every example that is 2 u C (1 + ... + n), about n^2 u C = 2.4e-4 C, below r/4.
+  A parameter that several calls contribute to has shorter sums (`Slot.of_uses`).
+* **Everything else is fp64**: embedding rows, biases, norm layers, raw parameters, and what meets before it is rounded. That adds
+  2^-53 n^2 C for the n examples of a micro-batch.
 
 A rounding for every example is a theorem for written-out gradients, and for products over one token. Products with few rows or
 columns (NARROW) are added up token by token by some kernels: there n is so small that n^2 T u C is within the same bound. For
@@ -26,22 +38,25 @@ terms. (Kernels on CPU add blocks of some hundred terms, each of which starts at
 a time.) The search in tests/privacy/clipping/neighbours.py supports it; docs/guarantee.md states it.
 
 All this compares x with zeros in its place, and privacy/sampling/rows.py makes that suffice: members stand in random rows of a
-fixed number, so that all others stand alike whether x is drawn or not. Were the rows behind x to close up instead, every product
-would round anew, by n u C / 2 for each of up to a million examples at worst: no useful bound, whatever n is.
+fixed number, so that all others stand alike whether x is drawn or not. Were the rows behind x to close up instead, other
+micro-batches would form, whose products all round anew: no useful bound.
 
-Sharded sums (privacy/step/sharded_sums.py) keep the same two rules. They have no windows, so that an fp32 sum ends with its
-product, and the reduction over ranks is one more addition in fp64.
+Where C is infinite or no noise is added, nothing is promised and small gradients matter: there sums are plain fp64.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import PrivacyConfigError
+from ..releases import SENSITIVITY_SLACK
 from .precision import has_fp32_products_of_bf16
 
 EXAMPLES_PER_SUM = 64
@@ -51,38 +66,215 @@ EXAMPLES_PER_PART = 1024
 NARROW = 32
 """Products with fewer rows or columns are added up token by token: MKL does so below 4 rows, and below 12 columns."""
 PRODUCT_ENTRIES = 1 << 22
-"""Entries of a matrix product that wait in fp32 to be added to an fp64 total: 16 MiB."""
+"""Entries of a matrix product that wait in fp32 to be added to a total: 16 MiB."""
+PIECE_ENTRIES = (1 << 18, 1 << 24)
+"""Entries that are rounded and added at a time: on CPU what its caches hold, elsewhere what makes launches rare."""
+SHORT = 1 << 14
+"""The most numbers of a parameter that takes 8 bytes each in any layout, and is added together with others of its kind."""
+BLOCK_COORDINATES = 1 << 23
+"""Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (trainer/run/allocator.py)."""
+LARGEST_SPLIT = (2**15 - 4) * 2**30
+"""The largest sum of absolute values that int32 and an int16 for carries hold; 4 are for what waits to be carried."""
+LARGEST_INT64 = 1 << 62
+UNDECLARED_CAP = 1 << 20
+"""Examples of a logical batch for which there is room where nobody says how many there are."""
+
+Layout = Literal["float64", "int64", "int32+int16"]
 
 
-class Slot(NamedTuple):
-    """Where one parameter's contributions are added.
+@dataclass(frozen=True)
+class Grid:
+    """The step h = 2^-f of a run's sums, and how they are stored.
+
+    With C = m 2^e and m in [1/2, 1), f = bits - e: an entry of one example's contribution is at most C (1 + r) 2^f, below
+    2^bits (1 + r) whatever C is, so that `bits` and the layout stay where C moves (adaptive clipping).
 
     Attributes:
-        total: fp64, of the parameter's shape.
-        window: fp32, for products of at most EXAMPLES_PER_SUM examples of several micro-batches; None where the products
-            of this micro-batch go straight to `total`.
+        bits: from the number of coordinates and the cap, so it is the same on any number of ranks; 0 without a grid.
+        layout: 6 bytes a coordinate where this rank's rows fit, else 8.
+        rows: examples, padding included, that this rank may add in one logical batch; None without a grid.
+    """
+
+    bits: int = 0
+    layout: Layout = "float64"
+    rows: int | None = None
+
+    @classmethod
+    def of(cls, num_coordinates: int, dtype: torch.dtype, cap: int | None = None, rows: int | None = None) -> "Grid":
+        """The finest step for which sums fit into 6 bytes, or the coarsest that the bound allows, in as many bytes as it takes.
+
+        Args:
+            dtype: of gradients; those of fp64 models deserve a finer step than 6 bytes hold.
+            cap: the most examples of a logical batch on all ranks together; None gives room for UNDECLARED_CAP.
+            rows: see the attribute; by default twice the cap, which leaves room for padding.
+
+        Raises:
+            PrivacyConfigError: no layout has room for so many rows of so many coordinates.
+        """
+        # sqrt(d) h <= 2^-13 C also for the smallest C of its binade: d 4^13 <= 4^(bits - 1).
+        least = next(bits for bits in itertools.count(1) if num_coordinates * 4**13 <= 4 ** (bits - 1))
+        most = cap or UNDECLARED_CAP
+        rows = rows or 2 * most
+
+        def fits(num_rows: int, bits: int, limit: int) -> bool:
+            return num_rows * _largest_entry(bits) <= limit
+
+        is_fine = cap is None or dtype == torch.float64
+        limit, room = LARGEST_SPLIT, most
+        if is_fine:
+            limit, room = (
+                LARGEST_INT64,
+                max(most, UNDECLARED_CAP),
+            )  # where a micro-batch may hold far more rows than the cap
+        # The cap decides and not this rank's rows, so that the step is the same on any number of ranks. Four times the cap: the
+        # twofold rows that callers ask for then fit with the padding of a last micro-batch.
+        bits = max(least, next((bits for bits in range(61, 0, -1) if fits(4 * room, bits, limit)), 0))
+        if not is_fine and fits(rows, bits, LARGEST_SPLIT):
+            return cls(bits, "int32+int16", rows)
+        if not fits(max(rows, 2 * most), bits, LARGEST_INT64):
+            raise PrivacyConfigError(
+                f"sums of {num_coordinates:,} coordinates over {most:,} examples pass 64 bits: use a smaller batch"
+            )
+        return cls(bits, "int64", rows)
+
+    def layout_of(self, count: int) -> Layout:
+        """Of the sum of a parameter of so many numbers."""
+        return "int64" if self.bits > 0 and count <= SHORT else self.layout
+
+    def unit(self, bound: float) -> "Unit | None":
+        """h and the largest entry at C = `bound`, exactly; None where sums are fp64, or whole numbers as they come."""
+        if self.bits == 0:
+            return None
+        exponent = self.bits - math.frexp(bound)[1]
+        largest = Fraction(bound) * Fraction(2) ** exponent * (1 + Fraction(SENSITIVITY_SLACK))
+        return Unit(exponent, math.ceil(largest))
+
+
+def _largest_entry(bits: int) -> int:
+    """In units, of one example's contribution with its rounding, and of what clamping in fp32 may be off by."""
+    return (1 << bits) + (1 << bits >> 9) + 2
+
+
+def num_bytes(count: int, layout: Layout) -> int:
+    """Of a sum, with what is left free so that the next one is aligned."""
+    return -(-count // 32) * 32 * (6 if layout == "int32+int16" else 8)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Whole numbers stand for multiples of 2^-exponent; no entry of one example's contribution is above `largest`."""
+
+    exponent: int
+    largest: int
+
+
+class Total:
+    """The sum of one parameter.
+
+    Attributes:
+        low: fp64, int64 or int32, flat. With `high`, an int16, the sum is low + 2^30 high.
+        unit: how numbers become whole; None adds them as they are.
+    """
+
+    def __init__(self, low: Tensor, high: Tensor | None = None, unit: Unit | None = None) -> None:
+        self.low, self.high, self.unit = low, high, unit
+        self._waiting = 0  # additions since `low` was within [-2^29, 2^29)
+
+    @classmethod
+    def zeros(cls, counts: Sequence[int], layout: Layout, unit: Unit | None, device: torch.device) -> "list[Total]":
+        """Of several parameters, in one allocation, which is free again when all of them are."""
+        kind = torch.float64 if layout == "float64" else torch.int64
+        sizes, totals = [num_bytes(count, layout) for count in counts], []
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        for count, place in zip(counts, memory.split(sizes), strict=True):
+            if layout == "int32+int16":
+                low, high = place.split([len(place) // 3 * 2, len(place) // 3])
+                totals.append(cls(low.view(torch.int32)[:count], high.view(torch.int16)[:count], unit))
+            else:
+                totals.append(cls(place.view(kind)[:count], None, unit))
+        return totals
+
+    def joined(self) -> "Total":
+        """fp64 of the same size, in which contributions that share examples meet; hand its `low` to `add` afterwards."""
+        return Total(torch.zeros_like(self.low, dtype=torch.float64))
+
+    def add(self, values: Tensor, num_examples: int, first: int = 0) -> None:
+        """Adds a contribution of `num_examples` examples, flat, fp32 or fp64, from entry `first` on; it is written over."""
+        for some in blocks(len(values), PIECE_ENTRIES[values.device.type != "cpu"]):
+            low, high = self._whole(values[some], num_examples)
+            place = slice(first + some.start, first + some.stop)
+            self.low[place].add_(low)
+            if self.high is not None and high is not None:
+                self.high[place].add_(high)
+
+    def add_rows(self, ids_N: Tensor, values_Np: Tensor, num_examples: int) -> None:
+        """Adds rows of a table, fp64, of which none but zeros comes twice."""
+        low_Np, high_Np = self._whole(values_Np, num_examples)
+        width = values_Np.shape[1]
+        self.low.view(-1, width).index_add_(0, ids_N, low_Np)
+        if self.high is not None and high_Np is not None:
+            self.high.view(-1, width).index_add_(0, ids_N, high_Np)
+
+    def _whole(self, x: Tensor, num_examples: int) -> tuple[Tensor, Tensor | None]:
+        """(low, high) with x = low + 2^30 high, whole, |low| <= 2^29; `high` where it may be other than zero."""
+        if self.unit is None:
+            return x, None
+        # Clamped first: what no int32 holds would become any number. Both powers of two are exact.
+        most = num_examples * self.unit.largest
+        x.mul_(2.0**self.unit.exponent).nan_to_num_(0.0, most, -most).clamp_(-most, most).round_()
+        if self.high is None:
+            return x.to(torch.int64), None
+        if most < 2**29:
+            return x.to(torch.int32), None
+        high = (x * 2.0**-30).round_()
+        x.sub_(high, alpha=2.0**30)  # exact: a multiple of x's last place, and no longer than it
+        return x.to(torch.int32), high.to(torch.int16)
+
+    def make_room(self) -> None:
+        """Called before every coordinate gets one more addend: three of 2^29 fit on top of what a carry leaves."""
+        if self.high is None:
+            return
+        if self._waiting == 3:
+            for some in blocks(len(self.low), PIECE_ENTRIES[self.low.device.type != "cpu"]):
+                carry = (
+                    (self.low[some] >> 29).add_(1).bitwise_right_shift_(1)
+                )  # floor((low + 2^29) / 2^30), without overflow
+                self.high[some].add_(carry.to(torch.int16))
+                self.low[some].sub_(carry.bitwise_left_shift_(30))
+            self._waiting = 0
+        self._waiting += 1
+
+    def read(self, some: slice) -> Tensor:
+        """These entries of the sum: int64 in units, or fp64 where there is no unit."""
+        if self.high is None:
+            return self.low[some]
+        return self.high[some].to(torch.int64).bitwise_left_shift_(30).add_(self.low[some])
+
+
+def add_together(totals: Sequence[Total], values: Sequence[Tensor], num_examples: int) -> None:
+    """As `Total.add` on each, by few operations for all of them: for parameters of few numbers, of which a model has hundreds."""
+    low, _ = totals[0]._whole(torch.cat(list(values)), num_examples)
+    torch._foreach_add_([total.low for total in totals], list(low.split([len(x) for x in values])))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter's contributions to a micro-batch are added.
+
+    Attributes:
         examples: the most examples, padding included, in one fp32 sum.
     """
 
-    total: Tensor
-    window: Tensor | None = None
+    total: Total
     examples: int = EXAMPLES_PER_SUM
 
     def of_uses(self, count: int) -> "Slot":
-        """The slot of a parameter that `count` calls contribute to, each by a product of its own, and none by a window.
+        """A slot for `count` calls that contribute to one parameter, each by products of its own, to be joined.
 
         Parts of one example that do not cancel are C / sqrt(count) long on average. With count products of n / sqrt(count)
         examples the roundings are within the bound of one product of n.
         """
-        return self._replace(examples=max(1, math.isqrt(self.examples**2 // count)))
-
-    def matrix(self) -> "Slot":
-        """(first dimension, all others); a vector stays one."""
-        if self.total.dim() <= 1:
-            return self
-        shape = (self.total.shape[0], -1)
-        window = None if self.window is None else self.window.view(shape)
-        return self._replace(total=self.total.view(shape), window=window)
+        return replace(self, total=self.total.joined(), examples=max(1, math.isqrt(self.examples**2 // count)))
 
     def add_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice = slice(None)) -> None:
         """The given rows (p, d) of the matrix += sum_{b,t} g_bt (x) a_bt, with no more than `examples` of them in one fp32 sum.
@@ -90,53 +282,38 @@ class Slot(NamedTuple):
         Args:
             g_BTp, a_BTd: of one dtype. Products of bf16 come in fp32.
         """
-        if min(g_BTp.shape[2], a_BTd.shape[2]) < NARROW:
-            self._add_narrow_product(g_BTp, a_BTd, rows)
-            return
-        for g, a in zip(g_BTp.split(self.examples), a_BTd.split(self.examples), strict=True):
-            x_pN, y_Nd = g.flatten(0, 1).t(), a.flatten(0, 1)
-            on_matrix_units = g.dtype == torch.bfloat16 and has_fp32_products_of_bf16(g.device)
-            if self.window is not None:  # the micro-batch has so few examples that there is one product
-                window_pd = self.window[rows]
-                if on_matrix_units:
-                    torch.addmm(window_pd, x_pN, y_Nd, out_dtype=torch.float32, out=window_pd)
-                else:
-                    window_pd.addmm_(x_pN.to(window_pd.dtype), y_Nd.to(window_pd.dtype))
-                continue
-            total_pd, wide = self.total[rows], torch.promote_types(g.dtype, torch.float32)
-            p = len(x_pN)
-            count = -(-p // max(NARROW, PRODUCT_ENTRIES // y_Nd.shape[1]))
-            for some in (
-                slice(p * i // count, p * (i + 1) // count) for i in range(count)
-            ):  # about equal: none is narrow
-                if on_matrix_units:
-                    product_pd = torch.mm(x_pN[some], y_Nd, out_dtype=torch.float32)
-                else:
-                    product_pd = torch.mm(x_pN[some].to(wide), y_Nd.to(wide))
-                total_pd[some].add_(product_pd)  # `+=` would copy the rows to themselves
-
-    def _add_narrow_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice) -> None:
-        """Any order of additions: with n^2 T <= examples^2, a rounding for every token is within the same bound."""
-        size = max(1, math.isqrt(self.examples**2 // max(1, g_BTp.shape[1])))
+        size, p, d = self.examples, g_BTp.shape[2], a_BTd.shape[2]
+        if min(p, d) < NARROW:
+            # Any order of additions: with n^2 T <= examples^2, a rounding for every token is within the same bound.
+            size = max(1, math.isqrt(self.examples**2 // max(1, g_BTp.shape[1])))
+        on_matrix_units = (
+            g_BTp.dtype == torch.bfloat16 and has_fp32_products_of_bf16(g_BTp.device) and min(p, d) >= NARROW
+        )
         wide = torch.promote_types(g_BTp.dtype, torch.float32)
-        total_pd = self.total[rows]
-        for some in blocks(len(g_BTp), EXAMPLES_PER_SUM):
-            parts = zip(g_BTp[some].to(wide).split(size), a_BTd[some].to(wide).split(size), strict=True)
-            products = (torch.mm(g.flatten(0, 1).t(), a.flatten(0, 1)).double() for g, a in parts)
-            total_pd += functools.reduce(Tensor.add_, products)
+        count = max(1, p // max(NARROW, PRODUCT_ENTRIES // d))
+        for some in (slice(p * i // count, p * (i + 1) // count) for i in range(count)):  # about equal: none is narrow
+            parts = zip(g_BTp[:, :, some].split(size), a_BTd.split(size), strict=True)
+            products = (_product(g, a, wide, on_matrix_units) for g, a in parts)
+            product_pd = next(products)
+            if len(g_BTp) > size:
+                product_pd = functools.reduce(Tensor.add_, products, product_pd.double())
+            self.total.add(product_pd.view(-1), len(g_BTp), ((rows.start or 0) + some.start) * d)
 
     def add_matrices(self, grad_Bn: Tensor, weight_B: Tensor) -> None:
         """The parameter, flattened, += sum_b weight_b grad_b, for as many numbers as matrices have: as in `add_product`."""
-        for grad, weight in zip(grad_Bn.split(self.examples), weight_B.split(self.examples), strict=True):
-            if self.window is not None:
-                self.window.view(-1).addmv_(grad.t(), weight)
-            else:
-                self.total.view(-1).add_(torch.mv(grad.t(), weight))
+        parts = zip(grad_Bn.split(self.examples), weight_B.split(self.examples), strict=True)
+        sums = (torch.mv(grad.t(), weight) for grad, weight in parts)
+        sum_n = next(sums)
+        if len(grad_Bn) > self.examples:
+            sum_n = functools.reduce(Tensor.add_, sums, sum_n.double())
+        self.total.add(sum_n, len(grad_Bn))
 
 
-def total_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What totals are in: int64 for multiples of a lattice (privacy/lattice.py), which do not round, and else fp64."""
-    return torch.int64 if dtype == torch.int64 else torch.float64
+def _product(g_BTp: Tensor, a_BTd: Tensor, wide: torch.dtype, on_matrix_units: bool) -> Tensor:
+    x_pN, y_Nd = g_BTp.flatten(0, 1).t(), a_BTd.flatten(0, 1)
+    if on_matrix_units:
+        return torch.mm(x_pN, y_Nd, out_dtype=torch.float32)
+    return torch.mm(x_pN.to(wide), y_Nd.to(wide))
 
 
 def blocks(length: int, size: int) -> Iterator[slice]:
@@ -144,39 +321,32 @@ def blocks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def require_resolution(num_additions: int, num_rows: int) -> None:
-    """Refuses a logical batch for whose fp64 totals the second rule of the module docstring does not hold.
-
-    Args:
-        num_additions: into one total, one for every EXAMPLES_PER_SUM examples of a micro-batch or fewer.
-        num_rows: examples behind the total, padding included.
-
-    Raises:
-        PrivacyConfigError: the batch is too large.
-    """
-    if num_additions * num_rows > 1 << 40:
-        raise PrivacyConfigError(
-            f"a logical batch of {num_rows:,} rows is added up in {num_additions:,} parts, which is more than fp64 sums take "
-            "within the stated rounding; use a larger train.micro_batch_size or a smaller batch"
-        )
-
-
 class Accumulator(Protocol):
-    """Takes one micro-batch after the other: `start`, then `slot` and `filled` for each parameter, then `finish`."""
+    """Takes one micro-batch after the other: `start`, then `slot` and `filled` for each parameter, then `finish`.
+
+    Attributes:
+        leaves_process: whether values that depend on gradients leave the process before the logical batch is complete: then
+            its intent comes first (contract 9).
+        unit: that of the sums; None for fp64.
+    """
 
     leaves_process: bool
-    """Whether values that depend on gradients leave the process before the logical batch is complete (contract 9)."""
+    unit: Unit | None
 
-    def zero_(self) -> None:
+    def zero_(self, unit: Unit | None) -> None:
         """Starts a new logical batch."""
         ...
 
     def start(self, num_rows: int) -> None:
-        """A micro-batch of `num_rows` examples begins, padding included. Raises as `require_resolution` does."""
+        """A micro-batch of `num_rows` examples begins, padding included.
+
+        Raises:
+            PrivacyConfigError: more rows than there is room for.
+        """
         ...
 
-    def slot(self, name: str, *, of_products: bool) -> Slot:
-        """Where this micro-batch's contribution is to be added; `of_products` if the slot's `add_...` will be called."""
+    def slot(self, name: str) -> Slot:
+        """Where this micro-batch's contribution is to be added."""
         ...
 
     def filled(self, name: str) -> None:
@@ -188,51 +358,66 @@ class Accumulator(Protocol):
         ...
 
 
-class LocalSums:
-    """Whole sums in this process: fp64 totals, and for products of small micro-batches fp32 windows that are emptied into them.
+MakeAccumulator = Callable[[Mapping[str, torch.Size], Grid, torch.device], Accumulator]
 
-    A window saves memory traffic: an fp64 total of every weight at each micro-batch of 8 costs 1.5 % of a step. Windows are
-    made when they are needed and live no longer than the logical batch. Micro-batches of more than half of EXAMPLES_PER_SUM
-    examples need none, and fp64 models neither.
-    """
+
+class RowCount:
+    """Counts what one logical batch adds."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._most, self._count = grid.rows, 0
+
+    def add(self, num_rows: int) -> None:
+        self._count += num_rows
+        if self._most is not None and self._count > self._most:
+            raise PrivacyConfigError(
+                f"a logical batch of {self._count:,} rows passes the {self._most:,} for which its sums have room: say how many "
+                "there may be (cap, rows)"
+            )
+
+
+class LocalSums:
+    """Whole sums in this process. They are made when they are needed, and go as they are read (`take`)."""
 
     leaves_process = False
 
-    def __init__(
-        self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device, *, windows: bool = True
-    ) -> None:
-        kind = total_dtype(dtype)
-        self._totals = {n: torch.zeros(shape, dtype=kind, device=device) for n, shape in shapes.items()}
-        self._rounds = kind.is_floating_point
-        self._windows: dict[str, Tensor] = {}
-        self._may_have_windows = windows and dtype == torch.float32
-        self.zero_()
+    def __init__(self, shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> None:
+        self._shapes, self._grid, self.device = dict(shapes), grid, device
+        self.sum_dtype = torch.float64 if grid.layout == "float64" else torch.int64
+        self.unit: Unit | None = None
+        self.zero_(None)
 
-    def zero_(self) -> None:
-        self._rows = self._additions = self._rows_in_windows = 0
-        self._has_windows = False
-        self._windows = {}
-        for total in self._totals.values():
-            total.zero_()
+    def zero_(self, unit: Unit | None) -> None:
+        self.unit, self._rows = unit, RowCount(self._grid)
+        self._totals: dict[str, Total] = {}
 
     def start(self, num_rows: int) -> None:
-        self._rows += num_rows
-        self._additions += -(-num_rows // EXAMPLES_PER_SUM)
-        if self._rounds:
-            require_resolution(self._additions, self._rows)
-        self._has_windows = 2 * num_rows <= EXAMPLES_PER_SUM and self._may_have_windows
-        if self._has_windows:
-            if self._rows_in_windows + num_rows > EXAMPLES_PER_SUM:
-                self._empty_windows()
-            self._rows_in_windows += num_rows
+        self._rows.add(num_rows)
+        self._make()
 
-    def slot(self, name: str, *, of_products: bool) -> Slot:
-        total = self._totals[name]
-        if not (of_products and self._has_windows):
-            return Slot(total)
-        if name not in self._windows:
-            self._windows[name] = torch.zeros_like(total, dtype=torch.float32)
-        return Slot(total, self._windows[name])
+    def _make(self) -> None:
+        """All that is not there, in blocks that malloc takes from the system and gives back one by one as sums are taken.
+
+        (What it takes from its heap stays in pieces: a sum of 6 bytes leaves no room for a gradient of 8.)
+        """
+        names = [name for name in self._shapes if name not in self._totals]
+        short = [name for name in names if self._grid.layout_of(self._shapes[name].numel()) != self._grid.layout]
+        blocks, count = [short], BLOCK_COORDINATES
+        for name in names:
+            if name not in short:
+                if count >= BLOCK_COORDINATES:
+                    blocks.append([])
+                    count = 0
+                blocks[-1].append(name)
+                count += self._shapes[name].numel()
+        for block in blocks:
+            layout = "int64" if block is short else self._grid.layout
+            counts = [self._shapes[name].numel() for name in block]
+            self._totals |= zip(block, Total.zeros(counts, layout, self.unit, self.device), strict=True)
+
+    def slot(self, name: str) -> Slot:
+        self._totals[name].make_room()
+        return Slot(self._totals[name])
 
     def filled(self, name: str) -> None:
         pass
@@ -240,14 +425,24 @@ class LocalSums:
     def finish(self) -> None:
         pass
 
-    def _empty_windows(self) -> None:
-        for name, window in self._windows.items():
-            self._totals[name] += window
-            window.zero_()
-        self._rows_in_windows = 0
+    @property
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def take(self, name: str) -> Total:
+        """The sum of a parameter, which is no longer kept here; once a logical batch."""
+        if not self._totals:  # nothing was added
+            self._make()
+        return self._totals.pop(name)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, sum in fp64; in int64 for certified arithmetic)."""
-        self._empty_windows()
-        self._windows = {}
-        yield from self._totals.items()
+        """(parameter name, sum in fp64; in int64 for certified arithmetic); this keeps its own."""
+        self._make()
+        for name in self._shapes:
+            total = self._totals[name]
+            yield name, real(total.read(slice(None)), self.unit).view(self._shapes[name])
+
+
+def real(values: Tensor, unit: Unit | None) -> Tensor:
+    """What multiples of the unit stand for, in fp64; others are as they are."""
+    return values if unit is None else values.double().mul_(2.0**-unit.exponent)

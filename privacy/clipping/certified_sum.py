@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
 from ..lattice import Lattice
-from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
+from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator
 from .checked import NotTaken, must_take, require_passed
 from .clipped_sum import ClippedSum, Parts, by_parameter
 from .contributions import in_full
@@ -70,7 +70,7 @@ class CertifiedSum(ClippedSum):
         *,
         shapes: Mapping[str, torch.Size] | None = None,
         function: Callable[[list[str], float], ClippingFunction] = flat,
-        accumulator: Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator] = LocalSums,
+        accumulator: MakeAccumulator = LocalSums,
         device: torch.device | None = None,
         self_check: bool = True,
     ):
@@ -81,10 +81,14 @@ class CertifiedSum(ClippedSum):
             shapes=shapes,
             mode="certified",
             function=function,
-            accumulator=lambda shapes, dtype, device: accumulator(shapes, torch.int64, device),
+            accumulator=accumulator,
             device=device,
             self_check=self_check,
         )
+
+    def _grid(self, cap: int | None, rows: int | None) -> Grid:
+        """Whole numbers come as such, with room for them by the choice of the lattice."""
+        return Grid(layout="int64")
 
     def _set_bound(self, value: float) -> None:
         if value != self.lattice.bound:
@@ -116,8 +120,8 @@ class CertifiedSum(ClippedSum):
                 self.accumulator.start(size)
                 vectors = self.vectors(task, {name: x[rows] for name, x in inputs.items()}, is_padding_B[rows])
                 for name in list(vectors.k):  # as the backward found them
-                    slot = self.accumulator.slot(name, of_products=False)
-                    add_contributions(slot.total.view(-1), vectors.k.pop(name), vectors.multiplier_B)
+                    slot = self.accumulator.slot(name)
+                    add_contributions(slot.total.low, vectors.k.pop(name), vectors.multiplier_B)
                     self.accumulator.filled(name)
                 self.accumulator.finish()
                 parts.append(vectors.stats)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
-from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums, Slot
+from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, add_together
 from .checked import require_passed, trained
 from .compiled import compiled_weights
 from .contributions import Contribution, in_full, is_short, may_cancel
@@ -80,7 +80,10 @@ class ClippedSum:
         shapes: full parameter shapes by name, where the model holds them in shards.
         mode: see the module docstring; may be set between micro-batches.
         function: how a norm becomes a factor, and over which parameters; flat clipping with constant C by default.
-        accumulator: made from (shapes, dtype, device); takes the sums.
+        accumulator: made from (shapes, grid, device); takes the sums.
+        cap: the most examples of a logical batch on all ranks, and `rows`, padding included, on this one: sums then take 6 bytes
+            a coordinate where that many fit, else 8. Without them there is room for a million.
+        has_noise: without it sums are fp64, and keep gradients far below C.
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
         device: where the model computes, if its parameters wait elsewhere.
         self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
@@ -100,7 +103,10 @@ class ClippedSum:
         shapes: Mapping[str, torch.Size] | None = None,
         mode: Mode = "bookkeeping",
         function: Callable[[list[str], float], ClippingFunction] = flat,
-        accumulator: Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator] = LocalSums,
+        accumulator: MakeAccumulator = LocalSums,
+        cap: int | None = None,
+        rows: int | None = None,
+        has_noise: bool = True,
         adaptive: AdaptiveClipping | None = None,
         device: torch.device | None = None,
         self_check: bool = True,
@@ -134,10 +140,14 @@ class ClippedSum:
         ends = itertools.accumulate(self._numel[name] for name in by_size)
         self._small = {name for name, end in zip(by_size, ends, strict=True) if end <= WRITTEN_ENTRIES}
         self._names, self._dtype, self._device = list(parameters), wide_dtype(first.dtype), device or first.device
-        self.accumulator = accumulator({name: shapes[name] for name in parameters}, self._dtype, self._device)
+        self.grid = self._grid(cap, rows) if has_noise and max_grad_norm < math.inf else Grid()
+        self.accumulator = accumulator({name: shapes[name] for name in parameters}, self.grid, self._device)
         self._make_function = function
         self.adaptive = adaptive
-        self._set_bound(max_grad_norm)
+        self.max_grad_norm = max_grad_norm
+
+    def _grid(self, cap: int | None, rows: int | None) -> Grid:
+        return Grid.of(sum(self._numel.values()), self._dtype, cap, rows)
 
     @property
     def max_grad_norm(self) -> float:
@@ -154,6 +164,11 @@ class ClippedSum:
             raise PrivacyConfigError(
                 f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may underflow, and "
                 f"{NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; not {value}"
+            )
+        if (value < math.inf) != (getattr(self, "_max_grad_norm", value) < math.inf):
+            raise PrivacyConfigError(
+                "max_grad_norm cannot become finite or infinite later, since sums without a bound are kept in another way: make "
+                "another ClippedSum"
             )
         self._max_grad_norm = value
         self._function = self._make_function(self._names, value)
@@ -172,11 +187,15 @@ class ClippedSum:
         """Everything that a step with this sum releases, the sum itself first, with its noise.
 
         Raises:
-            PrivacyConfigError: noise for a sum that is not clipped.
+            PrivacyConfigError: noise for a sum that is not clipped, or was made for none.
         """
         if noise_multiplier > 0 and self.sensitivity == math.inf:
             raise PrivacyConfigError(
                 "no noise hides an example whose gradient is not clipped: give a finite max_grad_norm"
+            )
+        if noise_multiplier > 0 and self.grid.layout == "float64":
+            raise PrivacyConfigError(
+                "sums that were made without noise round by more than the noise hides: give ClippedSum has_noise=True"
             )
         return step_releases(noise_multiplier, self.sensitivity, self.adaptive)
 
@@ -189,7 +208,7 @@ class ClippedSum:
     def zero_(self) -> None:
         """Starts a new logical batch."""
         self._differs = torch.empty(0, dtype=torch.bool)
-        self.accumulator.zero_()
+        self.accumulator.zero_(self.grid.unit(self.sensitivity))
 
     def require_repeated(self) -> None:
         """Call it before anything of this logical batch is released; `sums` does.
@@ -256,11 +275,11 @@ class ClippedSum:
             factors = self._factors(tallies, passed.loss_B, is_padding_B)
             short = self._short_sums(kept, tallies, factors)
             if not self.leaves_process:  # else buckets are filled in their order
-                self._add_at_once(short)
+                self._add_together(short, len(is_padding_B))
                 kept = {name: parts for name, parts in kept.items() if name not in short}
             for name in list(kept):  # the last layer first, as two_pass does; what has been summed makes room
                 if name in short:
-                    self._add_at_once({name: short.pop(name)})
+                    self._add_together({name: short.pop(name)}, len(is_padding_B))
                 else:
                     self._accumulate(name, kept.pop(name), factors)
             return factors.stats(passed.loss_B, is_padding_B)
@@ -350,26 +369,27 @@ class ClippedSum:
             if names:
                 joined = tally.joined if factors.blank_B is None else tally.joined.without(factors.blank_B)
                 total = torch.zeros(joined.grad_B.shape[1], dtype=torch.float64, device=self._device)
-                joined.add_weighted(weight_B, Slot(total))
+                joined.add_weighted(weight_B, Slot(Total(total)))
                 lengths = [x.grad_B[0].numel() for x in tally.short]
                 sums |= zip(names, total.split(lengths), strict=True)
         return sums
 
-    def _add_at_once(self, sums: Mapping[str, Tensor]) -> None:
-        totals = [self.accumulator.slot(name, of_products=False).total.view(-1) for name in sums]
-        if totals:
-            torch._foreach_add_(totals, list(sums.values()))
+    def _add_together(self, sums: Mapping[str, Tensor], num_examples: int) -> None:
+        if sums:
+            totals = [self.accumulator.slot(name).total for name in sums]
+            add_together(totals, list(sums.values()), num_examples)
         for name in sums:
             self.accumulator.filled(name)
 
     def _accumulate(self, name: str, parts: Parts, factors: Factors) -> None:
-        is_alone = len(parts) == 1
-        slot = self.accumulator.slot(name, of_products=is_alone and parts[0].is_product).matrix()
-        if not is_alone:
-            slot = slot.of_uses(len(parts))
+        slot = self.accumulator.slot(name)
+        # Calls share examples, so what they contribute is added up before it is rounded (accumulators.py).
+        into = slot if len(parts) == 1 else slot.of_uses(len(parts))
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
-            (part.without(factors.blank_B) if factors.blank_B is not None else part).add_weighted(weight_B, slot)
+            (part.without(factors.blank_B) if factors.blank_B is not None else part).add_weighted(weight_B, into)
+        if into is not slot:
+            slot.total.add(into.total.low, len(weight_B))
         self.accumulator.filled(name)
 
 

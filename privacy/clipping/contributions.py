@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import triton_norm
-from .accumulators import EXAMPLES_PER_SUM, Slot, blocks
+from .accumulators import EXAMPLES_PER_SUM, SHORT, Slot, blocks
 from .precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
 
 WIDENED_ENTRIES = (1 << 18, 1 << 24)
@@ -58,7 +58,7 @@ class OuterProducts:
 
     @property
     def sum_terms(self) -> int:
-        """Number of products behind one entry of an fp32 sum, those of a window's other micro-batches included."""
+        """Number of products behind one entry of an fp32 sum."""
         return EXAMPLES_PER_SUM * self.a_BTd.shape[1]
 
     def settled(self) -> "OuterProducts | Dense":
@@ -141,7 +141,9 @@ class Rows:
             place_N = is_new_N.cumsum(0) - 1
             # Zeros behind the last different id, for row 0.
             sums_Np = torch.zeros_like(g_Np).index_add_(0, place_N, g_Np)
-            slot.total.index_add_(0, torch.zeros_like(ids_N).scatter_(0, place_N, ids_N), sums_Np)
+            if some.start > 0:  # the slot has room for one addend, and a row may be in every block
+                slot.total.make_room()
+            slot.total.add_rows(torch.zeros_like(ids_N).scatter_(0, place_N, ids_N), sums_Np, some.stop - some.start)
 
     def without(self, excluded_B: Tensor) -> "Rows":
         return Rows(self.ids_BT, blanked(self.g_BTp, excluded_B))
@@ -185,7 +187,7 @@ class Dense:
             return
         entries = WIDENED_ENTRIES[grad_Bn.device.type == "cuda"]
         for some in blocks(grad_Bn.shape[1], max(1, entries // len(grad_Bn))):
-            slot.total.view(-1)[some].add_(torch.mv(grad_Bn[:, some].double().t(), wide_B))
+            slot.total.add(torch.mv(grad_Bn[:, some].double().t(), wide_B), len(grad_Bn), some.start)
 
     def without(self, excluded_B: Tensor) -> "Dense":
         return Dense(blanked(self.grad_B, excluded_B), self.is_product)
@@ -254,10 +256,6 @@ def owned(part: Contribution, *borrowed: Tensor | None) -> Contribution:
         if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in places
     }
     return replace(part, **copies)  # type: ignore[arg-type]  # each kind has tensors of its own
-
-
-SHORT = 1 << 14
-"""The most numbers of a gradient that is joined with others of its kind, rather than gone through by itself."""
 
 
 def is_short(parts: Sequence[Contribution]) -> bool:

@@ -27,6 +27,7 @@ from ..plan_request import PlanRequest
 from ..run.ledger import Opening, RunLedger, open_ledger
 from ..run.run import Parts, Stored
 from ..step import collectives
+from ..step.batches import most_rows
 from ..step.engine import to_device
 from ..step.folder import RunFolder
 from ..step.neighbours import require_neighbours_apart
@@ -194,7 +195,8 @@ class OwnStart:
 
     def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
         engine, name, optimizer = self.engine, self.folder.root.resolve().name, self.optimizer
-        clipped = plan.clipped_sum(self.model, shapes=engine.shapes, device=engine.device)
+        rows = most_rows(plan, self.reader.micro_batch_size)
+        clipped = plan.clipped_sum(self.model, shapes=engine.shapes, rows=rows, device=engine.device)
         self.undone.callback(clipped.detach)
         text = config_toml(
             name, self.request, micro_batch_size=self.reader.micro_batch_size, optimizer=type(optimizer).__name__,

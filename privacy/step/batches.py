@@ -5,10 +5,12 @@ that members do not depend on the number of ranks (contract 1). They stand in ra
 (privacy/sampling/rows.py). Pulling a plan is a collective.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +19,38 @@ from numpy.typing import NDArray
 
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Decided, Ids, Sampler, example_keys, slice_bounds
-from ..sampling.rows import Share, deal, most_of_share, shares_of_nodes
+from ..sampling.rows import deal, most_of_share, shares_of_nodes
 from . import collectives
+
+if TYPE_CHECKING:
+    from ..plan import PrivacyPlan
 
 
 def num_micro_batches(count: int, world_size: int, size: int) -> int:
     """How many micro-batches of `size` every rank runs for a logical batch of `count` examples; at least one."""
     return max(1, math.ceil(math.ceil(count / world_size) / size))
+
+
+def most_micro_batches(
+    sampler: Sampler, world_size: int, size: int, nodes: Sequence[int] = (), expected_batch_size: int = 0
+) -> int:
+    """How many micro-batches every rank runs for a batch of as many examples as there may be; see `LogicalBatches`."""
+    most = sampler.num_examples if sampler.cap is None else sampler.cap
+    count = num_micro_batches(most, world_size, size)
+    for share in shares_of_nodes(nodes, sampler.num_examples) if nodes else ():
+        # In the turn of the group that has most examples in the share; i belongs to group i modulo `bands`.
+        here = -(-(share.stop - share.start) // sampler.bands)
+        expected = sampler.bands * here * expected_batch_size / sampler.num_examples
+        count = max(count, num_micro_batches(min(most_of_share(expected), most), len(share.ranks), size))
+    return count
+
+
+def most_rows(plan: PrivacyPlan, micro_batch_size: int, nodes: Sequence[int] = ()) -> int:
+    """Rows of one rank for which its sums need room in one logical batch: twice what a step runs, since checks run some too."""
+    count = most_micro_batches(
+        plan.sampler, collectives.world_size(), micro_batch_size, nodes, plan.expected_batch_size
+    )
+    return 2 * count * micro_batch_size
 
 
 class Dealt(NamedTuple):
@@ -83,24 +110,20 @@ class LogicalBatches:
         coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
         start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
         members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
-        most = self.sampler.num_examples if self.sampler.cap is None else self.sampler.cap
-        count = num_micro_batches(most if self.pads_to_cap else len(members), world_size, self.micro_batch_size)
-        shares = shares_of_nodes(self.nodes, self.sampler.num_examples) if self.nodes else []
-        for share in shares:
-            here = most_of_share(self._most_expected(share))
-            if not self.pads_to_cap:
+        size, shares = self.micro_batch_size, []
+        if self.nodes:
+            shares = shares_of_nodes(self.nodes, self.sampler.num_examples)
+        if self.pads_to_cap:
+            count = most_micro_batches(self.sampler, world_size, size, self.nodes, self.expected_batch_size)
+        else:
+            count = num_micro_batches(len(members), world_size, size)
+            for share in shares:
                 here = int(np.diff(np.searchsorted(members, (share.start, share.stop)))[0])
-            count = max(count, num_micro_batches(min(here, most), len(share.ranks), self.micro_batch_size))
+                count = max(count, num_micro_batches(here, len(share.ranks), size))
         row_key = self.key.row_key(self.nonce, attempt)
         ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, rank, shares)
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
         return Dealt(step, ids, keys, count, rows, self.sampler.group)
-
-    def _most_expected(self, share: Share) -> float:
-        """Expected members of a share in the turn of the group of examples that has most in it: the same for every step."""
-        bands = self.sampler.bands
-        group = -(-(share.stop - share.start) // bands)  # i belongs to group i modulo `bands`
-        return bands * group * self.expected_batch_size / self.sampler.num_examples
 
 
 def _gather(mine: Decided) -> list[Decided]:

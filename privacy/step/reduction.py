@@ -1,54 +1,86 @@
-"""Clipped sums of all ranks -> the owner of each coordinate, in fp64.
+"""Clipped sums of all ranks -> the owner of each coordinate.
 
 With local accumulation (the default) this is one reduction per logical batch: each rank packs its sums in the order of the
-owners' buffers, and a reduce-scatter gives every owner the total of just its coordinates, in chunks that bound the memory.
+owners' buffers, and a reduce-scatter gives every owner the total of just its coordinates. All of it goes chunk by chunk, in
+whole numbers, and a sum is freed once all of it is packed: so a rank that owns everything never holds sums and gradient both.
 With sharded accumulation the sums are complete already and only move to the owners (`sharded_sums.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..clipping import ClippedSum
+from ..clipping.accumulators import LocalSums, Total
+from ..errors import PrivacyStateRefused
 from . import collectives
-from .engine import GradShard, Piece, ShardLayout, split
+from .engine import GradShard, Piece, ShardLayout
 from .sharded_sums import ShardedSums
 
-PACKED_COORDINATES = 1 << 25
-"""Size of the packing buffer over all ranks: 256 MiB of fp64."""
+PACKED_COORDINATES = 1 << 24
+"""Size of the packing buffer over all ranks: 128 MiB."""
 
 
 def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard]:
-    """This rank's shards of the sums over all ranks, in its layout's order, as views of one buffer.
+    """This rank's shards of the sums over all ranks, in its layout's order: fp64, and int64 for certified arithmetic.
 
-    fp64, and int64 for certified arithmetic.
+    The sums are no longer in `clipped` afterwards. Collective.
     """
-    if isinstance(clipped.accumulator, ShardedSums):
-        return clipped.accumulator.to_owners(layout)
-    sums = {name: total.view(-1) for name, total in clipped.sums()}
+    clipped.require_repeated()
+    sums, unit = clipped.accumulator, clipped.accumulator.unit
+    exponent = 0.0 if unit is None else float(unit.exponent)
+    first, second = collectives.all_reduce_sum(torch.tensor([exponent, exponent**2], dtype=torch.float64)).tolist()
+    if first**2 != second * collectives.world_size():  # equal if and only if all exponents are, and known to all ranks
+        raise PrivacyStateRefused(
+            "ranks add clipped sums in different units: their bounds C differ; start again from a checkpoint"
+        )
+    if isinstance(sums, ShardedSums):
+        return sums.to_owners(layout)
+    assert isinstance(sums, LocalSums)
     world_size, rank = collectives.world_size(), collectives.rank()
     counts = [layout.count(r) for r in range(world_size)]
-    first = next(iter(sums.values()))
-    owned = torch.empty(max(counts), dtype=first.dtype, device=first.device)
-    chunk = max(1, PACKED_COORDINATES // world_size)
+    left = {
+        name: sum(p.length for r in range(world_size) for p in layout.owned_by(r) if p.name == name)
+        for name in sums.names
+    }
+    waiting: dict[str, Total] = {}
+    shards = [GradShard(p.name, p.offset, torch.empty(0, device=sums.device)) for p in layout.owned_by(rank)]
+    chunk = max(1, PACKED_COORDINATES // max(world_size, 4))
     for start in range(0, max(counts), chunk):
-        stop = min(start + chunk, max(counts))
-        rows = torch.zeros(world_size, stop - start, dtype=first.dtype, device=first.device)
+        size = min(start + chunk, max(counts)) - start
+        rows = torch.zeros(world_size, size, dtype=sums.sum_dtype, device=sums.device)
         for r in range(world_size):
-            _pack(rows[r], sums, layout.owned_by(r), start, stop)
-        collectives.reduce_scatter_sum(owned[start:stop], rows)
-    return split(owned, layout.owned_by(rank))
+            for _, piece, some, place in _parts(layout.owned_by(r), start, start + size):
+                if piece.name not in waiting:
+                    waiting[piece.name] = sums.take(piece.name)
+                rows[r, place] = waiting[piece.name].read(some)
+                left[piece.name] -= some.stop - some.start
+                if left[piece.name] == 0:
+                    del waiting[piece.name]
+        mine = rows.new_empty(size)
+        collectives.reduce_scatter_sum(mine, rows)
+        del rows
+        for number, piece, some, place in _parts(layout.owned_by(rank), start, start + size):
+            if some.start == piece.offset:  # one tensor a piece, made when its turn comes
+                values = torch.empty(
+                    piece.length, dtype=mine.dtype if unit is None else torch.float64, device=mine.device
+                )
+                shards[number] = shards[number]._replace(values=values)
+            part = shards[number].values[some.start - piece.offset : some.stop - piece.offset].copy_(mine[place])
+            if unit is not None:
+                part.mul_(2.0**-unit.exponent)
+    return shards
 
 
-def _pack(row: Tensor, sums: Mapping[str, Tensor], pieces: tuple[Piece, ...], start: int, stop: int) -> None:
-    """row = coordinates start..stop of the owner's buffer."""
+def _parts(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[tuple[int, Piece, slice, slice]]:
+    """Pieces with coordinates start..stop of the owner's buffer: (number, piece, part of the parameter, place behind start)."""
     position = 0
-    for piece in pieces:
+    for number, piece in enumerate(pieces):
         a, b = max(position, start), min(position + piece.length, stop)
         if a < b:
-            source = piece.offset + a - position
-            row[a - start : b - start] = sums[piece.name][source : source + b - a]
+            offset = piece.offset - position
+            yield number, piece, slice(offset + a, offset + b), slice(a - start, b - start)
         position += piece.length
 
 

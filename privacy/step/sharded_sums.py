@@ -6,13 +6,11 @@ equal part of every bucket and adds up the micro-batches there. After the last m
 coordinates, who may be others: an optimizer's shards follow their own rules.
 
 Memory: 8 bytes for each of a rank's 1/world_size of the coordinates, and 8 bytes per coordinate of one bucket (of the largest
-parameter, if that is larger), in place of 8 to 12 bytes for every coordinate of the model. Traffic: one fp64 reduce-scatter of
-the model for every micro-batch, and one exchange of a rank's part for every logical batch.
+parameter, if that is larger), in place of 6 or 8 bytes for every coordinate of the model. Traffic: one reduce-scatter of the
+model, 8 bytes a coordinate, for every micro-batch, and one exchange of a rank's part for every logical batch.
 
-Precision (contracts 4 and 6). Certified arithmetic sums in int64, and nothing rounds. Else buckets are fp64, and so are the sum
-over ranks and the sum over micro-batches on the rank that keeps it. A matrix product is fp32, over a few examples, as
-`privacy.clipping.accumulators` has it; its fp32 windows over several micro-batches have no place here, where a bucket is
-complete after each.
+Each rank rounds before anything leaves it, and whole numbers travel and are added (contracts 4 and 6); without a grid all of it
+is fp64.
 
 Every rank issues the same collectives in the same order, whatever its examples are: buckets are reduced strictly one after the
 other, and those that a micro-batch leaves incomplete (parameters without a gradient) when it ends. Nothing depends on data.
@@ -27,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..clipping.accumulators import EXAMPLES_PER_SUM, Slot, require_resolution, total_dtype
+from ..clipping.accumulators import Grid, RowCount, Slot, Total, Unit, real
 from . import collectives
 from .engine import GradShard, Piece, ShardLayout, split
 
@@ -64,11 +62,12 @@ class ShardedSums:
     def __init__(
         self,
         shapes: Mapping[str, torch.Size],
-        dtype: torch.dtype,
+        grid: Grid,
         device: torch.device,
         bucket_coordinates: int = BUCKET_COORDINATES,
     ) -> None:
-        self._device, self._dtype = device, total_dtype(dtype)
+        self._device, self._grid = device, grid
+        self._dtype = torch.float64 if grid.layout == "float64" else torch.int64
         self._world_size = collectives.world_size()
         self._buckets = [
             _Bucket({name: shapes[name] for name in names}, self._world_size)
@@ -77,27 +76,25 @@ class ShardedSums:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.shapes}
         self._kept: list[Tensor] = []
         self._next = 0
-        self.zero_()
+        self.unit: Unit | None = None
+        self.zero_(None)
 
-    def zero_(self) -> None:
-        self._rows = self._additions = 0
+    def zero_(self, unit: Unit | None) -> None:
+        self.unit, self._rows = unit, RowCount(self._grid)
         self._kept = [torch.zeros(b.part, dtype=self._dtype, device=self._device) for b in self._buckets]
 
     def start(self, num_rows: int) -> None:
-        self._rows += num_rows * self._world_size
-        self._additions += -(-num_rows // EXAMPLES_PER_SUM)
-        if self._dtype.is_floating_point:
-            require_resolution(self._additions, self._rows)
+        self._rows.add(num_rows)
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting, bucket.sums = set(bucket.shapes), None
 
-    def slot(self, name: str, *, of_products: bool) -> Slot:
+    def slot(self, name: str) -> Slot:
         bucket = self._bucket_of[name]
         if bucket.sums is None:
             bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self._dtype, device=self._device)
         start, shape = bucket.starts[name], bucket.shapes[name]
-        return Slot(bucket.sums[start : start + shape.numel()].view(shape))
+        return Slot(Total(bucket.sums[start : start + shape.numel()], unit=self.unit))
 
     def filled(self, name: str) -> None:
         self._bucket_of[name].waiting.discard(name)
@@ -119,9 +116,13 @@ class ShardedSums:
         self._next += 1
 
     def to_owners(self, layout: ShardLayout) -> list[GradShard]:
-        """The complete sums, moved to the ranks that own the coordinates; what was kept of them here is freed."""
+        """The complete sums, moved to the ranks that own the coordinates; what was kept of them here is freed.
+
+        In fp64; in int64 where there is no unit, in certified arithmetic.
+        """
         rank = collectives.rank()
-        owned = torch.empty(layout.count(rank), dtype=self._dtype, device=self._device)
+        kind = self._dtype if self.unit is None else torch.float64
+        owned = torch.empty(layout.count(rank), dtype=kind, device=self._device)
         places = [_Places(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
             mine = list(bucket.pieces(rank))
@@ -138,7 +139,7 @@ class ShardedSums:
             position = 0
             for span in itertools.chain.from_iterable(incoming):
                 length = span.stop - span.start
-                owned[span] = received[position : position + length]
+                owned[span] = real(received[position : position + length], self.unit)
                 position += length
         return split(owned, layout.owned_by(rank))
 

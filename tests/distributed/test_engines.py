@@ -214,7 +214,7 @@ def rank_three_steps(device: torch.device, counts: tuple[int, ...]) -> dict[tupl
     found = {}
     for name, stage in ENGINES:
         engine = build(device, name, stage)
-        clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes, self_check=False)
+        clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes, has_noise=False, self_check=False)
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         for step in (1, 2, 3):
             train_step(run, step, iter(micro_batches(pairs(), counts)))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import LocalSums
+from privacy.clipping.accumulators import Grid, LocalSums
 from privacy.step.engine import split
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
@@ -31,6 +31,7 @@ CASES = [
     ("fsdp", "zero3"),
     ("fairscale", "zero1_bf16"),
 ]
+CAP = 1000
 Found = dict[str, Any]
 
 
@@ -45,13 +46,16 @@ def on_rank(device: torch.device) -> list[Found]:
 def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> Found:
     """What this rank holds and sends, without a micro-batch: that depends on shapes alone."""
     engine: Any = build_engine(name, fresh_captioner(), OPTIMIZER, settings(ds_config), device, 2)  # type: ignore[arg-type]
-    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, self_check=False)
+    clipped = ClippedSum(
+        engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, cap=CAP, rows=CAP, self_check=False
+    )
     sums: Any = clipped.accumulator
     distributed.traffic.reset()
-    sums.start(1)
-    sums.finish()
-    held = [*sums._totals.values()] if accumulator is LocalSums else sums._kept
-    found = {"sums": sum(t.nbytes for t in held), "sent_each": distributed.traffic.bytes.total()}
+    with MemoryTimeline() as held:
+        clipped.zero_()
+        sums.start(1)
+        sums.finish()
+    found = {"sums": held.live_bytes[-1], "sent_each": distributed.traffic.bytes.total()}
     distributed.traffic.reset()
     zeros = torch.zeros(engine.layout.count(distributed.rank()), dtype=torch.float64)
     dist.barrier()  # what is on its way has come to its end
@@ -113,9 +117,11 @@ def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumu
     engine, name = CASES[index]
     machine, world_size = settings(name), len(ranks)
     trainable = Trainable.of(fresh_captioner())
+    grid = Grid.of(trainable.count, torch.float32, CAP, CAP)
+    assert grid.layout == "int32+int16"
     memory = rank_memory(
         trainable, engine, machine, OPTIMIZER,  # type: ignore[arg-type]
-        accumulation=accumulation, world_size=world_size, on_cpu=True,
+        accumulation=accumulation, world_size=world_size, on_cpu=True, grid=grid,
     )  # fmt: skip
     real = [rank[2 * index + (accumulation == "sharded")] for rank in ranks]
     assert max(found["owned"] for found in real) == memory.owned

@@ -91,7 +91,7 @@ def test_the_sum_is_the_same(mode: str, way: str) -> None:
     assert list(expected) == [name for name, _ in model.named_parameters()]  # and the names are
     found = clipped_sum(model, mode, torch.float64)
     for name, values in expected.items():
-        torch.testing.assert_close(found[name], values, rtol=1e-12, atol=1e-15, msg=name)
+        torch.testing.assert_close(found[name], values, rtol=1e-10, atol=1e-11, msg=name)
 
 
 def peak(mode: str, way: str) -> int:

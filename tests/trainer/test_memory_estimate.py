@@ -89,6 +89,7 @@ def measure(width: int, depth: int, tokens: int, count: int) -> list[dict[str, A
                 total.add_micro_batch(model, inputs, torch.zeros(size, dtype=torch.bool))
 
             predicted = predict_peak(work, count)
+            total.zero_()  # else its sums were there before
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
             before = process_memory("VmRSS")

@@ -5,10 +5,10 @@ crash has torn the ledger's last line and damaged the newest checkpoint; the thi
 order_of_a_run.json; `RECORD_ORDER=1` writes it anew. Weights depend on a machine's kernels, so their bits are compared on a
 machine like the one that recorded them, and elsewhere the orders alone.
 
-Differences to the first record, of the program that opened and repeated in two places: none. Two things were not recorded and are
-new: the ledger of a new run is made after its last check, and a loop that was killed between its last checkpoint and its end is
-ended by the next start. Since ledgers are not signed any more, no order has a signature; its key took one of the fixed nonces,
-so the coins of the record, and with them the weights, are others.
+The record was made anew when sums became whole numbers: other roundings, other bits of weights. Its orders differ from those of
+the first record, of the program that opened and repeated in two places, by the signature of the ledger alone, which is gone. Two
+things were not recorded: the ledger of a new run is made after its last check, and a loop that was killed between its last
+checkpoint and its end is ended by the next start.
 """
 
 import contextlib

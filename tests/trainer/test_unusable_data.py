@@ -142,6 +142,19 @@ def test_a_step_without_a_usable_gradient_is_said(
     assert lines[0].startswith("warning: step 2 was noise alone: all its ")
 
 
+@pytest.mark.parametrize("bound", ["1.0", "1e7"])
+def test_a_bound_far_above_all_gradients_is_said_once_and_never_published(
+    bound: str, tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard(tmp_path / "mine.tar", 40, 0)
+    few = ["train.num_steps=2", "privacy.expected_batch_size=20", "heldout.num_captions=0"]
+    assert start(*few, f"privacy.max_grad_norm={bound}") == 0
+    out = capsys.readouterr().out
+    assert out.count("give a much smaller privacy.max_grad_norm") == (bound == "1e7")
+    public = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and "private" not in p.parts]
+    assert not [p.name for p in public if b"much smaller privacy" in p.read_bytes()]
+
+
 def test_held_out_data_are_looked_at_too(
     tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,11 +47,19 @@ from privacy.releases import SENSITIVITY_SLACK
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.step import collectives
-from privacy.step.batches import Dealt, LogicalBatches
+from privacy.step.batches import Dealt, LogicalBatches, most_rows
 from privacy.step.noise_variance import NoiseVariance
 from privacy.step.step import Mechanism, train_step
 from trainer.audit.tape import Tape, beside, flat
-from trainer.audit.task import AMPLITUDE, PARTIAL, UNREACHED, CanaryModel, make_canaries, sum_of_neighbours
+from trainer.audit.task import (
+    AMPLITUDE,
+    NEIGHBOUR_ROWS,
+    PARTIAL,
+    UNREACHED,
+    CanaryModel,
+    make_canaries,
+    sum_of_neighbours,
+)
 from trainer.config.machine import load_machine_settings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName, load_config
@@ -200,8 +208,11 @@ def run_sandbox(
     optimizer = OptimizerSection.model_construct(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)  # above any recipe's
     machine = load_machine_settings(settings.ds_config)
     engine = build_engine(settings.engine, model, optimizer, machine, device, MICRO_BATCH_SIZE)
-    clipped = plan.clipped_sum(engine.module, shapes=engine.shapes, mode=settings.clipping_mode, self_check=False)
-    neighbours = sum_of_neighbours(clipped, engine, plan.max_grad_norm)
+    make = partial(plan.clipped_sum, engine.module, shapes=engine.shapes, mode=settings.clipping_mode, self_check=False)
+    larger = make(rows=NEIGHBOUR_ROWS)
+    neighbours = sum_of_neighbours(larger, engine, plan.max_grad_norm)
+    larger.detach()
+    clipped = make(rows=most_rows(plan, MICRO_BATCH_SIZE))
 
     # A copy, since an engine may hand out views of what it updates in place.
     def weights() -> np.ndarray:

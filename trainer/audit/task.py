@@ -177,6 +177,10 @@ def make_canaries(num_single: int, max_grad_norm: float) -> Canaries:
     )
 
 
+NEIGHBOUR_ROWS = 1 << 15
+"""More than the examples of `sum_of_neighbours`."""
+
+
 def sum_of_neighbours(clipped: ClippedSum, engine: Engine, max_grad_norm: float) -> float:
     """L2 distance of this rank's sums of two neighbouring batches that round as differently as possible. Collective.
 

@@ -104,13 +104,17 @@ class ProgressLine:
             self._live.stop()
 
 
+FAR_BELOW = 1e-4
+"""Gradients of less than this part of C are below the step of the sums of a large model (privacy/clipping/accumulators.py)."""
+
+
 class StepReporter:
     """Writes on rank 0; the collective parts (held-out evaluation) run on all ranks."""
 
     def __init__(self, training: Training) -> None:
         self._training, self._run = training, training.run
         run = training.run
-        self._is_main = distributed.rank() == 0
+        self._is_main, self._has_warned = distributed.rank() == 0, False
         if self._is_main:
             self._public = PublicMetrics(run.folder.root)
             self._private = PrivateMetrics(run.folder.private)
@@ -146,6 +150,15 @@ class StepReporter:
             self._progress.say(
                 f"warning: step {step} was noise alone: all its {nonfinite + unusable} examples count as zero ({nonfinite} with "
                 f"gradients that are not finite, {unusable} that cannot be used); every such step is charged"
+            )
+        bound = record.public.get("privacy/clipping_bound")
+        plan, norm = self._run.plan, shown["train/mean_grad_norm"]
+        largest = plan.max_grad_norm if bound is None else bound.value
+        if plan.enabled and plan.noise_multiplier > 0 and 0 < norm < FAR_BELOW * largest and not self._has_warned:
+            self._has_warned = True
+            self._progress.say(
+                f"warning: gradients of step {step} are {norm:.1g} long on average and C is {largest:g}: they vanish in noise "
+                "and rounding; give a much smaller privacy.max_grad_norm"
             )
         console = {
             "eps": rounded_up(claim[0]) if claim is not None else "none (no formal guarantee)",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from privacy.clipping.accumulators import EXAMPLES_PER_PART
+from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, num_bytes
 from privacy.step.engine import repeated_blocks
 from privacy.step.reduction import PACKED_COORDINATES
 from privacy.step.sharded_sums import bucket_names
@@ -78,11 +78,11 @@ class RankMemory:
         moments: optimizer states.
         average: the moving average of the weights.
         noise_history: the past noise of correlated noise.
-        sums: clipped gradients, in fp64: whole sums, or this rank's part of them (sharded accumulation).
+        sums: clipped gradients: whole sums, or this rank's part of them (sharded accumulation).
         bucket: what sharded accumulation takes during a micro-batch.
         gathered: further weights that exist while a micro-batch runs.
         activations: highest point of a micro-batch, inputs included; the caller fills it in.
-        step: what reduction, noise and optimizer need at the end of a logical batch.
+        step: what reduction, noise and optimizer need at the end of a logical batch beyond what stays; sums go meanwhile.
         host: main memory for what is offloaded.
     """
 
@@ -126,13 +126,10 @@ class RankMemory:
         return int(USABLE * (total - there)) - self.on_top
 
 
-def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int) -> tuple[int, int]:
-    """(sums, bucket), see `RankMemory`: exactly what `LocalSums` and `ShardedSums` keep.
-
-    The fp32 windows of small micro-batches count as activations.
-    """
+def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int, grid: Grid) -> tuple[int, int]:
+    """(sums, bucket), see `RankMemory`: exactly what `LocalSums` and `ShardedSums` keep."""
     if accumulation == "local":
-        return FP64 * trainable.count, 0
+        return sum(num_bytes(size, grid.layout_of(size)) for size in trainable.sizes), 0
     sizes = [sum(trainable.shapes[name].numel() for name in names) for names in bucket_names(trainable.shapes)]
     parts = [-(-size // world_size) for size in sizes]
     # A bucket, and this rank's part of what it is reduced to.
@@ -147,6 +144,7 @@ def rank_memory(
     *,
     accumulation: str,
     world_size: int,
+    grid: Grid,
     average: bool = False,
     on_cpu: bool = False,
     bands: int = 1,
@@ -155,6 +153,7 @@ def rank_memory(
     """Everything but the activations, on the rank that has the most.
 
     Args:
+        grid: of the clipper.
         on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`trainer.ranks.distributed.reduce_scatter_sum`).
         bands: of correlated noise; the owner of a coordinate keeps its noise of the last `bands` - 1 steps.
         is_certified: at the end of a step whole numbers and the fp64 numbers that they become are there together.
@@ -188,7 +187,7 @@ def rank_memory(
             stepped = masters = sum(flat_partition(size, world_size) for size in sizes)
             weights, gathered = whole, 0
     compute = machine.compute_dtype.itemsize
-    sums, bucket = accumulator_bytes(trainable, accumulation, world_size)
+    sums, bucket = accumulator_bytes(trainable, accumulation, world_size, grid)
     keeps_gradients = engine == "deepspeed" and (machine.stage == 3 or machine.offload_optimizer)
     states = {
         "masters": FP32 * masters,
@@ -198,14 +197,15 @@ def rank_memory(
         "noise_history": FP64 * (bands - 1) * owned,
     }
     kept = compute * weights
-    # At the end of a logical batch: the reduction with its packing buffer, the noise of the longest piece, or the optimizer with
-    # an fp32 gradient and as much scratch memory.
+    # At the end of a logical batch: the reduction with its packing buffer, which frees sums as it makes the gradient; then, with
+    # the gradient alone, the noise of the longest piece, or the optimizer with an fp32 gradient and as much scratch memory.
     copies = 2 if on_cpu and world_size > 1 else 1
     packed = FP64 * copies * min(PACKED_COORDINATES, world_size * owned) if accumulation == "local" else 0
     noised = 3 * FP64 * max(piece.length for pieces in layout.pieces for piece in pieces)
     stepping = FP32 * (3 if engine == "deepspeed" else 2) * stepped
     if engine == "local":  # whole gradients are gathered and copied
         stepping = FP32 * (total + max(total, world_size * owned))
+    gradient = FP64 * owned * (2 if is_certified else 1)
     on_host = 0
     if machine.offload_optimizer or (engine == "fsdp" and machine.offload_param):
         on_host += sum(states.values())
@@ -222,7 +222,7 @@ def rank_memory(
         sums=sums,
         bucket=copies * bucket,
         gathered=compute * gathered,
-        step=FP64 * owned * (2 if is_certified else 1) + max(packed, noised, stepping),
+        step=max(max(sums, FP64 * owned) - sums + packed, gradient + max(noised, stepping) - sums),
         host=on_host,
     )
 

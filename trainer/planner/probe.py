@@ -9,7 +9,7 @@ bf16 tensors do not exist, so the peak is an upper bound there; scratch memory i
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
+from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
@@ -105,12 +105,18 @@ def _fused_attention(
     return out
 
 
+def _unlimited(shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> LocalSums:
+    """Whole sums for any number of rows: micro-batches of every size are tried."""
+    return LocalSums(shapes, replace(grid, rows=None), device)
+
+
 class Probe:
     """Asks a task's model what a micro-batch takes.
 
     Args:
         machine: compute dtype and activation checkpointing.
         plan: makes the clipper.
+        rows: of one rank in a logical batch, for which sums have room (`privacy.step.batches.most_rows`).
         weights_of_one_pass: the engine gathers weights for one pass only, so that two passes need two forwards.
     """
 
@@ -120,7 +126,7 @@ class Probe:
         machine: MachineSettings,
         plan: PrivacyPlan,
         *,
-        accumulation: str,
+        rows: int,
         weights_of_one_pass: bool,
     ) -> None:
         self.model = task.skeleton()
@@ -130,8 +136,8 @@ class Probe:
         self._module = task.skeleton().to(self._dtype)
         # `cpu_checkpointing` copies, which meta tensors cannot do: a block's inputs count as if they stayed.
         checkpoint_blocks(self._module, replace(machine, checkpoint_on_cpu=False))
-        accumulator = partial(LocalSums, windows=accumulation == "local")
-        self._clipped = plan.clipped_sum(self._module, accumulator=accumulator, self_check=False)
+        self._clipped = plan.clipped_sum(self._module, accumulator=_unlimited, rows=rows, self_check=False)
+        self.grid = self._clipped.grid
         if weights_of_one_pass:
             self._clipped._keeps_graph = False  # two passes take two forwards
         self.micro_batch = cache(self._micro_batch)
@@ -151,6 +157,7 @@ class Probe:
         """Above EXAMPLES_PER_PART examples (or `rows_at_once`) clipping goes through parts, and only the inputs grow."""
         part = self.rows_at_once(min(size, EXAMPLES_PER_PART))
         self._clipped.mode = mode
+        self._clipped.accumulator.start(0)  # makes the sums, which do not count here
         with with_fused_attention(), _Counter() as counter:
             is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)
             self._clipped.add_micro_batch(self._module, self.inputs(part), is_padding_B)

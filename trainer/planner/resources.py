@@ -92,17 +92,17 @@ def plan_resources(
         notes.append("cpu_checkpointing: the blocks' inputs count as if they stayed on the device")
     if machine.compute_dtype.itemsize < 4:
         notes.append("activations: the CPU path's, whose fp32 copies of one layer's bf16 tensors CUDA does not make")
+    size, expected = config.train.micro_batch_size, config.privacy.expected_batch_size
+    count = plan.max_batch_size if plan.enabled else expected
+    number = micro_batches(config, count, world_size, cluster.ranks_per_node)
     probe = Probe(
         task,
         machine,
         plan,
-        accumulation=accumulation,
+        rows=2 * number * size,
         weights_of_one_pass=engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3),
     )
     trainable = Trainable.of(probe.model)
-    size, expected = config.train.micro_batch_size, config.privacy.expected_batch_size
-    count = plan.max_batch_size if plan.enabled else expected
-    number = micro_batches(config, count, world_size, cluster.ranks_per_node)
     note = padding_note(count, world_size, size)
     notes += [] if note is None else [note]
     memory = rank_memory(
@@ -112,6 +112,7 @@ def plan_resources(
         config.optimizer,
         accumulation=accumulation,
         world_size=world_size,
+        grid=probe.grid,
         average=config.train.ema_decay is not None,
         on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
         bands=plan.bands,

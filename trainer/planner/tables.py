@@ -153,7 +153,7 @@ _NOTES = {
     "moments": "optimizer states",
     "average": "moving average of the weights",
     "noise_history": "past noise of correlated noise, fp64",
-    "sums": "clipped sums, fp64 or int64",
+    "sums": "clipped sums",
     "bucket": "of sharded accumulation",
     "gathered": "weights while a micro-batch runs",
     "activations": "of a micro-batch",

@@ -6,7 +6,7 @@ from real micro-batches of the real model under the real engine (trainer/run/mem
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
 from privacy.step.adaptive_bound import resumed_bound
+from privacy.step.batches import most_rows
 from privacy.step.engine import Engine, to_device
 from privacy.step.sharded_sums import ShardedSums
 from trainer.config.recipe import RunConfig
@@ -71,15 +72,25 @@ class ModeChoice:
 
 
 def made_clipper(
-    config: RunConfig, plan: PrivacyPlan, task: TrainingTask, engine: Engine, resumed: Checkpoint | None
+    config: RunConfig,
+    plan: PrivacyPlan,
+    task: TrainingTask,
+    engine: Engine,
+    resumed: Checkpoint | None,
+    nodes: Sequence[int],
 ) -> tuple[ClippedSum, ModeChoice | None]:
-    """The clipper, and how its mode was chosen where the recipe says "auto". Collective."""
+    """The clipper, and how its mode was chosen where the recipe says "auto". Collective.
+
+    Args:
+        nodes: the node of each rank, where each node reads its share of the examples.
+    """
     privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
     clipped = plan.clipped_sum(
         engine.module,
         shapes=engine.shapes,
         mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
         accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
+        rows=most_rows(plan, micro_batch_size, nodes),
         device=engine.device,
         self_check=False,  # an unsharded copy has passed before (`TrainerStart`)
     )
@@ -151,7 +162,7 @@ def _peak(
 ) -> int:
     """Predicts the bytes of a micro-batch of `count` examples from small ones whose vocabulary is cut as its own is.
 
-    The small ones have fp32 windows of their sums. A large one may have none, and then it needs less.
+    The sums are among them where they are local: the first micro-batch of a step makes them.
     """
     clipped.mode = mode
 

@@ -269,7 +269,7 @@ class TrainerStart:
         require_neighbours_apart(engine, engine.module, task.synthetic_inputs, train.micro_batch_size)
         if train.compile:
             compile_blocks(engine.module)
-        clipped, self.choice = made_clipper(config, plan, task, engine, resumed)
+        clipped, self.choice = made_clipper(config, plan, task, engine, resumed, self.nodes)
         source = self.noise or plan.noise()
         self.sanity = SanityChecks(engine, source) if train.sanity_checks else None
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)

@@ -9,10 +9,14 @@ no example contributes more than C, which exact arithmetic on the same weights s
 `sums` draws values that cross a power of two at x, fall between two numbers, cancel over tokens, or are random; `climb` changes
 those of the worst lanes again and again. magnitudes.py looks for norms that read low.
 
+Sums lie on a grid whose step h follows C, so a coordinate may move by h more than its lane says: one rounding changes with
+x. Where rows close up, every micro-batch behind x may round anew. Whole vectors have no such allowance: h is part of the slack.
+
 Both run on any device and use `ClippedSum` as its users do; the weights are read by a clipping function that keeps them.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -102,6 +106,17 @@ class Convolved(Product):
         return super().forward(x.transpose(1, 2), w.transpose(1, 2))
 
 
+class Twice(Product):
+    """Two calls that carry 21 times the values there and 20 times back: each of them alone is far longer than C."""
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return super().forward(x, 21 * w) + super().forward(x, -20 * w)
+
+
+GROSS = {"calls": 41, "table_calls": 41}
+"""What the calls of a rule give, added up without signs, where that is not the values themselves."""
+
+
 class ByChunks(nn.Module):
     """Cross-entropy by chunks with all scores zero: row 1 of the weight receives x w / V."""
 
@@ -129,6 +144,8 @@ def build(
     models: dict[str, tuple[Callable[[], nn.Module], Tensor, int, Callable[[Tensor], Tensor]]] = {
         # the model, its input of one token, the width of its output, and the lanes
         "ghost": (lambda: Product(nn.Linear(size, size, bias=False)), torch.eye(size)[0], size, lambda x: x[:LANES, 0]),
+        "calls": (lambda: Twice(nn.Linear(size, size, bias=False)), torch.eye(size)[0], size, lambda x: x[:LANES, 0]),
+        "table_calls": (lambda: Twice(nn.Embedding(3, LANES)), torch.tensor(1), LANES, lambda x: x[1]),
         "written_out": (lambda: Product(nn.Linear(2, LANES, bias=False)), torch.eye(2)[0], LANES, lambda x: x[:, 0]),
         "convolution": (
             lambda: Convolved(nn.Conv1d(size, size, 1, bias=False)),
@@ -152,7 +169,10 @@ def _constant(token: Tensor, width: int, values_NTL: Tensor) -> tuple[Tensor, Te
     return x.expand(*values_NTL.shape[:2], *token.shape), nn.functional.pad(values_NTL, (0, width - LANES))
 
 
-RULES = ("embedding", "ghost", "bias", "written_out", "raw", "convolution", "layer_norm", "chunked", "group_norm")
+RULES = (
+    *("embedding", "ghost", "bias", "written_out", "raw", "convolution", "layer_norm", "chunked", "group_norm"),
+    *("calls", "table_calls"),
+)
 """In turn."""
 
 
@@ -165,7 +185,8 @@ class Construction:
 
     Attributes:
         micro_batches: sizes, in turn.
-        bound: C; 1e20 clips nothing, so that every lane may have a magnitude of its own.
+        bound: C; None is a power of two just above all norms, so that every lane may have a magnitude of its own.
+        has_cap: whether the number of examples is declared, which makes h coarser and totals smaller.
     """
 
     rule: str
@@ -176,12 +197,17 @@ class Construction:
     micro_batches: tuple[int, ...]
     before: int
     after: int
-    bound: float
+    bound: float | None
+    has_cap: bool = False
+
+    def stored(self, values_NTL: Tensor) -> Tensor:
+        """Those values that the model's dtype holds, and their multiples in `Twice`, in float64."""
+        return values_NTL.to(torch.bfloat16 if self.rule in GROSS else DTYPES[self.dtype]).double()
 
 
 def draw_construction(rng: random.Random, rule: str) -> Construction:
     """Any precision, mode and size; as many examples as TOKENS_OF_A_DRAW allows."""
-    dtype = rng.choice(["fp32", "fp32", "bf16"])
+    dtype = "fp32" if rule in GROSS else rng.choice(["fp32", "fp32", "bf16"])
     tokens = rng.choice([1, 1, 2, 3, 8, 24, 40, 77, 197, 512])
     if rule == "raw" and dtype == "bf16":
         tokens = 1  # the model itself adds up the tokens of a raw parameter, in bf16: not what is searched here
@@ -191,8 +217,9 @@ def draw_construction(rng: random.Random, rule: str) -> Construction:
     )
     before = rng.choice([rng.randint(1, most - 2), 1 << ((most // 2).bit_length() - 1)])
     function = rng.choice(["flat", "flat", "flat", "flat", "flat", "per_layer", "per_layer", "automatic"])
-    bound = 1.0 if function == "automatic" else rng.choice([1e20, 1e20, 1e20, 1.0])
-    return Construction(rule, dtype, rng.choice(MODES), function, tokens, sizes, before, most - before - 1, bound)
+    bound = 1.0 if function == "automatic" else rng.choice([None, None, None, 1.0])
+    mode, after, has_cap = rng.choice(MODES), most - before - 1, rng.random() < 0.5
+    return Construction(rule, dtype, mode, function, tokens, sizes, before, after, bound, has_cap)
 
 
 def draw_values(of: Construction, rng: random.Random) -> Tensor:
@@ -200,6 +227,7 @@ def draw_values(of: Construction, rng: random.Random) -> Tensor:
     generator = torch.Generator().manual_seed(rng.getrandbits(63))
     x, count = of.before, of.before + 1 + of.after
     values = torch.zeros(count, of.tokens, LANES, dtype=torch.float64)
+    magnitude = rng.randint(-40, 40) // 2  # C stays in its range
     for lane in range(LANES):
         g_NT = values[:, :, lane]
         k = rng.choice([rng.randint(0, x.bit_length() - 1), x.bit_length() - 1])
@@ -225,8 +253,8 @@ def draw_values(of: Construction, rng: random.Random) -> Tensor:
                 g_NT[:, 0] = 1
                 g_NT[x + 1 :] = rng.choice([0.5, 1.5]) * 2.0**-24 * rng.choice([1, 2, 2.0**k])
                 g_NT[x, 0] = rng.choice([-1, 1])
-        g_NT *= 2.0 ** rng.randint(-40, 40) if of.bound > 1 else 1 / 8
-    return values.to(DTYPES[of.dtype]).double()
+        g_NT *= 2.0 ** (magnitude - rng.choice([0, 0, 0, 1, 4, 12])) if of.bound is None else 1 / 8
+    return of.stored(values)
 
 
 def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumulator: type | None = None) -> Tensor:
@@ -239,7 +267,12 @@ def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumul
     model = model.to(device, DTYPES[of.dtype])
     seen: list[Tensor] = []
     more: dict[str, Any] = {"mode": of.mode, **({} if accumulator is None else {"accumulator": accumulator})}
-    clipped = ClippedSum(model, of.bound, function=watched(of.function, seen), **more, self_check=False)
+    most = values_NTL.abs().sum(1).norm(dim=1).max()  # rows of another word may have thrice as much (`ByChunks`)
+    bound = of.bound or 2.0 ** math.ceil(math.log2(8 * most))
+    cap = len(values_NTL) if of.has_cap else None
+    clipped = ClippedSum(model, bound, function=watched(of.function, seen), cap=cap, **more, self_check=False)
+    unit = clipped.accumulator.unit
+    assert unit is not None
     values = values_NTL.to(device, DTYPES[of.dtype])
     is_x = torch.arange(len(values), device=device) == of.before
     sums, weights = [], []
@@ -256,10 +289,12 @@ def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumul
         weights.append(torch.cat(seen))
     clipped.detach()
     weighted = values_NTL * weights[0][:, None, None]  # sums of few numbers of few bits: in fp64 as good as exact
-    bound_L = torch.maximum(weighted.sum(1).abs(), weighted.abs().sum(1) / MOST_CANCELLED).amax(0)
+    gross_NL = weighted.abs().sum(1) * GROSS.get(of.rule, 1)
+    bound_L = torch.maximum(weighted.sum(1).abs(), gross_NL / MOST_CANCELLED).amax(0)
     moved = torch.stack([sums[0] - other for other in sums[1:]]).abs()
-    sizes = torch.where(moved > 0, moved / bound_L, 0)
-    if of.bound > 1:
+    rounded = torch.tensor([[1.0], [turn + 1.0]], dtype=torch.float64) * 2.0**-unit.exponent
+    sizes = torch.where(moved > rounded, (moved - rounded) / bound_L, 0)
+    if of.bound is None:
         return sizes
     return torch.cat([sizes, moved.norm(dim=1, keepdim=True) / of.bound], 1)
 
@@ -292,7 +327,7 @@ def climb(device: torch.device, seed: str, num_pairs: int, accumulator: type | N
     """Hill climbing: the worst quarter of a construction's lanes is kept, and the others become changed copies of it."""
     rng = random.Random(seed)
     for rule in itertools.cycle(RULES):
-        of = replace(draw_construction(rng, rule), function="flat", bound=1e20)
+        of = replace(draw_construction(rng, rule), function="flat", bound=None)
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
         values = draw_values(of, rng)
         for _ in range(12):
@@ -306,4 +341,5 @@ def climb(device: torch.device, seed: str, num_pairs: int, accumulator: type | N
             change = torch.rand(others.shape, generator=generator) < rng.choice([0.02, 0.1, 0.5])
             factors = torch.tensor([0, -1, 0.5, 2, 1 + 2.0**-7, 1 - 2.0**-8, 1.5, 0.75], dtype=torch.float64)
             factor = factors[torch.randint(len(factors), others.shape, generator=generator)]
-            values = torch.cat([best, torch.where(change, others * factor, others)], 2).to(DTYPES[of.dtype]).double()
+            values = torch.cat([best, torch.where(change, others * factor, others)], 2)
+            values = of.stored(values)

@@ -1,91 +1,292 @@
-"""The two rules of accumulators.py on their own: short fp32 sums of products, fp64 for everything else."""
+"""Sums in whole numbers: exact, in any order, on any ranks; each micro-batch rounds once, within the stated bound."""
 
+import itertools
+import math
 import random
+from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from privacy.clipping.accumulators import EXAMPLES_PER_SUM, LocalSums, Slot, require_resolution
+from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import (
+    EXAMPLES_PER_SUM,
+    LARGEST_SPLIT,
+    Grid,
+    LocalSums,
+    Slot,
+    Total,
+    Unit,
+    add_together,
+    real,
+)
 from privacy.clipping.contributions import Dense, OuterProducts, Rows
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
+from privacy.step.engine import even_layout
+from privacy.step.reduction import reduce_to_owners
+from privacy.step.sharded_sums import ShardedSums
+from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
+SIZES = [
+    (100, 100),
+    (26_010, 314),
+    (22_000_000, 1000),
+    (190_000_000, 20_000),
+    (407_000_000, 1_319_879),
+    (7 * 10**9, 1_319_879),
+]
 
 
-def test_contract_4_the_parts_of_the_slack_are_within_r() -> None:
-    """Half for norms; n^2 u for fp32 sums; 2^-13 for fp64 totals of the most rows that are taken."""
-    require_resolution(1 << 20, 1 << 20)
-    assert SENSITIVITY_SLACK / 2 + EXAMPLES_PER_SUM**2 * 2**-24 + 2**-53 * 2**40 <= 0.9 * SENSITIVITY_SLACK
+@pytest.mark.parametrize(("num_coordinates", "cap"), SIZES)
+def test_contract_4_the_step_is_fine_enough_and_public(num_coordinates: int, cap: int) -> None:
+    """sqrt(d) h <= 2^-13 C in exact numbers, for any C, the same on any number of ranks; the parts of the slack are within r."""
+    grids = [Grid.of(num_coordinates, torch.float32, cap, rows) for rows in (None, cap // 128 + 9, 2 * cap)]
+    assert len({grid.bits for grid in grids}) == 1
+    for bound in (1.0, 0.1, math.nextafter(1.0, 0), 3e-7, 6e19):
+        unit = grids[0].unit(bound)
+        assert unit is not None
+        assert num_coordinates * Fraction(4) ** 13 <= Fraction(bound) ** 2 * Fraction(4) ** unit.exponent
+        for grid in grids:
+            if grid.layout == "int32+int16":
+                assert grid.rows is not None and grid.rows * (unit.largest + 1) <= LARGEST_SPLIT
+    assert SENSITIVITY_SLACK / 2 + EXAMPLES_PER_SUM**2 * 2**-24 + 2**-13 + 2**-53 * 1024**2 <= 0.9 * SENSITIVITY_SLACK
+
+
+def test_six_bytes_where_rows_fit_and_eight_elsewhere() -> None:
+    of = [Grid.of(190_000_000, torch.float32, 1_319_879, rows) for rows in (10_400, 1_400_000)]
+    assert [grid.layout for grid in of] == ["int32+int16", "int64"]
+    assert Grid.of(100, torch.float32).layout == Grid.of(100, torch.float64, 64).layout == "int64"
+    with pytest.raises(PrivacyConfigError, match="use a smaller batch"):
+        Grid.of(10**15, torch.float32, 10**12)
+
+
+def whole(values: Tensor, unit: Unit, num_examples: int) -> list[int]:
+    """By Python's integers. A power of two is exact; Python rounds halves to even, too."""
+    most = torch.tensor(float(num_examples * unit.largest), dtype=values.dtype).item()
+    numbers = (values * 2.0**unit.exponent).tolist()
+    return [0 if x != x else round(min(max(x, -most), most)) for x in numbers]
+
+
+def contributions(rng: random.Random, unit: Unit, bound: float, rows: int, count: int) -> list[tuple[Tensor, int]]:
+    """Ordinary ones, and those that are as large as may be, or no numbers."""
+    generator, found = torch.Generator().manual_seed(rng.getrandbits(63)), []
+    while rows > 0 and len(found) < count:
+        examples = min(rng.choice([1, 8, 64, 500]), rows)
+        rows -= examples
+        x = torch.randn(300, generator=generator, dtype=rng.choice([torch.float32, torch.float64]))
+        x *= bound * examples * 10 ** rng.uniform(-6, 0)
+        match rng.choice(["ordinary", "ordinary", "largest", "smallest", "no numbers"]):
+            case "largest":
+                x[:] = bound * examples * 1.0009
+            case "smallest":
+                x[:] = -bound * examples * 1.0009
+            case "no numbers":
+                x[::3], x[1::3], x[2::3] = math.nan, math.inf, -1e30
+        found.append((x, examples))
+    return found
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_contract_4_sums_equal_those_of_big_integers_in_any_order(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, bound = rng.choice([100, 3000, 60_000]), rng.choice([1.0, 0.3, 1e-6, 7e5])
+    grid = Grid.of(rng.choice([100, 10**6, 2 * 10**8]), torch.float32, rows, rows)
+    unit = grid.unit(bound)
+    assert unit is not None
+    parts = contributions(rng, unit, bound, rows, 60)
+    expected = [sum(column) for column in zip(*(whole(x, unit, n) for x, n in parts), strict=True)]
+    for layout, _ in itertools.product((grid.layout, "int64"), range(2)):
+        rng.shuffle(parts)
+        (total,) = Total.zeros([300], layout, unit, CPU)
+        for x, examples in parts:
+            total.make_room()
+            for some in (slice(0, 130), slice(130, 300)):  # as products of large matrices come
+                total.add(x[some].clone(), examples, some.start)
+        assert total.read(slice(None)).tolist() == expected
+        assert total.read(slice(7, 9)).tolist() == expected[7:9]
+
+
+def test_contract_4_the_edge_of_the_range() -> None:
+    """Every example as large as may be, with one sign or alternating, up to the last row that has room."""
+    grid = Grid.of(190_000_000, torch.float32, 1_319_879, 100_000)
+    unit = grid.unit(math.nextafter(1.0, 0))
+    assert grid.layout == "int32+int16" and unit is not None
+    (total,), examples = Total.zeros([2], grid.layout, unit, CPU), 1000
+    largest = examples * unit.largest
+    for _ in range(100_000 // examples):
+        total.make_room()
+        total.add(torch.tensor([1.0, -1.0], dtype=torch.float64) * largest * 2.0**-unit.exponent, examples)
+    assert total.read(slice(None)).tolist() == [100 * largest, -100 * largest]
+    sums = LocalSums({"w": torch.Size([1])}, grid, CPU)
+    sums.zero_(unit)
+    sums.start(100_000)
+    with pytest.raises(PrivacyConfigError, match="passes the 100,000"):
+        sums.start(1)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_contract_4_half_way_points_reach_the_bound_and_do_not_pass_it(calls: int) -> None:
+    """Others leave every coordinate just below a half, and x adds just enough to pass it: the rounding moves by sqrt(d) h.
+
+    A weight that several calls share must not round once a call, or the bound would be passed by their number.
+    """
+    width = 48
+    model = torch.nn.Linear(width, width, bias=False)
+    clipped = ClippedSum(model, 1.0, cap=64, rows=64, self_check=False)
+    unit = clipped.accumulator.unit
+    assert unit is not None
+    step = 2.0**-unit.exponent
+    # fp32 has 24 bits: values of the size of a step are exact, and their products with 1 too.
+    others, x = (0.5 - 2.0**-10) / calls * step, 2.0**-9 / calls * step
+    rows = torch.eye(width)
+    inputs = torch.cat([rows, rows]).expand(
+        calls, -1, -1
+    )  # example i sees unit vector i: its gradient is row w of outputs
+    gradients = torch.cat([torch.full((width, width), others), torch.full((width, width), x)])
+
+    def task(a: Tensor, w: Tensor) -> Tensor:
+        return sum((model(a) * w).sum(1) for _ in range(calls))  # type: ignore[return-value]
+
+    sums = []
+    for is_there in (True, False):
+        is_padding = torch.arange(2 * width) >= (2 * width if is_there else width)
+        clipped.zero_()
+        clipped.accumulator._rows._most = None  # 96 rows, each of one coordinate: what counts here is the step
+        clipped.add_micro_batch(task, {"a": inputs[0], "w": gradients}, is_padding)
+        sums.append(dict(clipped.sums())["weight"])
+    moved = float((sums[0] - sums[1]).norm())
+    assert 0.9 * width * step <= moved <= width * step * (1 + 2.0**-8)
+
+
+def test_contract_4_calls_that_cancel_are_clamped_together() -> None:
+    """20 C in one call and -19.5 C in the other: each of them alone is more than one example may contribute."""
+    (total,) = Total.zeros([2], "int64", Grid.of(2, torch.float32, 1, 1).unit(1.0), CPU)
+    slot = Slot(total).of_uses(2)
+    for value in (20.0, -19.5):
+        slot.total.add(torch.tensor([value, -value], dtype=torch.float64), 1)
+    total.add(slot.total.low, 1)
+    assert real(total.read(slice(None)), total.unit).tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_contract_4_no_fp32_sum_holds_more_than_64_examples(seed: int) -> None:
-    """Values that fp32 drops next to a larger one, and fp64 does not, whatever the sizes of micro-batches.
+    """Values that fp32 drops next to a larger one, whatever the sizes of micro-batches.
 
     One example of 1 comes first; then each adds a quarter of its last place. In one fp32 sum all of them would be lost.
     """
     rng = random.Random(seed)
-    sums = LocalSums({"w": torch.Size([1, 1])}, torch.float32, CPU)
-    value, count, size = 2.0**-25, 0, 1
+    grid = Grid.of(1, torch.float32, 2500, 2500)
+    sums, value, count, size = LocalSums({"w": torch.Size([1, 1])}, grid, CPU), 2.0**-25, 0, 1
+    sums.zero_(grid.unit(1.0))
     while count < 2000:
         sums.start(size)
-        slot = sums.slot("w", of_products=True)
         g_B11 = torch.full((size, 1, 1), value)
         if count == 0:
             g_B11[0] = 1
-        OuterProducts(torch.ones(size, 1, 1), g_B11).add_weighted(torch.ones(size), slot)
+        OuterProducts(torch.ones(size, 1, 1), g_B11).add_weighted(torch.ones(size), sums.slot("w"))
         count, size = count + size, rng.choice([1, 2, 7, 8, 31, 32, 33, 64, 200])
     total = float(dict(sums.sums())["w"]) - 1
     assert abs(total / value - (count - 1)) <= EXAMPLES_PER_SUM
 
 
-def test_contract_4_tokens_of_one_row_round_a_large_total_once() -> None:
-    """At every token, 64 examples of 197 would be lost next to a million, or count double."""
-    last_place = 2.0**-33  # below 2^20
-    for start in (2.0**20, 2.0**20 - 1):
-        total = torch.tensor([[0.0], [start]], dtype=torch.float64)
-        ids_BT, g_BTp = torch.ones(64, 197, dtype=torch.long), torch.full((64, 197, 1), 0.75 * last_place)
-        Rows(ids_BT, g_BTp).add_weighted(torch.ones(64), Slot(total))
-        assert abs(float(total[1]) - start - 64 * 197 * 0.75 * last_place) <= 2 * last_place
-        assert float(total[0]) == 0
-
-
-@pytest.mark.parametrize("kind", ["rows", "dense", "dense_matrix", "product"])
-@pytest.mark.parametrize("has_window", [False, True])
-def test_slots_hold_the_weighted_sum(kind: str, has_window: bool) -> None:
+@pytest.mark.parametrize("kind", ["rows", "dense", "dense_matrix", "product", "short"])
+@pytest.mark.parametrize("size", [20, 150])
+@pytest.mark.parametrize("grid", [Grid(), Grid.of(24, torch.float32, 200, 200), Grid.of(24, torch.float32)])
+def test_slots_hold_the_weighted_sum(kind: str, size: int, grid: Grid) -> None:
     generator = torch.Generator().manual_seed(0)
-    size = 20 if has_window else 150
     weight_B, g_BTp = torch.rand(size, generator=generator), torch.randn(size, 5, 6, generator=generator)
     ids_BT, a_BTd = torch.randint(0, 4, (size, 5), generator=generator), torch.randn(size, 5, 4, generator=generator)
-    part = {
+    part: Any = {
         "rows": Rows(ids_BT, g_BTp),
         "dense": Dense(g_BTp[:, :4]),
         "dense_matrix": Dense(g_BTp[:, :4], is_product=True),
         "product": OuterProducts(g_BTp, a_BTd),
-    }[kind]
+    }.get(kind)
     one_hot_BTV = torch.nn.functional.one_hot(ids_BT, 4).double()
     per_example_BVp = {
         "rows": torch.einsum("btv,btp->bvp", one_hot_BTV, g_BTp.double()),
         "product": torch.einsum("btd,btp->bdp", a_BTd.double(), g_BTp.double()),
     }.get(kind, g_BTp[:, :4].double())
-    sums = LocalSums({"w": torch.Size([4, 6])}, torch.float32, CPU)
-    sums.start(size)
-    slot = sums.slot("w", of_products=part.is_product)
-    assert (slot.window is not None) == (has_window and part.is_product)
-    part.add_weighted(weight_B, slot)
     expected = torch.einsum("b,bvp->vp", weight_B.double(), per_example_BVp)
-    exact = kind in ("rows", "dense")
-    torch.testing.assert_close(dict(sums.sums())["w"], expected, rtol=0, atol=1e-13 if exact else 1e-4)
+    sums = LocalSums({"w": torch.Size([4, 6])}, grid, CPU)
+    sums.zero_(grid.unit(16.0))
+    for _ in range(1 if size == 150 else 7):  # carries
+        sums.start(size)
+        if kind == "short":
+            add_together([sums.slot("w").total], [expected.flatten()], size)
+        else:
+            part.add_weighted(weight_B, sums.slot("w"))
+    total = dict(sums.sums())["w"] / (1 if size == 150 else 7)
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-4 if kind in ("dense_matrix", "product") else 3e-9)
 
 
-def test_contract_4_batches_beyond_the_resolution_of_fp64_are_refused() -> None:
-    sums = LocalSums({"b": torch.Size([1])}, torch.float32, CPU)
-    for _ in range(8):
-        sums.start(1 << 20)  # as 16,384 sums of 64
-    with pytest.raises(PrivacyConfigError, match=r"larger train\.micro_batch_size"):
-        sums.start(1 << 20)
-    sums.zero_()
-    sums.start(1 << 20)
-    with pytest.raises(PrivacyConfigError):
-        require_resolution((1 << 20) + 1, 1 << 20)
+SHAPES = {"a": torch.Size([40, 33]), "b": torch.Size([7]), "c": torch.Size([129])}
+GRID = Grid.of(sum(shape.numel() for shape in SHAPES.values()), torch.float32, 5000, 5000)
+
+
+def rank_sums(device: torch.device, orders: list[list[list[int]]]) -> list[list[Tensor]]:
+    """What this rank owns of the sums of ten fixed micro-batches, of which it adds its part in the given orders."""
+    from privacy.step import collectives
+
+    unit, found = GRID.unit(0.7), []
+    assert unit is not None
+    parts = {name: contributions(random.Random(name), unit, 0.7, 5000, 10) for name in SHAPES}
+    for accumulator, order in itertools.product((LocalSums, ShardedSums), orders):
+
+        class Sums:  # what `reduce_to_owners` asks of a ClippedSum
+            def require_repeated(self) -> None: ...
+
+        clipped: Any = Sums()
+        clipped.accumulator = sums = accumulator(SHAPES, GRID, device)
+        sums.zero_(unit)
+        most = max(len(mine) for mine in order)
+        mine = order[collectives.rank()]
+        for i in range(most):  # every rank issues the same collectives
+            sums.start(1)
+            for name, shape in SHAPES.items():
+                slot = sums.slot(name)
+                if i < len(mine):
+                    x, examples = parts[name][mine[i]]
+                    slot.total.add(x.repeat(5)[: shape.numel()].clone(), examples)
+                sums.filled(name)
+            sums.finish()
+        shards = reduce_to_owners(clipped, even_layout(SHAPES, collectives.world_size()))
+        found.append([shard.values for shard in shards])
+    return found
+
+
+def joined(ranks: list[list[list[Tensor]]], way: int) -> Tensor:
+    return torch.cat([values for rank in ranks for values in rank[way]])
+
+
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+def test_contract_6_equal_bits_on_any_ranks_in_any_order(world_size: int) -> None:
+    rng = random.Random(world_size)
+
+    def deal() -> list[list[int]]:
+        order = rng.sample(range(10), 10)
+        return [order[rank::world_size] for rank in range(world_size)]
+
+    alone = run_ranks(f"{__name__}:rank_sums", 1, orders=[[list(range(10))]])
+    together = run_ranks(f"{__name__}:rank_sums", world_size, orders=[deal(), deal()])
+    expected = joined(alone, 0)
+    assert expected.dtype == torch.float64 and expected.any()
+    assert torch.equal(joined(alone, 1), expected)
+    for way in range(4):
+        assert torch.equal(joined(together, way), expected)
+
+
+def test_a_model_without_noise_or_bound_keeps_small_gradients() -> None:
+    model = torch.nn.Linear(2, 1)
+    for bound, has_noise, expected in ((math.inf, True, 1e-30), (1.0, False, 1e-30), (1.0, True, 0.0)):
+        clipped = ClippedSum(model, bound, has_noise=has_noise, self_check=False)
+        inputs = {"x": torch.full((1, 2), 1e-30)}
+        clipped.add_micro_batch(lambda x: 1e-30 * model(x).sum(1) * 1e30, inputs, torch.zeros(1, dtype=torch.bool))
+        assert float(dict(clipped.sums())["weight"][0, 0]) == pytest.approx(expected)
+        clipped.detach()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum, accumulators, contributions
-from privacy.clipping.accumulators import Slot
+from privacy.clipping.accumulators import Slot, Total
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts, Rows, dense_sum_over_tokens
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
@@ -106,7 +106,7 @@ def test_factors_and_accumulators_are_not_rounded_to_bfloat16() -> None:
     for part, shape in parts_of_all_kinds(generator):
         weight_B = torch.rand(B, generator=generator) / 3
         total = torch.zeros(shape, dtype=torch.float64)
-        part.add_weighted(weight_B, Slot(total))
+        part.add_weighted(weight_B, Slot(Total(total.view(-1))))
         expected = exact_sum(part, weight_B.double())
         assert float((total - expected).norm() / expected.norm()) <= 1e-6
 

@@ -225,7 +225,7 @@ def outcome(name: str, frozen: str) -> str:
             some = inputs(count)
             total.max_grad_norm = c = oracle.median_norm(task, task, some)
             total.add_micro_batch(task, some, torch.zeros(count, dtype=torch.bool))
-            assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(task, task, some, c)) <= 1e-12
+            assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(task, task, some, c)) <= 1e-9
     except PrivacyConfigError as error:
         return str(error)
     return "exact"

@@ -47,7 +47,7 @@ def test_a_partly_unused_shared_layer_is_summed_in_both_modes() -> None:
         total = ClippedSum(shared, 0.5, mode=mode, self_check=False)  # type: ignore[arg-type]
         total.add_micro_batch(task, inputs, torch.zeros(3, dtype=torch.bool))
         total.detach()
-        assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(shared, task, inputs, 0.5)) < 1e-12
+        assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(shared, task, inputs, 0.5)) < 1e-10
 
 
 @pytest.mark.parametrize("keeps_graph", [True, False])

@@ -94,7 +94,7 @@ def test_padding_rows_contribute_exactly_nothing() -> None:
     with_padding = {k: torch.cat([v, v[:2] * 0]) for k, v in inputs.items()}
     total = ClippedSum(model, 0.5, self_check=False)
     total.add_micro_batch(model, with_padding, torch.arange(9) >= 7)
-    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, 0.5)) < 1e-12
+    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, 0.5)) < 1e-10
     alone = ClippedSum(model, 0.5, self_check=False)
     alone.add_micro_batch(model, with_padding, torch.ones(9, dtype=torch.bool))
     assert all((value == 0).all() for _, value in alone.sums())
@@ -110,7 +110,7 @@ def test_contract_5_a_nonfinite_example_contributes_zero(bad: float) -> None:
     keep = torch.tensor([0, 1, 2, 4, 5, 6])
     expected = oracle.clipped_sum(model, model, {k: v[keep] for k, v in inputs.items()}, 0.5)
     if int(stats.num_nonfinite) == 1:
-        assert oracle.relative_error(dict(total.sums()), expected) < 1e-12
+        assert oracle.relative_error(dict(total.sums()), expected) < 1e-10
     else:  # 1e300 may survive a layer norm; then it is clipped like any other
         assert bad == 1e300
         assert (oracle.flat(dict(total.sums())) - oracle.flat(expected)).norm() <= 0.5 * 1.001

@@ -89,7 +89,7 @@ def outcome(model: nn.Module) -> str:
             total.max_grad_norm = c = oracle.median_norm(model, model, inputs)
             total.add_micro_batch(model, inputs, torch.zeros(count, dtype=torch.bool))
             error = oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, c))
-            assert error <= 1e-12, f"silently wrong by {error:.1e} with {count} examples"
+            assert error <= 1e-10, f"silently wrong by {error:.1e} with {count} examples"
         total.detach()
     except PrivacyConfigError as error:
         line = str(error)
