@@ -192,9 +192,6 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "metrics: NaN hides an epsilon": (
         metrics_say(ENTRY + "}", ENTRY.replace("0.01", "NaN") + "}"), 5, "states epsilon nan",
     ),
-    "config: a key of many parts": (
-        lambda folder: (folder / "config.toml").write_text("a" + ".a" * 60_000 + " = 1"), 2, "more than 100 parts",
-    ),
     "metrics: no entry": (metrics_end("epsilon is 0.01\n"), 5, "neither an entry nor the beginning"),
     "metrics: a mark before it": (metrics_end("\ufeff" + ENTRY + "}\n"), 5, "neither an entry nor the beginning"),
     "metrics: torn too often": (metrics_end('{"step"\n' * 2), 5, "no restart of the ledger explains it"),
@@ -210,6 +207,12 @@ def test_an_edit_by_hand_is_found(name: str, folder: Path, judge: Judge) -> None
     edit(folder)
     got, found = judge(folder)
     assert got == code and said in sentences(found) + sentences(found, "inconclusive"), found["checks"]
+
+
+def test_a_configuration_that_would_eat_all_memory_is_bad_input(folder: Path, judge: Judge) -> None:
+    (folder / "config.toml").write_text("a" + ".a" * 60_000 + " = 1")
+    code, found = judge(folder)
+    assert code == 2 and "more than 100 parts" in json.dumps(found)
 
 
 @pytest.mark.parametrize(
