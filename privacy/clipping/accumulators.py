@@ -41,6 +41,9 @@ All this compares x with zeros in its place, and privacy/sampling/rows.py makes 
 fixed number, so that all others stand alike whether x is drawn or not. Were the rows behind x to close up instead, other
 micro-batches would form, whose products all round anew: no useful bound.
 
+The owner's total becomes fp64 at the end. Below 2^53 units that is exact, as in every sum of 6 bytes; for fp64 models it may
+round once, by 2^-53 of the sum, which is below 2^-32 C for a million examples.
+
 Where C is infinite or no noise is added, nothing is promised and small gradients matter: there sums are plain fp64.
 """
 
@@ -121,11 +124,8 @@ class Grid:
 
         is_fine = cap is None or dtype == torch.float64
         limit, room = LARGEST_SPLIT, most
-        if is_fine:
-            limit, room = (
-                LARGEST_INT64,
-                max(most, UNDECLARED_CAP),
-            )  # where a micro-batch may hold far more rows than the cap
+        if is_fine:  # where a micro-batch may hold far more rows than the cap
+            limit, room = LARGEST_INT64, max(most, UNDECLARED_CAP)
         # The cap decides and not this rank's rows, so that the step is the same on any number of ranks. Four times the cap: the
         # twofold rows that callers ask for then fit with the padding of a last micro-batch.
         bits = max(least, next((bits for bits in range(61, 0, -1) if fits(4 * room, bits, limit)), 0))
@@ -138,7 +138,7 @@ class Grid:
         return cls(bits, "int64", rows)
 
     def layout_of(self, count: int) -> Layout:
-        """Of the sum of a parameter of so many numbers."""
+        """Says how the sum of a parameter of so many numbers is stored."""
         return "int64" if self.bits > 0 and count <= SHORT else self.layout
 
     def unit(self, bound: float) -> "Unit | None":
@@ -156,7 +156,7 @@ def _largest_entry(bits: int) -> int:
 
 
 def num_bytes(count: int, layout: Layout) -> int:
-    """Of a sum, with what is left free so that the next one is aligned."""
+    """Counts the memory of a sum, with what is left free so that the next one is aligned."""
     return -(-count // 32) * 32 * (6 if layout == "int32+int16" else 8)
 
 
@@ -182,7 +182,7 @@ class Total:
 
     @classmethod
     def zeros(cls, counts: Sequence[int], layout: Layout, unit: Unit | None, device: torch.device) -> "list[Total]":
-        """Of several parameters, in one allocation, which is free again when all of them are."""
+        """Makes the sums of several parameters in one allocation, which is free again when all of them are."""
         kind = torch.float64 if layout == "float64" else torch.int64
         sizes, totals = [num_bytes(count, layout) for count in counts], []
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -236,9 +236,8 @@ class Total:
             return
         if self._waiting == 3:
             for some in blocks(len(self.low), PIECE_ENTRIES[self.low.device.type != "cpu"]):
-                carry = (
-                    (self.low[some] >> 29).add_(1).bitwise_right_shift_(1)
-                )  # floor((low + 2^29) / 2^30), without overflow
+                # floor((low + 2^29) / 2^30), without overflow
+                carry = (self.low[some] >> 29).add_(1).bitwise_right_shift_(1)
                 self.high[some].add_(carry.to(torch.int16))
                 self.low[some].sub_(carry.bitwise_left_shift_(30))
             self._waiting = 0
@@ -388,7 +387,7 @@ class LocalSums:
         self.zero_(None)
 
     def zero_(self, unit: Unit | None) -> None:
-        self.unit, self._rows = unit, RowCount(self._grid)
+        self.unit, self._rows, self._is_taken = unit, RowCount(self._grid), False
         self._totals: dict[str, Total] = {}
 
     def start(self, num_rows: int) -> None:
@@ -430,9 +429,10 @@ class LocalSums:
         return list(self._shapes)
 
     def take(self, name: str) -> Total:
-        """The sum of a parameter, which is no longer kept here; once a logical batch."""
-        if not self._totals:  # nothing was added
+        """Hands over the sum of a parameter; KeyError the second time, since zeros would pass for a sum."""
+        if not self._totals and not self._is_taken:  # nothing was added
             self._make()
+        self._is_taken = True
         return self._totals.pop(name)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:

@@ -103,7 +103,7 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def on_any(*flags: bool) -> list[bool]:
-    """For each flag whether it is set on any rank: the same answer on all."""
+    """Says for each flag whether it is set on any rank: the same answer on all."""
     votes = torch.tensor(flags, dtype=torch.int64)
     if not is_alone():
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
 """What every engine promises to the training loop, and how coordinates are dealt out to ranks.
 
 An engine shards parameters, master weights and optimizer states in its own way and steps its own optimizer. The gradient path
-is ours on every engine: clipped sums are reduced in fp64 to the rank that owns each coordinate, by default once per logical
+is ours on every engine: clipped sums are reduced, in whole numbers, to the owner of each coordinate, by default once per logical
 batch (`privacy/step/reduction.py`); that rank adds noise and divides; the engine takes the result.
 """
 
