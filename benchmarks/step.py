@@ -40,8 +40,8 @@ from benchmarks.workloads import (  # noqa: E402
     Workload,
     make_step,
 )
+from privacy.step.allocator import keep_freed_memory  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
-from trainer.run.allocator import keep_freed_memory  # noqa: E402
 
 OPACUS_ROUNDS = 2
 """Opacus is slow, and twice or thrice the time needs no third digit."""
@@ -92,7 +92,7 @@ def flop_ratios(workload: Workload, device: torch.device, dtype: torch.dtype, mo
 
 
 def peak_memory_ratios(workload: Workload) -> tuple[Ratios, Ratios]:
-    """Peak of a process that does two steps, against both baselines; includes interpreter and libraries."""
+    """Peak of a process over two micro-batches and the end of a step, against both baselines; with interpreter and libraries."""
     peaks = {}
     for mode in (*BASELINES, *MODES):
         command = [sys.executable, __file__, "--peak_memory_of", mode, "--workload", workload.name]
@@ -103,10 +103,10 @@ def peak_memory_ratios(workload: Workload) -> tuple[Ratios, Ratios]:
 
 
 def peak_memory(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes of this process, which has done nothing else, after two steps."""
+    """Bytes of this process, which has done nothing else, after two micro-batches and the end of a step."""
     step = make_step(mode, workload, device, dtype)
-    for _ in range(2):
-        step()
+    step()
+    step(ends=True)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     # The largest resident size; ru_maxrss would start at the size of the process that started this one.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +14,23 @@ from models.vit import VisionTransformer
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
 from privacy.clipping.certified_sum import CertifiedSum
+from privacy.clipping.integers import to_real
 from privacy.lattice import Lattice
+from privacy.noise import SystemNoise, add_noise, add_rounded_noise
+from privacy.step.engine import even_layout
+from privacy.step.reduction import gather_from_owners, reduce_to_owners
 
 BASELINES = ("non_private", "accumulating")
 """Ordinary training: every micro-batch a batch of its own, or gradients added up over micro-batches to a logical batch."""
 OURS = ("bookkeeping", "two_pass", "certified")
 OPACUS = ("opacus_ghost", "opacus_hooks")
 MODES = (*OURS, *OPACUS)
-Step = Callable[[], None]
+
+
+class Step(Protocol):
+    """One micro-batch; at the end of a logical batch, on one rank, also the noised sum as the gradients of an optimizer."""
+
+    def __call__(self, *, ends: bool = False) -> None: ...
 
 
 class Classifier(nn.Module):
@@ -95,7 +105,7 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in workload.inputs(device).items()}
     if mode in BASELINES:
 
-        def baseline() -> None:
+        def baseline(*, ends: bool = False) -> None:
             if mode == "non_private":
                 model.zero_grad(set_to_none=True)
             model(**inputs).sum().backward()
@@ -110,8 +120,10 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
         )
         is_padding_B = torch.zeros(workload.batch_size, dtype=torch.bool, device=device)
 
-        def clipped_step() -> None:
+        def clipped_step(*, ends: bool = False) -> None:
             clipped.add_micro_batch(model, inputs, is_padding_B)
+            if ends:
+                end_of_step(model, clipped)
 
         return clipped_step
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
@@ -126,10 +138,37 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
     fast = GradSampleModuleFastGradientClipping
     for table in (GradSampleModule.GRAD_SAMPLERS, fast.GRAD_SAMPLERS, fast.NORM_SAMPLERS):
         table[VocabularyHead] = table[nn.Linear]
-    return _opacus_ghost(model, inputs) if mode == "opacus_ghost" else _opacus_hooks(model, inputs)
+    step = _opacus_ghost(model, inputs) if mode == "opacus_ghost" else _opacus_hooks(model, inputs)
+
+    def opacus_step(*, ends: bool = False) -> None:
+        step()
+        for parameter in model.parameters() if ends else ():  # as DPOptimizer.add_noise
+            total = parameter.__dict__.pop("summed_grad", parameter.grad)
+            if total is not None:
+                parameter.grad = total + torch.normal(0.0, 1.0, total.shape, device=device)
+
+    return opacus_step
 
 
-def _opacus_ghost(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
+def end_of_step(model: nn.Module, clipped: ClippedSum) -> None:
+    """What privacy/step/step.py does between the last micro-batch and the optimizer, on one rank."""
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    layout = even_layout(shapes, 1)
+    shards = reduce_to_owners(clipped, layout)
+    for number in range(len(shards)):
+        if isinstance(clipped, CertifiedSum):
+            add_rounded_noise(shards[number].values, clipped.lattice.noise_deviation(0.728), SystemNoise())
+            real = to_real(shards[number].values, clipped.lattice.exponent)
+            shards[number] = shards[number]._replace(values=real)
+        else:
+            add_noise(shards[number].values, 0.728 * clipped.sensitivity, SystemNoise())
+    parameters = dict(model.named_parameters())
+    first = next(iter(parameters.values()))
+    for name, gradient in gather_from_owners(shards, layout, shapes, first.dtype, first.device).items():
+        parameters[name].grad = gradient
+
+
+def _opacus_ghost(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[], None]:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
     wrapped = GradSampleModuleFastGradientClipping(
@@ -150,7 +189,7 @@ def _opacus_ghost(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
     return step
 
 
-def _opacus_hooks(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
+def _opacus_hooks(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[], None]:
     from opacus.grad_sample import GradSampleModule
 
     wrapped = GradSampleModule(model, loss_reduction="sum", batch_first=True)

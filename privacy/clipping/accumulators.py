@@ -75,7 +75,7 @@ PIECE_ENTRIES = (1 << 18, 1 << 24)
 SHORT = 1 << 14
 """The most numbers of a parameter that takes 8 bytes each in any layout, and is added together with others of its kind."""
 BLOCK_COORDINATES = 1 << 23
-"""Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (trainer/run/allocator.py)."""
+"""Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (privacy/step/allocator.py)."""
 LARGEST_SPLIT = (2**15 - 4) * 2**30
 """The largest sum of absolute values that int32 and an int16 for carries hold; 4 are for what waits to be carried."""
 LARGEST_INT64 = 1 << 62

@@ -9,7 +9,7 @@ import copy
 import gc
 import inspect
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class OwnEngine:
         self._guard.remove()
         switch_reduction(self.module, on=True)
 
-    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         """One step of the optimizer; `noise_variance` is for optimizers of the trainer."""
         put_away(self.module)
         _clear_gradients(self.module, self.optimizer)
@@ -96,7 +96,7 @@ class OwnEngine:
         self._seen_whole = of_whole(self._trainable, self._seen)
         lineage.note(self._trainable, before, self._seen_whole, lineage.Origin(self._run_dir, self.ledger_line()))
 
-    def _gradients(self, shards: Sequence[GradShard]) -> dict[str, Tensor]:
+    def _gradients(self, shards: list[GradShard]) -> dict[str, Tensor]:
         """Noised gradients by name: whole ones, or in the shards of their parameters."""
         if self._rows is None:
             return gather_from_owners(shards, self.layout, self.shapes, self.compute_dtype, self.device)

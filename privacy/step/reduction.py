@@ -15,6 +15,7 @@ from ..clipping import ClippedSum
 from ..clipping.accumulators import LocalSums, Total
 from ..errors import PrivacyStateRefused
 from . import collectives
+from .allocator import give_back_freed_memory
 from .engine import GradShard, Piece, ShardLayout
 from .sharded_sums import ShardedSums
 
@@ -38,6 +39,8 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
     if isinstance(sums, ShardedSums):
         return sums.to_owners(layout)
     assert isinstance(sums, LocalSums)
+    if sums.device.type == "cpu":
+        give_back_freed_memory()
     world_size, rank = collectives.world_size(), collectives.rank()
     counts = [layout.count(r) for r in range(world_size)]
     left = {
@@ -85,7 +88,7 @@ def _parts(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[tuple[int
 
 
 def gather_from_owners(
-    shards: Sequence[GradShard],
+    shards: list[GradShard],
     layout: ShardLayout,
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
@@ -94,21 +97,24 @@ def gather_from_owners(
     """Whole noised gradients by name, the same bits on every rank, for engines whose ranks hold everything. Collective.
 
     Args:
-        shards: what this rank owns, in its layout's order.
+        shards: what this rank owns, in its layout's order; each is freed once it is sent, so its values are gone afterwards.
     """
-    world_size = collectives.world_size()
+    world_size, rank = collectives.world_size(), collectives.rank()
     longest = max(layout.count(r) for r in range(world_size))
-    row = torch.zeros(longest, dtype=dtype, device=device)
-    position = 0
-    for shard in shards:
-        row[position : position + shard.values.numel()] = shard.values
-        position += shard.values.numel()
-    rows = torch.empty(world_size, longest, dtype=dtype, device=device)
-    collectives.all_gather_rows(rows, row)
-    gradients = {name: torch.empty(shape.numel(), dtype=dtype, device=device) for name, shape in shapes.items()}
-    for r in range(world_size):
-        position = 0
-        for piece in layout.owned_by(r):
-            gradients[piece.name][piece.offset : piece.offset + piece.length] = rows[r, position:][: piece.length]
-            position += piece.length
-    return {name: gradient.view(shapes[name]) for name, gradient in gradients.items()}
+    chunk = max(1, PACKED_COORDINATES // max(world_size, 4))
+    gradients: dict[str, Tensor] = {}
+    for start in range(0, longest, chunk):
+        stop = min(start + chunk, longest)
+        row = torch.zeros(stop - start, dtype=dtype, device=device)
+        for number, piece, some, place in _parts(layout.owned_by(rank), start, stop):
+            row[place] = shards[number].values[some.start - piece.offset : some.stop - piece.offset]
+            if some.stop == piece.offset + piece.length:
+                shards[number] = shards[number]._replace(values=row.new_empty(0))
+        rows = torch.empty(world_size, stop - start, dtype=dtype, device=device)
+        collectives.all_gather_rows(rows, row)
+        for r in range(world_size):
+            for _, piece, some, place in _parts(layout.owned_by(r), start, stop):
+                if piece.name not in gradients:
+                    gradients[piece.name] = torch.empty(shapes[piece.name].numel(), dtype=dtype, device=device)
+                gradients[piece.name][some] = rows[r, place]
+    return {name: gradients[name].view(shape) for name, shape in shapes.items()}

@@ -22,7 +22,7 @@ from ..plan import PrivacyPlan
 from ..releases import Release
 from . import clock, collectives
 from .adaptive_bound import adapt_bound
-from .engine import Engine, GradShard, to_device
+from .engine import Engine, to_device
 from .noise_variance import NoiseVariance
 from .reduction import reduce_to_owners
 
@@ -127,22 +127,23 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     laps.end("reduction")
     if plan.lattice is not None:  # whole numbers until the noise is in them
         deviation = plan.lattice.noise_deviation(plan.noise_multiplier)
-        for shard in shards:
-            add_rounded_noise(shard.values, deviation, mechanism.noise)
-        shards = [s._replace(values=to_real(s.values, plan.lattice.exponent)) for s in shards]
+        for number in range(len(shards)):  # by number: what a loop variable holds is not freed
+            add_rounded_noise(shards[number].values, deviation, mechanism.noise)
+            shards[number] = shards[number]._replace(values=to_real(shards[number].values, plan.lattice.exponent))
     else:
         mechanism.segment.add_row([shard.values for shard in shards], noise_std, mechanism.noise)
-    for shard in shards:
-        shard.values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
+    for number in range(len(shards)):
+        shards[number].values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
+    squared = torch.stack([torch.dot(s.values, s.values) for s in shards]).sum() if shards else torch.zeros(())
     laps.end("noise")
     lr = mechanism.learning_rate(step)
     added = noise_std * mechanism.segment.spread
     noise_variance = mechanism.noise_variance.after(step, added / plan.expected_batch_size)
-    engine.step(shards, lr=lr, noise_variance=noise_variance)
+    engine.step(shards, lr=lr, noise_variance=noise_variance)  # may free them
     public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
     mechanism.ledger.done(step)
     laps.end("update")
-    return _record(lr, shards, stats, num_undecodable, public, laps.seconds)
+    return _record(lr, squared, stats, num_undecodable, public, laps.seconds)
 
 
 def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
@@ -154,14 +155,13 @@ def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
 
 def _record(
     lr: float,
-    shards: Sequence[GradShard],
+    squared: Tensor,
     stats: Sequence[MicroBatchStats],
     num_undecodable: int,
     public: dict[str, Public[float]],
     seconds: dict[str, Private[float]],
 ) -> StepRecord:
     """What the step shows, summed over its micro-batches and all ranks."""
-    squared = torch.stack([s.values.square().sum() for s in shards]).sum() if shards else torch.zeros(())
     norm = float(collectives.all_reduce_sum(squared.double().cpu().view(1)).sqrt())
     mine: list[Tensor] = [
         torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)

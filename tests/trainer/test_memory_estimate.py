@@ -109,7 +109,7 @@ def process_memory(name: str) -> int:
 
 MEASURE = """
 import ctypes, json
-from trainer.run.allocator import M_MMAP_THRESHOLD
+from privacy.step.allocator import M_MMAP_THRESHOLD
 # Every allocation by itself, so that what is freed goes back to the system at once.
 assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
 from tests.trainer.test_memory_estimate import measure

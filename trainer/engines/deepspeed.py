@@ -6,7 +6,7 @@ That place is not public API. It is confined to `_find_spans` and `DeepSpeedEngi
 tests/distributed/test_engines.py compares all stages with a float64 loop, so a DeepSpeed that moves it fails the test.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
             flat = self._flat_partitions()[span.group]
             flat_part(flat, span.start, span.piece.length).copy_(masters[span.piece])
 
-    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         if self._stage == 3:
             values = {shard.name: shard.values for shard in shards}
             self._zero.independent_gradient_partition_epilogue()

@@ -16,7 +16,7 @@ is refused for that reason:
 * Offload: OSS has none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ class FairscaleEngine(LocalEngine):
             require_dealt(self.layout, rank, [Piece(n, 0, self.shapes[n].numel()) for n in dealt], "fairscale")
         self._optimizer = self._oss.optim
 
-    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         for shard in shards:
             master = self._masters[shard.name]
             master.grad = shard.values.to(master.dtype).view_as(master)

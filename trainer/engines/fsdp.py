@@ -12,7 +12,7 @@ step and keep them (gradients are ours, so the two are one). `offload_param` kee
 the CPU. DeepSpeed's bucket and prefetch sizes have no meaning here and are not read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class FsdpEngine:
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer)
 
-    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         put_away(self.module)
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:

@@ -4,7 +4,7 @@ Coordinates are dealt out evenly for the noise; the owners' noised gradients are
 same step from the same bits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class LocalEngine:
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._masters.items(), self.shapes, optimizer), optimizer)
 
-    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         dtype = next(iter(self._masters.values())).dtype
         for name, gradient in gather_from_owners(shards, self.layout, self.shapes, dtype, self.device).items():
             self._masters[name].grad = gradient

@@ -148,7 +148,6 @@ def rank_memory(
     average: bool = False,
     on_cpu: bool = False,
     bands: int = 1,
-    is_certified: bool = False,
 ) -> RankMemory:
     """Everything but the activations, on the rank that has the most.
 
@@ -156,7 +155,6 @@ def rank_memory(
         grid: of the clipper.
         on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`trainer.ranks.distributed.reduce_scatter_sum`).
         bands: of correlated noise; the owner of a coordinate keeps its noise of the last `bands` - 1 steps.
-        is_certified: at the end of a step whole numbers and the fp64 numbers that they become are there together.
     """
     layout = layout_of(engine, trainable.shapes, optimizer, machine, world_size)
     owned = max(layout.count(rank) for rank in range(world_size))
@@ -202,10 +200,10 @@ def rank_memory(
     copies = 2 if on_cpu and world_size > 1 else 1
     packed = FP64 * copies * min(PACKED_COORDINATES, world_size * owned) if accumulation == "local" else 0
     noised = 3 * FP64 * max(piece.length for pieces in layout.pieces for piece in pieces)
-    stepping = FP32 * (3 if engine == "deepspeed" else 2) * stepped
-    if engine == "local":  # whole gradients are gathered and copied
-        stepping = FP32 * (total + max(total, world_size * owned))
-    gradient = FP64 * owned * (2 if is_certified else 1)
+    stepping = FP64 * owned + FP32 * (3 if engine == "deepspeed" else 2) * stepped
+    if engine == "local":  # whole gradients come in chunks, and what was sent is freed meanwhile
+        chunk = min(owned, PACKED_COORDINATES // max(world_size, 4))
+        stepping = max(max(FP64 * owned, FP32 * total) + FP32 * (world_size + 1) * chunk, 2 * FP32 * total)
     on_host = 0
     if machine.offload_optimizer or (engine == "fsdp" and machine.offload_param):
         on_host += sum(states.values())
@@ -214,7 +212,7 @@ def rank_memory(
         on_host += kept
         kept = 0
     if on_host > 0 and engine != "local":
-        stepping = 0
+        stepping = FP64 * owned
     return RankMemory(
         owned=owned,
         weights=kept + compute * trainable.buffers,
@@ -222,7 +220,7 @@ def rank_memory(
         sums=sums,
         bucket=copies * bucket,
         gathered=compute * gathered,
-        step=max(max(sums, FP64 * owned) - sums + packed, gradient + max(noised, stepping) - sums),
+        step=max(max(sums, FP64 * owned) + packed, FP64 * owned + noised, stepping) - sums,
         host=on_host,
     )
 

@@ -116,7 +116,6 @@ def plan_resources(
         average=config.train.ema_decay is not None,
         on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
         bands=plan.bands,
-        is_certified=config.privacy.arithmetic == "certified",
     )
     available = free = None
     if cluster.gpu is not None:

@@ -24,6 +24,7 @@ from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
+from privacy.step.allocator import keep_freed_memory
 from privacy.step.batches import Dealt
 from privacy.step.folder import RunFolder
 from privacy.step.neighbours import require_neighbours_apart
@@ -44,7 +45,6 @@ from trainer.ranks import distributed
 from trainer.ranks.agreement import require_shared
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.distributed import first_on_main, on_main
-from trainer.run.allocator import keep_freed_memory
 from trainer.run.announce import announce, conclude, warn_of_few_cpus
 from trainer.run.certified import use_deterministic_kernels
 from trainer.run.clipping_mode import ModeChoice, made_clipper

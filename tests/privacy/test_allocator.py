@@ -10,7 +10,7 @@ from tests.processes import ROOT, quiet_environment, run_python
 COUNT = """
 import resource, sys
 import torch
-from trainer.run.allocator import keep_freed_memory
+from privacy.step.allocator import keep_freed_memory
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory({})

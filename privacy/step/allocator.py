@@ -1,4 +1,4 @@
-"""Memory that one micro-batch frees and the next one needs again stays with the process.
+"""Memory that one micro-batch frees and the next one needs again stays with the process, until the last one.
 
 glibc gives the top of the heap back to the system whenever enough of it is free, which is at the end of every micro-batch. The
 next one then touches each page anew: about 3 % of a step of clipped training on two CPU cores, and more in virtual machines
@@ -23,3 +23,14 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(M_TRIM_THRESHOLD, -1)) and bool(mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD))
+
+
+def give_back_freed_memory() -> None:
+    """Returns what is free to the system, where glibc's malloc keeps it.
+
+    Called once per logical batch, after its last micro-batch: activations lie in the heap, and the gradient, whose tensors are
+    mapped each by itself, would come on top of them.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
