@@ -25,6 +25,7 @@ from ..errors import PrivacyStateRefused
 from ..ledger.chain import TORN_MARK, hash_line, is_torn
 from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.records import LedgerState, noise_multiplier_of, read_state
+from ..noise_seen import noise_seen
 from ..options import Clipping
 from . import model
 from .model import STATEMENTS, Head, PrivacyCard, Stated
@@ -187,7 +188,7 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
     return model.Mechanism(
         name=name, head=head, adaptive_clipping=adaptive, noise_multiplier_accounted=plan.effective_noise_multiplier,
         settings=() if head is not None else [row for option in plan.options.values() for row in option.rows(plan)],
-        releases=tuple(releases), statement=statement,
+        releases=tuple(releases), statement=statement, noise_seen=noise_seen(snapshot.records)._asdict(),
     )  # fmt: skip
 
 
@@ -322,6 +323,10 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     found = []
     if useless := useless_delta(card.delta, n):
         found.append(f"The {useless}.")
+    if refuted := card.mechanism.noise_seen.refuted:
+        found.append(
+            f"Less noise was drawn than the ledger states, by the norm of {', '.join(refuted[:5])}: believe no epsilon."
+        )
     if card.formal_guarantee and card.epsilon is None:
         found.append("The accountant finds no finite epsilon at this delta.")
     if (card.epsilon or 0.0) > accounting.LARGEST_DETAILED_EPSILON:

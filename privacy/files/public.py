@@ -4,6 +4,7 @@ Files are public by a list: what the list does not know stays where it is, and i
 to a file nor through a folder, so that no name in the run folder leads into `private/` or to another part of the disk.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -106,11 +107,15 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`; those torn by a kill are left out."""
+    """The whole lines of `metrics.jsonl`."""
     path = folder / "metrics.jsonl"
     return parse_lines(path.read_text()) if path.exists() else []
 
 
 def parse_lines(text: str) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines, without those that a kill tore."""
-    return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{") and line.endswith("}")]
+    """The whole lines of a file of JSON lines, without those that a kill tore, the last one or any before it."""
+    lines = []
+    for line in text.split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]

@@ -202,10 +202,10 @@ class Ledger:
         is_spent = self.plan.formal_guarantee and charged >= allowed
         return f"{charged} of {allowed} intents are charged" if is_spent else None
 
-    def done(self, step: int, attempt: int) -> None:
-        """The update of the last intent is applied."""
+    def done(self, step: int, attempt: int, **noised: Any) -> None:
+        """The update of the last intent is applied; `noised` is what the step released, for privacy/noise_seen.py."""
         self._require_session()
-        self._append("done", {"step": step, "attempt": attempt})
+        self._append("done", {"step": step, "attempt": attempt, **noised})
 
     def checkpoint(self, step: int, path: str, digest: str) -> None:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""

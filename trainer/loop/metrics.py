@@ -11,12 +11,14 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from privacy.boundary import Private, Public
+from privacy.boundary import Private, Public, reason_of
 from privacy.ledger.durable import torn_line_end
+
+T = TypeVar("T")
 
 
 class _Sinks:
@@ -58,20 +60,20 @@ class _Sinks:
 
 
 class PublicMetrics(_Sinks):
-    """Takes what is known to be public, rounds it to fp32 and writes no time."""
+    """Takes what is known to be public under its name in `PUBLISHED`, rounds it to fp32 and writes no time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, times=False)
 
     def scalars(self, step: int, values: Mapping[str, Public[float]]) -> None:
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
-        self._write_scalars(step, {name: as_fp32(value.value) for name, value in values.items()})
+        self._write_scalars(step, {name: as_fp32(listed(name, value)) for name, value in values.items()})
 
     def text(self, step: int, name: str, markdown: Public[str]) -> None:
-        self._write_text(step, name, markdown.value)
+        self._write_text(step, name, listed(name, markdown))
 
     def picture(self, step: int, name: str, image_HWC: Public[np.ndarray]) -> None:
-        self._write_picture(step, name, image_HWC.value)
+        self._write_picture(step, name, listed(name, image_HWC))
 
 
 class PrivateMetrics(_Sinks):
@@ -89,6 +91,13 @@ class PrivateMetrics(_Sinks):
 
     def picture(self, step: int, name: str, image_HWC: Private[np.ndarray]) -> None:
         self._write_picture(step, name, image_HWC.inside())
+
+
+def listed(name: str, value: Public[T]) -> T:
+    """The value, if it is published for the reason that its name has; ValueError otherwise, before anything is written."""
+    if reason_of(name) is not value.because:
+        raise ValueError(f"{name} is not published because {value.because.value}: see PUBLISHED in privacy/boundary.py")
+    return value.value
 
 
 def as_fp32(value: float) -> float:
