@@ -44,8 +44,8 @@ PUBLISHED = {
     "where the training loss is": Reason.SETTINGS,
     **dict.fromkeys((f"heldout/{name}" for name in _HELDOUT), Reason.DECLARED),
 }
-"""Every name of `metrics.jsonl` and `tensorboard/`, and what its values are computed from. `privacy/verify.py` has a list of its own,
-and calls any other name a violation. Evaluations, which are no part of a run, add names of their kind to `evaluation/`."""
+"""Every name of `metrics.jsonl` and `tensorboard/`, and what its values are computed from. `privacy/verify.py` has a list of its
+own, and calls any other name a violation. Evaluations, which are no part of a run, add names of their kind to `evaluation/`."""
 
 
 def reason_of(name: str) -> Reason | None:

@@ -19,7 +19,7 @@ PUBLIC_FILES = re.compile(
     r"|behind/ledger-\d{1,3}\.jsonl"
     rf"|{_EVENTS}|evaluation/{_EVENTS}|evaluation/(heldout|metrics)\.jsonl|evaluation/(samples-\d{{8}}|answers)\.png"
     r"|evaluation/[a-z_-]+-step-\d{8,}-[0-9a-f]{8}\.json"
-    r"|report/privacy_card\.(json|md|html)|report/audit[\w-]{0,60}\.json"
+    r"|report/privacy_card\.(json|md|html)|report/audit[\w-]{0,60}\.json|report/fingerprint\.(txt|tsq|tsr)"
 )
 """Paths in a run folder that may be published; checkpoints are chosen apart."""
 _FOLDERS = re.compile(r"""(?<![\w./])(?:file://)?(?:~[\w.-]*)?/(?=[^/\s])(?:[^/,"'{}\n]+/)*""")

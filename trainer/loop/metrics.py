@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from privacy.boundary import Private, Public, reason_of
+from privacy.boundary import Private, Public, Reason, reason_of
 from privacy.ledger.durable import torn_line_end
 
 T = TypeVar("T")
@@ -64,16 +64,27 @@ class PublicMetrics(_Sinks):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, times=False)
+        self._settings: dict[str, object] = {}
 
     def scalars(self, step: int, values: Mapping[str, Public[float]]) -> None:
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
-        self._write_scalars(step, {name: as_fp32(listed(name, value)) for name, value in values.items()})
+        self._write_scalars(step, {name: as_fp32(self._listed(name, value)) for name, value in values.items()})
 
     def text(self, step: int, name: str, markdown: Public[str]) -> None:
-        self._write_text(step, name, listed(name, markdown))
+        self._write_text(step, name, self._listed(name, markdown))
 
     def picture(self, step: int, name: str, image_HWC: Public[np.ndarray]) -> None:
-        self._write_picture(step, name, listed(name, image_HWC))
+        self._write_picture(step, name, self._listed(name, image_HWC))
+
+    def _listed(self, name: str, value: Public[T]) -> T:
+        """The value, if it is published for the reason that its name has; ValueError otherwise, before anything is written."""
+        if reason_of(name) is not value.because:
+            raise ValueError(
+                f"{name} is not published because {value.because.value}: see PUBLISHED in privacy/boundary.py"
+            )
+        if value.because is Reason.SETTINGS and self._settings.setdefault(name, value.value) != value.value:
+            raise ValueError(f"{name} is called a setting, and changes from step to step")
+        return value.value
 
 
 class PrivateMetrics(_Sinks):
@@ -91,13 +102,6 @@ class PrivateMetrics(_Sinks):
 
     def picture(self, step: int, name: str, image_HWC: Private[np.ndarray]) -> None:
         self._write_picture(step, name, image_HWC.inside())
-
-
-def listed(name: str, value: Public[T]) -> T:
-    """The value, if it is published for the reason that its name has; ValueError otherwise, before anything is written."""
-    if reason_of(name) is not value.because:
-        raise ValueError(f"{name} is not published because {value.because.value}: see PUBLISHED in privacy/boundary.py")
-    return value.value
 
 
 def as_fp32(value: float) -> float:
