@@ -31,7 +31,15 @@ class Reason(Enum):
     DECLARED = "whoever names the data declares them public"
 
 
-_HELDOUT = ("loss", "accuracy", "shuffled_loss", "loss_of_average", "blind_loss", "blind_accuracy", "samples")
+_HELDOUT: tuple[str, ...] = (
+    "loss",
+    "accuracy",
+    "shuffled_loss",
+    "loss_of_average",
+    "blind_loss",
+    "blind_accuracy",
+    "samples",
+)
 _HELDOUT += tuple(f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption"))
 _EVALUATIONS = ("aro", "captions", "dense", "few-shot", "linear-probe", "private-head", "zero-shot")
 PUBLISHED = {

@@ -233,13 +233,13 @@ PLAN_FIELDS = {
 
 
 class Group(NamedTuple):
-    """`count` releases of a Poisson-subsampled Gaussian; batches above `cap` are cut down uniformly."""
+    """So many `releases` of a Poisson-subsampled Gaussian; batches above `cap` are cut down uniformly."""
 
     rate: float
     sigma: float
     num_examples: int
     cap: int | None
-    count: int
+    releases: int
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,8 @@ class Plan:
             from scipy.stats import binom  # comes with dp-accounting
 
             # An example that pushes another one out of a batch that is cut moves its sum by up to 2.
-            cuts = one.rate * one.count * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate)) * passes(2)
-        return min(1.0, cuts + one.rate * one.count * passes(1))
+            cuts = one.rate * one.releases * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate)) * passes(2)
+        return min(1.0, cuts + one.rate * one.releases * passes(1))
 
 
 def read_plan(fields: dict[str, Any], head: bool) -> Plan:
@@ -670,12 +670,12 @@ def epsilon(groups: list[Group], delta: float) -> float:
     """
     from dp_accounting import get_epsilon_gaussian
 
-    groups = [group for group in groups if group.count and group.rate]
+    groups = [group for group in groups if group.releases and group.rate]
     if not groups or delta <= 0 or any(group.sigma == 0 for group in groups):
         return math.inf if groups else 0.0
     try:
         if all(group.rate == 1 and group.cap is None for group in groups):
-            mu = math.sqrt(math.fsum(group.count / group.sigma**2 for group in groups))
+            mu = math.sqrt(math.fsum(group.releases / group.sigma**2 for group in groups))
             if mu <= 1000:
                 return float(get_epsilon_gaussian(1 / mu, delta))
         elif (upper := renyi(tuple(groups), delta)) <= 1000 and delta >= SMALLEST_DELTA:
@@ -698,7 +698,7 @@ def renyi(groups: tuple[Group, ...], delta: float) -> float:
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     for group in groups:
         release = dp_event.PoissonSampledDpEvent(group.rate, dp_event.GaussianDpEvent(group.sigma))
-        accountant.compose(release, group.count)
+        accountant.compose(release, group.releases)
     return float(accountant.get_epsilon(delta)) if groups else 0.0
 
 
@@ -717,7 +717,7 @@ def one_release(rate: float, sigma: float, num_examples: int, cap: int | None, g
 @functools.lru_cache(maxsize=8)
 def composed(groups: tuple[Group, ...], grid: float) -> Any:
     """The privacy loss distribution of all groups (Koskela et al. 2020)."""
-    parts = (one_release(*one[:4], grid).self_compose(one.count) for one in groups)
+    parts = (one_release(*one[:4], grid).self_compose(one.releases) for one in groups)
     return functools.reduce(lambda one, other: one.compose(other), parts)
 
 
