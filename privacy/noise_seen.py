@@ -23,7 +23,7 @@ to old noise and to wrong tails. A large norm says nothing, since data may make 
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from scipy.special import gammainc
 
@@ -34,23 +34,6 @@ MEMORY = 8
 """Steps that the centre of the noised fractions remembers; C moves, and the fraction with it."""
 
 
-class NoiseSeen(NamedTuple):
-    """What the norms of a ledger say.
-
-    Attributes:
-        coordinates: P; None where the ledger does not state it, and nothing is compared.
-        steps: `done` records with a norm.
-        smallest, pooled: |S + w| over what the stated noise has in the mean: of the worst step or owner, and of all steps.
-        refuted: what is too small, in words; empty where nothing is.
-    """
-
-    coordinates: int | None
-    steps: int
-    smallest: float | None
-    pooled: float | None
-    refuted: tuple[str, ...]
-
-
 def is_too_small(squared: float, coordinates: int, level: float) -> bool:
     """Whether a sum of at least `coordinates` squares of standard normals is this small with a probability of at most `level`."""
     if coordinates < EXACT_BELOW:
@@ -58,46 +41,40 @@ def is_too_small(squared: float, coordinates: int, level: float) -> bool:
     return squared < coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))
 
 
-def noise_seen(records: Iterable[Mapping[str, Any]]) -> NoiseSeen:
-    """Compares what every `done` states with the noise of its intent.
+def noise_seen(records: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[str, ...]]:
+    """Compares what every `done` states with the noise of its intent: (a sentence, what is too small for the stated noise).
 
     Args:
         records: all whole ones of a verified ledger, in order.
     """
-    found: list[
+    norms: list[
         tuple[str, float, int, int]
     ] = []  # (what, squared norm over that of the noise, coordinates, comparisons)
     plan: Mapping[str, Any] = {}
-    coordinates, std, total = None, 0.0, 0.0
-    fractions, centre, spread = 0, 0.0, 0.0
+    coordinates, std, total, spread, centre, fractions = 0, 0.0, 0.0, 0.0, 0.0, 0
     for record in records:
         if record["type"] == "open":
-            plan, coordinates = record["plan"], record.get("noised_coordinates")
+            plan, coordinates = record["plan"], record.get("noised_coordinates") or 0
         elif record["type"] == "intent":
             std = record["releases"][0]["std"]
-        elif record["type"] == "done" and coordinates and "noised_norm" in record and std > 0:
-            batch, step = plan["expected_batch_size"], record["step"]
-            scale = std / plan.get("correlated", {"coefficients": [1.0]})["coefficients"][0] / batch
-            squared = (RAISED * record["noised_norm"] / scale) ** 2
-            total += squared
-            share = record.get(
-                "smallest_share", {"owners": 1, "coordinates": coordinates, "norm": record["noised_norm"]}
-            )
-            squared = (RAISED * share["norm"] / scale) ** 2
-            found.append((f"step {step}", squared, share["coordinates"], share["owners"]))
+        elif record["type"] == "done" and coordinates and "noised_norm" in record:
+            batch, norm = plan["expected_batch_size"], record["noised_norm"]
+            unit = std / plan.get("correlated", {"coefficients": [1.0]})["coefficients"][0] / batch / RAISED
+            share = record.get("smallest_share", {"owners": 1, "coordinates": coordinates, "norm": norm})
+            norms.append((f"step {record['step']}", (share["norm"] / unit) ** 2, share["coordinates"], share["owners"]))
+            total += (norm / unit) ** 2
             if "noised_fraction" in record:
-                deviation = plan["adaptive_clipping"]["unclipped_num_std"] / batch
+                width = plan["adaptive_clipping"]["unclipped_num_std"] / batch / RAISED
                 # The first has no centre that follows from earlier ones.
-                spread += (RAISED * (record["noised_fraction"] - centre) / deviation) ** 2 if fractions else 0.0
+                spread += ((record["noised_fraction"] - centre) / width) ** 2 if fractions else 0.0
                 fractions += 1
                 centre += (record["noised_fraction"] - centre) / min(fractions, MEMORY)
-    steps = len(found)
-    ratios = [math.sqrt(squared / count) for _, squared, count, _ in found]
-    if found:
-        found.append(("all steps together", total, steps * int(coordinates or 0), 1))
-    if fractions > 1:
-        found.append(("the counts of unclipped examples", spread, fractions - 1, 1))
-    level = LEVEL / max(1, sum(comparisons for *_, comparisons in found))
-    refuted = tuple(what for what, squared, count, _ in found if is_too_small(squared, count, level))
-    pooled = math.sqrt(total / steps / (coordinates or 1)) if steps else None
-    return NoiseSeen(coordinates, steps, min(ratios, default=None), pooled, refuted)
+    if not norms:
+        return "no norm of a noised sum is stated that could refute the noise", ()
+    steps, least = len(norms), min(math.sqrt(squared / count) for _, squared, count, _ in norms)
+    norms.append(("all steps together", total, steps * coordinates, 1))
+    norms += [("the counts of unclipped examples", spread, fractions - 1, 1)] if fractions > 1 else []
+    level = LEVEL / sum(comparisons for *_, comparisons in norms)
+    refuted = tuple(what for what, squared, count, _ in norms if is_too_small(squared, count, level))
+    said = f"{steps:,} norms over {coordinates:,} coordinates are at least {least:.4g} of that of the stated noise"
+    return f"{'refuted' if refuted else 'not refuted'}: {said}", refuted

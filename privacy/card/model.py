@@ -108,22 +108,6 @@ class Release(Part):
     largest_sensitivity: float = Field(description="The largest L2 sensitivity of all times.")
 
 
-class NoiseSeen(Part):
-    """The norms of noised sums beside the stated noise (privacy/noise_seen.py): these refute, or do not; nothing is verified."""
-
-    coordinates: int | None = Field(
-        description="Noised coordinates; null where the ledger states none, and nothing is compared."
-    )
-    steps: int = Field(description="Steps whose norm the ledger has.")
-    smallest: float | None = Field(
-        description="Norm over that of the stated noise in the mean: of the worst step or owner."
-    )
-    pooled: float | None = Field(description="The same of all steps together.")
-    refuted: tuple[str, ...] = Field(
-        description="What is too small for the stated noise; empty where it is not refuted."
-    )
-
-
 class Head(Part):
     """A private linear head (evaluation/private_head); the options of its method are further keys."""
 
@@ -146,7 +130,9 @@ class Mechanism(Part):
         (), description="[what, value] of each option of the plan, as the page shows it."
     )
     releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")
-    noise_seen: NoiseSeen = Field(description="Whether norms refute the stated noise.")
+    drawn_noise: str = Field(
+        description="Whether norms of noised sums refute the stated noise, which nothing verifies."
+    )
     statement: str = Field(description="The mechanism in words.")
 
 

@@ -76,15 +76,6 @@ def read_snapshot(path: Path | str) -> LedgerSnapshot:
     )
 
 
-def privacy_card(path: Path | str) -> PrivacyCard:
-    """The card of the run whose ledger is at `path`, from the ledger alone (a few seconds).
-
-    Raises:
-        PrivacyStateRefused: the ledger cannot be read or is broken.
-    """
-    return make_card(read_snapshot(path), str(path))
-
-
 def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
     """The card of a ledger; privacy/card/folder.py adds what other files say.
 
@@ -188,7 +179,7 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
     return model.Mechanism(
         name=name, head=head, adaptive_clipping=adaptive, noise_multiplier_accounted=plan.effective_noise_multiplier,
         settings=() if head is not None else [row for option in plan.options.values() for row in option.rows(plan)],
-        releases=tuple(releases), statement=statement, noise_seen=noise_seen(snapshot.records)._asdict(),
+        releases=tuple(releases), statement=statement, drawn_noise=noise_seen(snapshot.records)[0],
     )  # fmt: skip
 
 
@@ -323,10 +314,8 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     found = []
     if useless := useless_delta(card.delta, n):
         found.append(f"The {useless}.")
-    if refuted := card.mechanism.noise_seen.refuted:
-        found.append(
-            f"Less noise was drawn than the ledger states, by the norm of {', '.join(refuted[:5])}: believe no epsilon."
-        )
+    if refuted := noise_seen(snapshot.records)[1]:
+        found.append(f"Less noise was drawn than stated, by the norm of {', '.join(refuted[:5])}: believe no epsilon.")
     if card.formal_guarantee and card.epsilon is None:
         found.append("The accountant finds no finite epsilon at this delta.")
     if (card.epsilon or 0.0) > accounting.LARGEST_DETAILED_EPSILON:

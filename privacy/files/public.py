@@ -4,14 +4,12 @@ Files are public by a list: what the list does not know stays where it is, and i
 to a file nor through a folder, so that no name in the run folder leads into `private/` or to another part of the disk.
 """
 
-import contextlib
-import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 _EVENTS = r"tensorboard/events\.out\.tfevents\.\d{10}"
 PUBLIC_FILES = re.compile(
@@ -104,18 +102,3 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, "os.DirEntry[str]"]]
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`."""
-    path = folder / "metrics.jsonl"
-    return parse_lines(path.read_text()) if path.exists() else []
-
-
-def parse_lines(text: str) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines, without those that a kill tore, the last one or any before it."""
-    lines = []
-    for line in text.split("\n")[:-1]:
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict)]

@@ -1,5 +1,6 @@
 """A published run folder as training and report leave it, without the training; and what a forger does to one."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -60,6 +61,21 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     return "\n".join(
         ["[privacy]", *lines, "[train]", f"num_steps = {plan.num_steps}", "[data]", 'provenance = "private"']
     )
+
+
+def parse_lines(text: str) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines, without those that a kill tore, the last one or any before it."""
+    lines = []
+    for line in text.split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of `metrics.jsonl`."""
+    path = folder / "metrics.jsonl"
+    return parse_lines(path.read_text()) if path.exists() else []
 
 
 COORDINATES = 20_000

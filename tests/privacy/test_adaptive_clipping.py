@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from privacy import verify
 from privacy.adaptive_clipping import COUNT_SENSITIVITY, RANGE, AdaptiveClipping
 from privacy.card.render import to_markdown
-from privacy.card.report import privacy_card
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import noise_multiplier_of
 from privacy.plan import PrivacyPlan, make_plan, require_equal
 from privacy.plan_request import PlanRequest
 from privacy.releases import GRADIENT, UNCLIPPED, Release, step_releases
+from tests.privacy.cards import privacy_card
 from tests.privacy.ledger_epsilon import recompute
 
 ADAPTIVE = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=6.0)

@@ -11,12 +11,12 @@ from privacy.accounting.accountants import FINE_INTERVAL, LARGEST_DETAILED_EPSIL
 from privacy.accounting.rounding import rounded_up
 from privacy.card.model import STATEMENTS
 from privacy.card.render import to_markdown
-from privacy.card.report import privacy_card
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
+from tests.privacy.cards import privacy_card
 from tests.privacy.ledger_epsilon import recompute
 
 # Large noise and few examples: the accountant answers in a fraction of a second.

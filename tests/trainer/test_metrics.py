@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from privacy.boundary import PUBLISHED, Private, Public, Reason
-from privacy.files.public import parse_lines, read_metrics
+from tests.privacy.published import parse_lines, read_metrics
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
 from trainer.loop.reporting import _write_files
 
