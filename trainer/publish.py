@@ -28,8 +28,6 @@ FIXED_TIME = 946684800
 FINGERPRINT = "report/fingerprint"
 _REQUEST = "30390201013031300d060960864801650304020105000420", "0101ff"
 """DER around the SHA-256 in an RFC 3161 request: version 1, and the authority's certificate is asked for."""
-LONGEST_ANSWER, PATIENCE = 1 << 16, 30.0
-"""Bytes and seconds that an authority may take."""
 
 
 def fingerprint(run_dir: Path, ledger: LedgerFile, authority: str | None) -> list[str]:
@@ -43,33 +41,33 @@ def fingerprint(run_dir: Path, ledger: LedgerFile, authority: str | None) -> lis
     Raises:
         ConfigError: the authority gives no time stamp of these values.
     """
-    names = [run_dir / f"{FINGERPRINT}.{kind}" for kind in ("txt", "tsq", "tsr")]
+    text, asked, stamp = (f"{FINGERPRINT}.{kind}" for kind in ("txt", "tsq", "tsr"))
     found = {}
-    for name in ("verify.py", f"{FINGERPRINT}.tsr"):
+    for name in ("verify.py", stamp):
         with contextlib.suppress(OSError):  # it is not there; or a link, which is not followed
             found[name] = read_public(run_dir, name)
-    judge, answer = hashlib.sha256(found.get("verify.py", b"")).hexdigest(), found.get(f"{FINGERPRINT}.tsr", b"")
-    text = f"last line of ledger.jsonl: {ledger.last_line_sha256}\nSHA-256 of verify.py: {judge}\n".encode()
-    digest = hashlib.sha256(text).digest()
+    judge, answer = hashlib.sha256(found.get("verify.py", b"")).hexdigest(), found.get(stamp, b"")
+    values = f"last line of ledger.jsonl: {ledger.last_line_sha256}\nSHA-256 of verify.py: {judge}\n"
+    digest = hashlib.sha256(values.encode()).digest()
     request = bytes.fromhex(_REQUEST[0]) + digest + bytes.fromhex(_REQUEST[1])
     if authority is not None:
         try:
             if not authority.startswith(("http://", "https://")):
                 raise ValueError("it is no http:// or https:// address")
             sent = urllib.request.Request(authority, request, {"Content-Type": "application/timestamp-query"})
-            with urllib.request.urlopen(sent, timeout=PATIENCE) as reply:
-                answer = reply.read(LONGEST_ANSWER)
+            with urllib.request.urlopen(sent, timeout=30) as reply:
+                answer = reply.read(1 << 16)
             if digest not in answer:
-                raise ValueError("its answer is no time stamp of report/fingerprint.txt")
+                raise ValueError(f"its answer is no time stamp of {text}")
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise ConfigError(f"--time_stamp {authority}: {error}; nothing was published") from error
-    for name, content in zip(names, (text, request, answer if digest in answer else b""), strict=True):
-        replace_file(name, content) if content else name.unlink(missing_ok=True)
-    lines = [f"keep elsewhere: {line}" for line in text.decode().splitlines()]
-    check = f"openssl ts -verify -data {names[0].name} -in {names[2].name} -CAfile AUTHORITY.pem"
-    if digest in answer:
-        return [*lines, f"time-stamped; to check it, in report/: {check}"]
-    return [*lines, f"not time-stamped: --time_stamp URL sends report/{names[1].name} to an RFC 3161 authority"]
+    answer = answer if digest in answer else b""
+    for name, content in ((text, values.encode()), (asked, request), (stamp, answer)):
+        replace_file(run_dir / name, content) if content else (run_dir / name).unlink(missing_ok=True)
+    lines = [f"keep elsewhere: {line}" for line in values.splitlines()]
+    if not answer:
+        return [*lines, f"not time-stamped: --time_stamp URL sends {asked} to an RFC 3161 authority"]
+    return [*lines, f"time-stamped; to check it: openssl ts -verify -data {text} -in {stamp} -CAfile AUTHORITY.pem"]
 
 
 def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: bool = True) -> list[str]:

@@ -123,18 +123,13 @@ class Ledger:
     # Reading
 
     @property
-    def key_commitment(self) -> str:
-        commitment: str = self.state.opened["key_commitment"]
-        return commitment
-
-    @property
     def num_charged(self) -> int:
         """Every intent, done or not, and every torn line that may have been one."""
         return self.state.num_charged
 
     def next_attempt(self, step: int) -> int:
         """The attempt number that coins and intent of `step` must use now."""
-        return self.state.next_attempt(step)
+        return self.state.attempts[step]
 
     def position(self) -> tuple[int, str]:
         """(seq, SHA-256) of the last line, for a checkpoint's manifest."""

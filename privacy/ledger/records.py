@@ -140,14 +140,6 @@ class LedgerState(ChainState):
         correlated = self.opened["plan"].get("correlated")
         return None if correlated is None else self.num_charged % int(correlated["bands"])
 
-    def next_attempt(self, step: int) -> int:
-        """0 for a step never tried, else one more than its latest attempt."""
-        return self.attempts[step]
-
-    def has_recorded(self, step: int, digest: str) -> bool:
-        """Whether a checkpoint of this step, with this SHA-256 of its manifest in hex, is in the ledger."""
-        return (step, digest) in self.checkpoints
-
     def may_lack_record(self, step: int, line: int) -> bool:
         """Whether a crash can have come between a checkpoint and its record.
 
@@ -237,7 +229,7 @@ class LedgerState(ChainState):
             require(step == self.position_in_session + 1, f"step {step} does not follow {self.position_in_session}")
         else:
             require(step <= self.last_done_step + 1, f"step {step} skips step {self.last_done_step + 1}")
-        following = self.next_attempt(step)
+        following = self.attempts[step]
         require(attempt == following, f"attempt {attempt} of step {step}: {following} is next")
 
     def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:

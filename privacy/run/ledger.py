@@ -177,7 +177,7 @@ class RunLedger:
     def adopt(self, resumed: Checkpoint) -> None:
         """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
         digest = file_digest(resumed.path / MANIFEST)
-        if not collectives.on_main(lambda: self._on_main.state.has_recorded(resumed.step, digest)):
+        if not collectives.on_main(lambda: (resumed.step, digest) in self._on_main.state.checkpoints):
             self.checkpoint(resumed.step, resumed.path.name, digest)
 
     def close_run(self) -> None:

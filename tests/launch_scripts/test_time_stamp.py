@@ -78,10 +78,10 @@ def test_two_values_are_printed_stamped_and_checked_by_the_printed_command(
     report(ReportOptions(run_dir=run, publish=tmp_path / "stamped", time_stamp=f"{address}/stamp"))
     said, place = capsys.readouterr().out, tmp_path / "stamped/report"
     (command,) = (line.partition("openssl ")[2] for line in said.splitlines() if "openssl ts -verify" in line)
-    checked = openssl(command.replace("AUTHORITY.pem", str(certificate)), place)
+    checked = openssl(command.replace("AUTHORITY.pem", str(certificate)), place.parent)
     assert checked.returncode == 0 and "Verification: OK" in checked.stdout + checked.stderr, checked
     (place / "fingerprint.txt").write_text((place / "fingerprint.txt").read_text().replace(last, "00" * 32))
-    assert openssl(command.replace("AUTHORITY.pem", str(certificate)), place).returncode != 0
+    assert openssl(command.replace("AUTHORITY.pem", str(certificate)), place.parent).returncode != 0
 
     (run / "verify.py").write_text("# another one\n")  # the answer is of other values, and goes
     report(ReportOptions(run_dir=run, publish=tmp_path / "later"))

@@ -106,7 +106,14 @@ def test_card_states_what_happened(tmp_path):
     assert card.sampling.key_commitment_sha256 == "ab" * 32
     assert card.mechanism.noise_multiplier_accounted == 4 / 1.001
     assert [release.model_dump() for release in card.mechanism.releases] == [
-        {"name": "gradient", "count": 5, "smallest_noise_multiplier": 4.0, "largest_sensitivity": 1.0}
+        {
+            "name": "gradient",
+            "count": 5,
+            "smallest_noise_multiplier": 4.0,
+            "smallest_sensitivity": 1.0,
+            "largest_sensitivity": 1.0,
+            "last_sensitivity": 1.0,
+        }
     ]
 
 

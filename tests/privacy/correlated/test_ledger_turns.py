@@ -80,7 +80,7 @@ def test_contract_10_every_attempt_is_charged_to_the_group_that_it_drew_from(
     assert max(turns.values()) <= group.count <= max(turns.values()) + state.charged_torn
     assert group.num_examples == -(-2001 // bands)
     theirs = read.plan.releases(read.charged())
-    assert (theirs.count, theirs.num_examples, theirs.rate) == (group.count, group.num_examples, group.sample_rate)
+    assert (theirs.releases, theirs.num_examples, theirs.rate) == (group.count, group.num_examples, group.sample_rate)
     charged, epsilon = recompute(path)
     assert charged == state.num_charged and state.epsilon() == pytest.approx(epsilon, rel=1e-5)
     left = plan.target_delta - read.plan.noise_tail()
