@@ -30,18 +30,16 @@ def plan_of(**fields: Any) -> Callable[[Records], None]:
     return lambda records: records[0]["plan"].update(fields)
 
 
+def of_kind(kind: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[Records], None]:
+    return lambda records: [edit(record) for record in records if record["type"] == kind] and None
+
+
 def more_noise_everywhere(records: Records) -> None:
     """Lowers epsilon, and no line contradicts another."""
     records[0]["plan"]["noise_multiplier"] = 5.0
     for record in records:
         if record["type"] == "intent":
             record["releases"][0]["std"] = 5.0
-
-
-def halve(records: Records, kind: str) -> None:
-    for record in records:
-        if record["type"] == kind:
-            record["noised_norm"] /= 2
 
 
 REWRITTEN: dict[str, tuple[Callable[[Records], Any], str]] = {
@@ -58,7 +56,7 @@ REWRITTEN: dict[str, tuple[Callable[[Records], Any], str]] = {
         "card: the card's sampling.key",
     ),
     "half of a norm": (
-        lambda records: halve(records, "done"),
+        of_kind("done", lambda one: one.update(noised_norm=one["noised_norm"] / 2)),
         "noise: less noise was drawn than stated, by the norm of step 1",
     ),
     "more coordinates": (lambda records: records[0].update(noised_coordinates=90_000), "noise: less noise was drawn"),
@@ -145,14 +143,11 @@ def metrics_say(*lines: str) -> Callable[[Path], None]:
     return edit
 
 
-def metrics_end(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "metrics.jsonl").open("a").write(text)
-
-
-def heldout_says(line: str) -> Callable[[Path], None]:
+def added(place: str, text: str) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        (folder / "evaluation").mkdir()
-        (folder / "evaluation/heldout.jsonl").write_text(line + "\n")
+        (folder / place).parent.mkdir(exist_ok=True)
+        with (folder / place).open("a") as file:
+            file.write(text)
 
     return edit
 
@@ -164,14 +159,6 @@ def of_step_0(renamed: bool) -> Callable[[Path], None]:
         (place / "weights.safetensors").unlink()
         (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
         place.rename(place.with_name("step-00000000")) if renamed else None
-
-    return edit
-
-
-def later_result(place: str) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        (folder / place).parent.mkdir(exist_ok=True)
-        (folder / place).write_text('{"step":9}\n')
 
     return edit
 
@@ -194,7 +181,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "metrics: a batch size": (metrics_say('{"step": 4, "train/batch_size": 99}'), 5, "shows train/batch_size, which no run"),
     "metrics: another norm": (metrics_say('{"step": 4, "optimizer/noised_grad_norm": 9.5}'), 5, "= 9.5, which no line of"),
     "metrics: a count": (metrics_say('{"step": 4, "privacy/noised_unclipped_fraction": 0.5}'), 5, "= 0.5, which no line of"),
-    "held-out: a training loss": (heldout_says('{"step": 4, "train_loss": 2.5}'), 5, "shows train_loss, which no run"),
+    "held-out: a training loss": (added("evaluation/heldout.jsonl", '{"step": 4, "train_loss": 2}\n'), 5, "shows train_loss"),
     "manifest": (text_of(f"{CHECKPOINT}/manifest.json", '"random"', '"imported"'), 5, NOT_RECORDED),
     "manifest of step 0": (of_step_0(False), 5, "is of step 0"),
     "manifest of step 0, renamed": (of_step_0(True), 5, NOT_RECORDED),
@@ -203,8 +190,8 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     ),
     "weights": (text_of(f"{CHECKPOINT}/weights.safetensors", "weights", "weight5"), 5, "has another hash"),
     "weights gone": (lambda folder: (folder / f"{CHECKPOINT}/weights.safetensors").unlink(), 6, "is missing"),
-    "a later result": (later_result("evaluation/heldout.jsonl"), 5, "step 9, which the ledger never finished"),
-    "later metrics": (later_result("metrics.jsonl"), 5, "step 9, which the ledger never finished"),
+    "a later result": (added("evaluation/heldout.jsonl", '{"step":9}\n'), 5, "step 9, which the ledger never finished"),
+    "later metrics": (added("metrics.jsonl", '{"step":9}\n'), 5, "step 9, which the ledger never finished"),
     "metrics: epsilon": (text_of("metrics.jsonl", 'epsilon": 0', 'epsilon": -0'), 5, "metrics: epsilon -0"),
     "metrics: epsilon twice": (metrics_say(ENTRY + ', "privacy/epsilon": 9}'), 5, "stands twice"),
     "metrics: an earlier line": (metrics_say(ENTRY + "}"), 5, "epsilon 0.01 after 5, where it is"),
@@ -216,11 +203,11 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "metrics: NaN hides an epsilon": (
         metrics_say(ENTRY + "}", ENTRY.replace("0.01", "NaN") + "}"), 5, "states epsilon nan",
     ),
-    "metrics: no entry": (metrics_end("epsilon is 0.01\n"), 5, "neither an entry nor the beginning"),
-    "metrics: a mark before it": (metrics_end("\ufeff" + ENTRY + "}\n"), 5, "neither an entry nor the beginning"),
-    "metrics: torn too often": (metrics_end('{"step"\n' * 2), 5, "no restart of the ledger explains it"),
-    "metrics: torn": (metrics_end('{"step": 4, "privacy/ch\n'), 0, ""),
-    "metrics: torn early": (metrics_end('{"st'), 0, ""),
+    "metrics: no entry": (added("metrics.jsonl", "epsilon is 0.01\n"), 5, "neither an entry nor the beginning"),
+    "metrics: a mark before it": (added("metrics.jsonl", "\ufeff" + ENTRY + "}\n"), 5, "neither an entry nor the beginning"),
+    "metrics: torn too often": (added("metrics.jsonl", '{"step"\n' * 2), 5, "no restart of the ledger explains it"),
+    "metrics: torn": (added("metrics.jsonl", '{"step": 4, "privacy/ch\n'), 0, ""),
+    "metrics: torn early": (added("metrics.jsonl", '{"st'), 0, ""),
     "config gone": (lambda folder: (folder / "config.toml").unlink(), 6, "config.toml is missing"),
 }  # fmt: skip
 
@@ -308,16 +295,12 @@ def more_bands(records: Records) -> None:
         record["group"] = place % 4
 
 
-def of_intents(edit: Callable[[dict[str, Any]], object]) -> Callable[[Records], None]:
-    return lambda records: [edit(record) for record in records if record["type"] == "intent"] and None
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (of_intents(lambda record: record.update(group=0)), "drew from another group"),
-        (of_intents(lambda record: record.pop("group")), "drew from another group"),
+        (of_kind("intent", lambda record: record.update(group=0)), "drew from another group"),
+        (of_kind("intent", lambda record: record.pop("group")), "drew from another group"),
         (lambda records: records[0]["plan"].pop("correlated"), "sampling_threshold is not"),
         (more_bands, "config.toml asks for bands"),
     ],
