@@ -70,7 +70,7 @@ class _NoLedger:
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         pass
 
-    def done(self, step: int) -> None:
+    def done(self, step: int, **noised: object) -> None:
         pass
 
 

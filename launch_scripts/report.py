@@ -4,7 +4,8 @@
 
 Writes RUN_DIR/report/privacy_card.json, .md and .html (one file, nothing external). Works while the run goes
 on: it takes no lock and changes nothing else. --publish copies what may be published into a new folder, the newest checkpoint
-included, without the times of files, and names what it leaves out. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
+included, without the times of files, names what it leaves out, and prints two values to keep elsewhere; --time_stamp has an
+RFC 3161 authority sign them. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
 """
 
 import argparse
@@ -32,6 +33,8 @@ class ReportOptions(Options):
     """run folder that holds ledger.jsonl"""
     publish: Path | None = None
     """copy the public files of the run into this new folder"""
+    time_stamp: str | None = None
+    """with --publish: address of an RFC 3161 authority, which is sent a hash of the two values to keep elsewhere"""
     no_checkpoints: bool = False
     """publish no checkpoint; otherwise the newest whole one goes with the other files"""
     as_json: bool = Field(False, alias="json")
@@ -48,9 +51,12 @@ def report(options: ReportOptions) -> "PrivacyCard":
     from privacy.accounting.rounding import rounded_up
     from privacy.card.folder import write_card
     from privacy.errors import say
-    from trainer.publish import publish
+    from trainer.errors import ConfigError
+    from trainer.publish import fingerprint, publish
     from trainer.report import build_card
 
+    if options.time_stamp is not None and options.publish is None:
+        raise ConfigError("--time_stamp is for what is published: give --publish FOLDER too")
     card = build_card(options.run_dir)
     paths = write_card(options.run_dir, card)
     steps = "an unknown number" if card.steps_done is None else card.steps_done
@@ -63,7 +69,8 @@ def report(options: ReportOptions) -> "PrivacyCard":
     lines = [f"privacy card: {path}" for path in paths]
     if options.publish is not None:  # before anything is printed: a refusal is one line
         ledger = card.provenance.ledger
-        lines += publish(options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints)
+        kept = fingerprint(options.run_dir, ledger, options.time_stamp)
+        lines += publish(options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints) + kept
     say(*[card.to_json()] if options.as_json else summary)
     say(*lines, file=sys.stderr if options.as_json else sys.stdout)
     return card

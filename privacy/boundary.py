@@ -8,10 +8,10 @@ nobody has decided. Neither box has a JSON form: one that reaches a ledger or a 
     >>> loss = Private(0.25)
     >>> print(loss, loss.inside())
     Private(...) 0.25
-    >>> Public(1e-3, Reason.SETTINGS).because.value
-    'it is computed from public settings'
+    >>> Public(1e-3, Reason.SCHEDULE).because.value
+    'it follows from public settings and the number of the step'
 
-`git grep "Public("` lists every decision that something may be published.
+`git grep "Public("` lists every decision that something may be published, and PUBLISHED every name under which it is.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,40 @@ class Reason(Enum):
     """Why a value may leave the run."""
 
     NOISED = "it is computed from noised sums"
-    SETTINGS = "it is computed from public settings"
+    SETTINGS = "it is a public setting, the same in every step"
+    SCHEDULE = "it follows from public settings and the number of the step"
     CHARGED = "it is computed from the ledger"
     DECLARED = "whoever names the data declares them public"
+
+
+_HELDOUT: tuple[str, ...] = (
+    "loss",
+    "accuracy",
+    "shuffled_loss",
+    "loss_of_average",
+    "blind_loss",
+    "blind_accuracy",
+    "samples",
+)
+_HELDOUT += tuple(f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption"))
+_EVALUATIONS = ("aro", "captions", "dense", "few-shot", "linear-probe", "private-head", "zero-shot")
+PUBLISHED = {
+    "optimizer/lr": Reason.SCHEDULE,
+    "optimizer/noised_grad_norm": Reason.NOISED,
+    "privacy/clipping_bound": Reason.NOISED,
+    "privacy/noised_unclipped_fraction": Reason.NOISED,
+    "privacy/charged_attempts": Reason.CHARGED,
+    "privacy/epsilon": Reason.CHARGED,
+    "where the training loss is": Reason.SETTINGS,
+    **dict.fromkeys((f"heldout/{name}" for name in _HELDOUT), Reason.DECLARED),
+}
+"""Every name of `metrics.jsonl` and `tensorboard/`, and what its values are computed from. `privacy/verify.py` has a list of its
+own, and calls any other name a violation. Evaluations, which are no part of a run, add names of their kind to `evaluation/`."""
+
+
+def reason_of(name: str) -> Reason | None:
+    """Why values of this name may be published; None for a name that nobody has decided about."""
+    return Reason.DECLARED if name.partition("/")[0] in _EVALUATIONS else PUBLISHED.get(name)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

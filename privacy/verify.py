@@ -13,10 +13,12 @@ plan         the plan is consistent, and config.toml asks for it
 behind       the ledgers of the private runs whose weights the run started from are here and whole
 epsilon      is recomputed from the ledgers alone by privacy loss distributions (zero-out neighbours), the cap of the batches and
              every charged attempt included
-card         the fields of report/privacy_card.json that follow from the ledger do; the others are listed as not attested. An
+card         claim, plan and counts of report/privacy_card.json follow from the ledger, and no other of its fields is compared. An
              epsilon may be larger than the one that is computed here, never smaller
 checkpoints  every manifest is the one that the ledger recorded, remembers a line of it, and its files have their hashes
-metrics      metrics.jsonl and held-out results show no step and no charge that the ledger lacks, and no smaller epsilon
+metrics      metrics.jsonl and held-out results have no other names than a run publishes, no step, charge, norm or C that the
+             ledger lacks, and no smaller epsilon
+noise        no norm of a noised sum is too small for the noise that its intent states: that refutes, and never verifies
 
 Claim and mechanism are printed: believe them and not the pages of the card, which nothing here reads.
 The documentation of the ledger's format is docs/running.md of the project. This is a second implementation of it.
@@ -48,30 +50,34 @@ import tomllib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib import metadata
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
-MOST = 10**12
-MOST_COUNTS = 20
+MOST, MOST_COUNTS = 10**12, 20
 USELESS = "; a delta of 1/n or more protects nobody"
 TORN = b" #torn"
-HAIR = 1e-9
-"""How much two machines' rounding of one computation may differ."""
-FP32 = 1e-7
-"""Metrics are published as fp32 numbers: a little more than half a unit of the last place of one."""
-FINE = 1e-4
-"""Grid of privacy loss distributions."""
-SMALLEST_DELTA = 1e-12
-"""Below it, distributions are not trusted."""
-LARGE = 50.0
-"""Above this epsilon the grid is coarser."""
+HAIR, FP32 = 1e-9, 1e-7
+"""How much two machines' rounding of one computation may differ, and that to fp32, as which metrics are published."""
+LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
+"""How often true noise is refuted; by what norms are raised for rounding; below how many coordinates quantiles are exact."""
+NORM, FRACTION, BOUND = "optimizer/noised_grad_norm", "privacy/noised_unclipped_fraction", "privacy/clipping_bound"
+HELDOUT = {"loss", "accuracy", "shuffled_loss", "loss_of_average", "blind_loss", "blind_accuracy"}
+HELDOUT |= {f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption")}
+NAMES = {
+    "metrics.jsonl": {NORM, FRACTION, BOUND, "step", "optimizer/lr", "privacy/epsilon", "privacy/charged_attempts"}
+}
+NAMES["metrics.jsonl"] |= {f"heldout/{name}" for name in HELDOUT}
+NAMES["evaluation/heldout.jsonl"] = {"step", "captions", *HELDOUT}
+"""All that a run publishes: of noised sums, the ledger, the schedule, and held-out data that somebody declared public."""
+FINE, SMALLEST_DELTA, LARGE = 1e-4, 1e-12, 50.0
+"""Of privacy loss distributions: the grid, the delta below which they are not trusted, the epsilon above which it is coarser."""
 
 
 class BadInput(Exception):
@@ -86,11 +92,12 @@ class Undecided(Exception):
     """What a check could not find out."""
 
 
+OF_ODD_FIELDS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""What a field raises that is missing or of another type than a check takes it for."""
+
+
 class Bound(float):
     """An upper bound, of epsilon or of what an attack can reach: a card may state more, and never less."""
-
-
-# ---------------------------------------------------------------- Reading files that a stranger wrote
 
 
 def open_plain(path: Path, largest: int) -> int:
@@ -114,32 +121,22 @@ def read_file(path: Path, largest: int = LARGEST_FILE) -> bytes:
 def lines_of(path: Path) -> Iterator[bytes]:
     """The lines of a file with their line ends; one that is too long is bad input."""
     with os.fdopen(open_plain(path, LARGEST_LEDGER), "rb") as file:
-        number = 1
         while line := file.readline(LARGEST_LINE):
             if len(line) == LARGEST_LINE:
-                raise BadInput(f"{shown(path)}: line {number} has {LARGEST_LINE:,} bytes or more")
+                raise BadInput(f"{shown(path)}: a line has {LARGEST_LINE:,} bytes or more")
             yield line
-            number += 1
 
 
-def parsed(text: bytes, *, with_nan: bool = False) -> Any:
-    """JSON whose keys differ; ValueError for anything else.
-
-    Args:
-        with_nan: also takes NaN and Infinity, which held-out losses may be.
-    """
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not a number")
+def parsed(text: bytes) -> Any:
+    """JSON whose keys differ; ValueError for anything else. NaN and Infinity are numbers, as held-out losses may be."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a key stands twice in an object, so readers may see different values")
         return dict(pairs)
 
-    rules: dict[str, Any] = {} if with_nan else {"parse_constant": refuse}
     try:
-        return json.loads(text.decode(), object_pairs_hook=unique, **rules)
+        return json.loads(text.decode(), object_pairs_hook=unique)
     except (RecursionError, UnicodeDecodeError) as error:
         raise ValueError("it is nested too deeply, or no UTF-8") from error
 
@@ -222,31 +219,27 @@ CHOICES: dict[str, dict[str, str | None]] = {
 }
 """What a plan may choose, and the reason why nothing can be claimed then, if there is one."""
 STRATEGIES = ("square_root", "optimised")
-CORRELATED = {
-    "group_of_example": "its number modulo bands",
-    "group_of_attempt": "the number of attempts charged before it modulo bands",
-}
+CORRELATED = {"group_of_example": "its number modulo bands"}
+CORRELATED["group_of_attempt"] = "the number of attempts charged before it modulo bands"
 """How correlated noise divides examples and attempts into groups: the only way that epsilon is computed for."""
 ANY = (1e-300, 1e300)
 ADAPTIVE = {"target_unclipped_quantile": (0, 1), "clipbound_learning_rate": ANY, "unclipped_num_std": ANY}
 """The numbers of adaptive clipping, with their ranges."""
 PLAN_FIELDS = {
-    "num_examples", "expected_batch_size", "num_steps", "target_epsilon", "max_grad_norm", "clipping_function",
-    "adaptive_clipping", "arithmetic", "lattice_exponent", "sensitivity_slack", "enabled", "sampling",
-    "informal_reasons", "noise_multiplier", "target_delta", "reserved_attempts", "cap", "sample_rate",
-    "sampling_threshold", "adjacency", "formal_guarantee",
+    "num_examples", "expected_batch_size", "num_steps", "target_epsilon", "max_grad_norm", "clipping_function", "arithmetic",
+    "adaptive_clipping", "lattice_exponent", "sensitivity_slack", "enabled", "sampling", "informal_reasons", "noise_multiplier",
+    "target_delta", "reserved_attempts", "cap", "sample_rate", "sampling_threshold", "adjacency", "formal_guarantee",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Group:
-    """`count` releases of a Poisson-subsampled Gaussian; batches above `cap` are cut down uniformly."""
+class Group(NamedTuple):
+    """So many `releases` of a Poisson-subsampled Gaussian; batches above `cap` are cut down uniformly."""
 
     rate: float
     sigma: float
     num_examples: int
     cap: int | None
-    count: int
+    releases: int
 
 
 @dataclass(frozen=True)
@@ -254,7 +247,8 @@ class Plan:
     """What an `open` record plans, checked.
 
     Attributes:
-        fields: those of the record, and `bands`, `strategy` and `usual_cap`, which follow from them.
+        fields: those of the record, and what follows from them: the most charges, the cap by default, and of correlated noise
+            `bands` (b, the number of groups of examples that take turns; 1 without), `strategy` and `fresh` (c_0).
         rate: q, rounded up.
         accounted: the noise multiplier that the accountant is charged with, sigma / (1 + r).
         reasons: why nothing is claimed; empty where something is.
@@ -268,27 +262,14 @@ class Plan:
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
 
-    @property
-    def most_charges(self) -> int:
-        return int(self["num_steps"]) + int(self["reserved_attempts"])
-
-    @property
-    def bands(self) -> int:
-        """b, the number of groups of examples that take turns under correlated noise; 1 without."""
-        return int(self.fields.get("bands", 1))
-
     def turns(self, count: int) -> int:
         """How many of `count` charges the group with most of them has."""
-        return -(-count // self.bands)
-
-    def gradient_multiplier(self) -> float:
-        """Noise multiplier of the clipped sum alone, where a noised count shares sigma with it (adaptive clipping)."""
-        sigma, count_std = self["noise_multiplier"], self["adaptive_clipping"]["unclipped_num_std"]
-        return float(sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2))
+        return -(-count // int(self["bands"]))
 
     def releases(self, count: int) -> Group:
         """`count` charges, as the accountant sees them."""
-        return Group(self.rate, self.accounted, -(-self["num_examples"] // self.bands), self["cap"], self.turns(count))
+        size = -(-self["num_examples"] // self["bands"])
+        return Group(self.rate, self.accounted, size, self["cap"], self.turns(count))
 
     def noise_tail(self) -> float:
         """What the bounded support of the noise costs in delta: Box-Muller from 63 bits ends at sqrt(128 ln 2) sigma.
@@ -300,8 +281,8 @@ class Plan:
         """
         if self.reasons or self.fields.get("arithmetic") == "certified":
             return 0.0
-        edge, one = math.sqrt(128 * math.log(2)), self.releases(self.most_charges)
-        slope = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi) * math.sqrt(2**36 * self.bands)
+        edge, one = math.sqrt(128 * math.log(2)), self.releases(self["most_charges"])
+        slope = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi) * math.sqrt(2**36 * self["bands"])
 
         def passes(drawn: int) -> float:
             shift = drawn / self.accounted
@@ -312,8 +293,8 @@ class Plan:
             from scipy.stats import binom  # comes with dp-accounting
 
             # An example that pushes another one out of a batch that is cut moves its sum by up to 2.
-            cuts = one.rate * one.count * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate)) * passes(2)
-        return min(1.0, cuts + one.rate * one.count * passes(1))
+            cuts = one.rate * one.releases * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate)) * passes(2)
+        return min(1.0, cuts + one.rate * one.releases * passes(1))
 
 
 def read_plan(fields: dict[str, Any], head: bool) -> Plan:
@@ -328,16 +309,14 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     n = whole(fields, "num_examples", 1)
     batch, steps = whole(fields, "expected_batch_size", 1, n), whole(fields, "num_steps", 1)
     reserve, sigma = whole(fields, "reserved_attempts"), number(fields, "noise_multiplier", 0, 1e4)
-    bound = number(fields, "max_grad_norm", 1e-12, 1e12)
-    delta = number(fields, "target_delta", 1e-300, 1 - 1e-9)
+    bound, delta = number(fields, "max_grad_norm", 1e-12, 1e12), number(fields, "target_delta", 1e-300, 1 - 1e-9)
     cap = None if fields["cap"] is None else whole(fields, "cap", 1)
     if fields["target_epsilon"] is not None:
         number(fields, "target_epsilon", 1e-12, 1e12)
     for name in ("enabled", "formal_guarantee"):
         require(type(fields[name]) is bool, f"{name} must be true or false")
     for name, known in CHOICES.items():
-        value = fields[name]
-        require(isinstance(value, str) and value in known, f"{name} must be {' or '.join(known)}: no other is known")
+        require(fields[name] in known, f"{name} must be {' or '.join(known)}: no other is known")
 
     certified, floating = fields["arithmetic"] == "certified", fields["arithmetic"] == "floating"
     slack = SLACK["head" if head and floating else fields["arithmetic"]]
@@ -352,21 +331,20 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     require(equal(fields["lattice_exponent"], exponent), f"lattice_exponent is not {exponent}, as C, cap and noise are")
     adaptive = fields["adaptive_clipping"]
     if adaptive is not None:
-        whole_table = isinstance(adaptive, dict) and adaptive.keys() == ADAPTIVE.keys()
-        flat = whole_table and fields["clipping_function"] == "flat"
+        flat = adaptive.keys() == ADAPTIVE.keys() and fields["clipping_function"] == "flat"
         require(flat, f"adaptive clipping is flat, and has {', '.join(ADAPTIVE)}")
         for name, (least, most) in ADAPTIVE.items():
             number(adaptive, name, least, most)
         require(2 * adaptive["unclipped_num_std"] > sigma, "unclipped_num_std leaves no noise to the gradient")
-    bands, strategy = 1, STRATEGIES[0]
+    bands, strategy, fresh = 1, STRATEGIES[0], 1.0
     if "correlated" in fields:
         fits = fields["sampling"] == "poisson" and adaptive is None and floating and fields["enabled"] and sigma > 0
         require(fits, "correlated noise in a run that cannot have it")
         bands, strategy = read_correlated(fields["correlated"], min(n // batch, steps))
+        fresh = fields["correlated"]["coefficients"][0]
 
     threshold = bands * batch * 2**64 // n
-    same = fields["sampling_threshold"] == str(threshold)
-    require(same, f"sampling_threshold is not floor(b B 2^64 / n) = {threshold}")
+    require(fields["sampling_threshold"] == str(threshold), f"sampling_threshold is not b B 2^64 / n = {threshold}")
     exact = Fraction(threshold, 2**64)
     rate = float(exact) if Fraction(float(exact)) >= exact else math.nextafter(float(exact), 1.0)
     require(fields["sample_rate"] == rate, f"sample_rate is not {rate!r}, which is b B / n rounded up")
@@ -384,9 +362,10 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     reasons += [why for name, known in CHOICES.items() if (why := known[fields[name]]) is not None]
     reasons += informal
     require(fields["formal_guarantee"] == (not reasons), "formal_guarantee does not follow from the rest of the plan")
-    derived = {"bands": bands, "strategy": strategy, "usual_cap": usual}
+    most = steps + reserve
+    derived = {"bands": bands, "strategy": strategy, "fresh": fresh, "usual_cap": usual, "most_charges": most}
     plan = Plan({**fields, **derived}, rate, sigma / (1 + stated), tuple(reasons))
-    require(steps + reserve <= MOST and plan.noise_tail() < delta, "delta is below the tail of the noise")
+    require(most <= MOST and plan.noise_tail() < delta, "delta is below the tail of the noise")
     return plan
 
 
@@ -400,27 +379,26 @@ def read_correlated(noise: Any, most: int) -> tuple[int, str]:
     Args:
         most: the largest number of bands: with more, the sample rate of a group would be above 1, or a group have no turn.
     """
-    known = isinstance(noise, dict) and noise.keys() == {"bands", "strategy", "coefficients", *CORRELATED}
+    known = noise.keys() == {"bands", "strategy", "coefficients", *CORRELATED}
     require(known, "correlated noise has other fields than are known")
     bands, strategy, coefficients = whole(noise, "bands", 2, most), noise["strategy"], noise["coefficients"]
     positive = isinstance(coefficients, list) and all(type(c) is float and 0 < c <= 1 for c in coefficients)
     require(positive and len(coefficients) == bands, f"{bands} bands have as many coefficients, from 0 to 1")
-    long = sum(Fraction(c) ** 2 for c in coefficients) > 1
-    require(not long, "the coefficients are longer than 1: examples are undercharged")
+    short = sum(Fraction(c) ** 2 for c in coefficients) <= 1
+    require(short, "the coefficients are longer than 1: examples are undercharged")
     require(all(a >= b for a, b in pairwise(coefficients)), "the coefficients of correlated noise must not grow")
     require(strategy in STRATEGIES, f"the strategy of correlated noise must be {' or '.join(STRATEGIES)}")
-    root = 1.0
+    root = coefficients[0]
     for k, c in enumerate(coefficients if strategy == "square_root" else []):
         root *= (2 * k - 1) / (2 * k) if k else 1.0
-        close = math.isclose(c, root * coefficients[0], rel_tol=HAIR)
-        require(close, f"coefficient {k} is not that of the square root")
+        require(math.isclose(c, root, rel_tol=HAIR), f"coefficient {k} is not that of the square root")
     same = all(noise[name] == words for name, words in CORRELATED.items())
     require(same, "groups of examples and their turns are not those that epsilon is computed for")
     return bands, str(strategy)
 
 
-def check_releases(plan: Plan, head: bool, releases: list[Any]) -> float:
-    """Every intent states the planned noise for the planned sensitivity; returns the first sensitivity, which is C."""
+def check_releases(plan: Plan, head: bool, releases: list[Any]) -> tuple[float, float]:
+    """Every intent states the planned noise for the planned sensitivity; returns C, and the noise of the gradient."""
     require(1 <= len(releases) <= 1000, "an intent lists its releases")
     known = all(isinstance(one, dict) and one.keys() == {"name", "std", "sensitivity"} for one in releases)
     require(known and all(isinstance(one["name"], str) for one in releases), "a release has name, std and sensitivity")
@@ -430,61 +408,74 @@ def check_releases(plan: Plan, head: bool, releases: list[Any]) -> float:
         joint = math.hypot(*(sensitivity / std if std else math.inf for _, std, sensitivity in stated))
         noise = 1 / joint if joint else math.inf
         require(math.isclose(noise, sigma, rel_tol=1e-9), f"the noise is not the planned {sigma:g}")
-        return float(bound)
+        return bound, 0.0
     planned = [("gradient", sigma * bound, bound)]
     if adaptive is not None:  # C moves within a factor of 10^4; a noised count of unclipped examples shares sigma
         first, bound = bound, stated[0][2]
         require(first / 1e4 <= bound <= first * 1e4, f"C = {bound:g} is outside of its range")
-        planned = [("gradient", plan.gradient_multiplier() * bound, bound)]
-        planned += [("unclipped_count", adaptive["unclipped_num_std"], 0.5)]
+        count_std = adaptive["unclipped_num_std"]
+        planned = [("gradient", sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2) * bound, bound)]
+        planned += [("unclipped_count", count_std, 0.5)]
     require([name for name, *_ in stated] == [name for name, *_ in planned], "other releases than the plan has")
     for (name, *theirs), (_, *ours) in zip(stated, planned, strict=True):
         agree = all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs, ours, strict=True))
         said, meant = (f"{std:g}, {sensitivity:g}" for std, sensitivity in (theirs, ours))
         require(agree, f"{name} states std, sensitivity = {said}; the plan has {meant}")
-    return float(bound)
+    return bound, stated[0][1]
 
 
 # ---------------------------------------------------------------- The ledger, line by line
 
 HEADER = ("seq", "type", "time_utc", "previous")
 Kind = type | Callable[[Any], bool]
-NONCE = functools.partial(is_hex, digits=32)
-REQUIRED: dict[str, dict[str, Kind]] = {
-    "open": {"format": functools.partial(is_whole, least=1, most=1), "plan": dict, "key_commitment": is_hex},
-    "session": {"nonce": NONCE, "mirror": bool, "environment": dict},
-    "intent": {"step": is_whole, "attempt": is_whole, "releases": list},
-    "done": {"step": is_whole, "attempt": is_whole},
+
+
+def is_norm(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e150
+
+
+def is_share(value: Any) -> bool:
+    """Of several owners of coordinates the one whose norm is the smallest beside its noise."""
+    known = isinstance(value, dict) and value.keys() == {"owners", "coordinates", "norm"}
+    return known and is_whole(value["owners"], 2) and is_whole(value["coordinates"], 1) and is_norm(value["norm"])
+
+
+FIELDS: dict[str, dict[str, Kind]] = {
+    "open": {
+        "format": functools.partial(is_whole, least=1, most=1), "plan": dict, "key_commitment": is_hex, "data_hmac?": is_hex,
+        "commit?": str, "accountant?": str, "unit?": str, "tuning?": str, "deduplication?": str, "head?": dict, "behind?": list,
+        "shared_ledger?": lambda value: value is None or is_hex(value), "disjoint_from_start?": bool,
+        "max_examples_per_owner?": lambda value: value is None or is_whole(value, 1),
+        "noised_coordinates?": lambda value: value is None or is_whole(value, 1),
+    },
+    "session": {
+        "nonce": functools.partial(is_hex, digits=32), "mirror": bool, "environment": dict, "restarted_from_step_0?": bool,
+        "shared_seq?": is_whole, "shared_hash?": is_hex,
+    },
+    "intent": {"step": is_whole, "attempt": is_whole, "releases": list, "group?": is_whole},
+    "done": {
+        "step": is_whole, "attempt": is_whole, "noised_norm?": is_norm, "noised_fraction?": is_norm, "smallest_share?": is_share,
+    },
     "checkpoint": {"step": is_whole, "path": str, "digest": is_hex},
     "repair": {"torn_lines": is_whole, "charged": is_whole},
     "close": {"reason": lambda value: value in ("finished", "budget_spent", "stopped"), "num_charged": is_whole},
-}
-OPTIONAL: dict[str, dict[str, Kind]] = {
-    "open": {
-        "data_hmac": is_hex, "commit": str, "accountant": str, "unit": str, "tuning": str, "deduplication": str, "head": dict,
-        "shared_ledger": lambda value: value is None or is_hex(value), "behind": list, "disjoint_from_start": bool,
-        "max_examples_per_owner": lambda value: value is None or is_whole(value, 1),
-    },
-    "session": {"restarted_from_step_0": bool, "shared_seq": is_whole, "shared_hash": is_hex},
-    "intent": {"group": is_whole},
 }  # fmt: skip
-"""What a line of each type states besides its header; whatever else stands there would be believed and checked by nothing."""
-LOOSE = {*OPTIONAL["open"], *OPTIONAL["session"], "mirror", "environment", "reason"} - {"behind"}
-"""Those of them that nothing here can check."""
+"""What a line states besides its header (`?`: may be missing); anything else would be believed, and checked by nothing."""
+CHECKED = {"format", "plan", "key_commitment", "behind", "nonce", "step", "attempt"}
+LOOSE = {name.rstrip("?") for kind in ("open", "session", "done") for name in FIELDS[kind]} - CHECKED | {"reason"}
+"""Those of them that nothing here can check; norms may be larger, and the number of coordinates smaller."""
 BEHIND: dict[str, Kind] = {"file": str, "run": str, "lines": is_whole, "hash": is_hex}
 """How `open` names the ledger of a private run behind the initial weights."""
 
 
-def check_fields(record: dict[str, Any], required: dict[str, Kind], optional: dict[str, Kind], what: str) -> None:
-    odd = sorted(record.keys() - required.keys() - optional.keys())
-    if odd:
-        raise Violated(f"{what} states {shown(odd)}, which this verifier does not know")
-    for name, kind in (required | optional).items():
-        if name in required or name in record:
-            value = record.get(name)
-            fits = isinstance(value, kind) if isinstance(kind, type) else kind(value)
-            if name not in record or not fits:
-                raise Violated(f"{name} of {what} cannot be {shown(value)}")
+def check_fields(record: dict[str, Any], fields: dict[str, Kind], what: str) -> None:
+    odd = sorted(record.keys() - {name.rstrip("?") for name in fields})
+    require(not odd, f"{what} states {shown(odd)}, which this verifier does not know")
+    for name, kind in fields.items():
+        value = record.get(name.rstrip("?"), ...)
+        fits = isinstance(value, kind) if isinstance(kind, type) else kind(value)
+        if not fits and not (value is ... and name.endswith("?")):
+            raise Violated(f"{name} of {what} cannot be {shown(value)}")
 
 
 def record_in(line: bytes) -> dict[str, Any]:
@@ -494,7 +485,7 @@ def record_in(line: bytes) -> dict[str, Any]:
         require(isinstance(record, dict) and list(record)[:4] == list(HEADER), "it is no ledger record")
         header, rest = ({name: record[name] for name in record if (name in HEADER) == first} for first in (True, False))
         ordered = json.loads(json.dumps(rest, sort_keys=True))  # nested objects too, and the header stays in front
-        canonical = json.dumps({**header, **ordered}, separators=(",", ":"), ensure_ascii=True).encode()
+        canonical = json.dumps({**header, **ordered}, separators=(",", ":"), allow_nan=False).encode()
         if b"\\ud" in line:
             json.dumps(record, ensure_ascii=False).encode()  # half of a character is an error, and no text
     except (ValueError, RecursionError) as error:
@@ -510,31 +501,33 @@ class Ledger:
     """What the lines of a ledger say so far; positions are numbers of lines from 0.
 
     Attributes:
+        behind: how the ledgers of private runs that led to the initial weights are named, the newest first.
         charges: the line of every charged attempt, done or not, and of torn lines that may have been one.
         attempts: step -> number of its intents.
         done: (line, step).
         reached: (line, step) of every `done`; also (line, 0) of a `session` that may write a checkpoint before its first step,
             and (line, None) of one that has a checkpoint to go on from.
-        checkpoints: (line, step, name, digest of the manifest).
-        torn: (line, whether it is charged) of torn lines, an unterminated last one included.
+        checkpoints: (line, step, digest of the manifest).
         loose: fields of lines that are the word of the ledger's writer.
         active: whether a session may write steps.
         pending: (step, attempt) of the intent whose `done` has not come.
         position: the last step that this session finished.
         recorded: the step of the newest checkpoint since the run began, or began again at step 0.
         waiting: of the torn lines that wait for their `repair`: whether each was charged.
+        released: (step, C, std of the gradient's noise, its `done` or nothing) of every intent.
     """
 
     hashes: list[str] = field(default_factory=list)
     opened: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=lambda: Plan({}, 0.0, 0.0, ()))
+    behind: list[dict[str, Any]] = field(default_factory=list)
     nonces: set[str] = field(default_factory=set)
     charges: list[int] = field(default_factory=list)
     attempts: Counter[int] = field(default_factory=Counter)
     done: list[tuple[int, int]] = field(default_factory=list)
     reached: list[tuple[int, int | None]] = field(default_factory=list)
-    checkpoints: list[tuple[int, int, str, str]] = field(default_factory=list)
-    torn: list[tuple[int, bool]] = field(default_factory=list)
+    checkpoints: list[tuple[int, int, str]] = field(default_factory=list)
+    torn: int = 0
     closed: str | None = None
     loose: set[str] = field(default_factory=set)
     unterminated: bool = False
@@ -544,25 +537,11 @@ class Ledger:
     position: int | None = None
     recorded: int | None = None
     waiting: list[bool] = field(default_factory=list)
-
-    @property
-    def head(self) -> bool:
-        """A private linear head: one release of noised statistics instead of steps."""
-        return "head" in self.opened
-
-    @property
-    def behind(self) -> list[dict[str, Any]]:
-        """The ledgers of private runs that led to the initial weights, the newest first."""
-        return list(self.opened.get("behind", []))
+    released: list[tuple[int, float, float, dict[str, Any]]] = field(default_factory=list)
 
     def charged(self, num_lines: int | None = None) -> int:
         """The charges of the first lines, or of all."""
         return len(self.charges) if num_lines is None else bisect_right(self.charges, num_lines - 1)
-
-    def groups(self, count: int | None = None) -> list[Group]:
-        """The first charges, or all, for the accountant."""
-        count = self.charged() if count is None else count
-        return [self.plan.releases(count)] if count else []
 
     def may_lack_record(self, step: int, line: int) -> bool:
         """Whether a crash can have come between a checkpoint, which remembers this line, and its record.
@@ -578,12 +557,12 @@ class Ledger:
     def take_torn(self) -> None:
         """An attempt may have been under way wherever one could stand; then the torn line is charged as one."""
         require(bool(self.hashes) and self.closed is None, "a torn line where no line can be written")
-        room = not self.plan["formal_guarantee"] or self.charged() < self.plan.most_charges
+        room = not self.plan["formal_guarantee"] or self.charged() < self.plan["most_charges"]
         between = self.active and self.pending is None and not self.waiting
         may_be = between and room and (self.position or 0) < self.plan["num_steps"]
         self.charges += [len(self.hashes)] if may_be else []
         self.waiting.append(may_be)
-        self.torn.append((len(self.hashes), may_be))
+        self.torn += 1
 
     def take(self, record: dict[str, Any]) -> None:
         """The next record; Violated where it cannot stand here."""
@@ -591,9 +570,9 @@ class Ledger:
         require(record["seq"] == seq, f"its number is not {seq}")
         previous = self.hashes[-1] if seq else "0" * 64
         require(record["previous"] == previous, "the chain of hashes is broken: it does not continue the line before")
-        require(kind in REQUIRED, f"unknown record type {kind[:40]}")
+        require(kind in FIELDS, f"unknown record type {kind[:40]}")
         body = {name: value for name, value in record.items() if name not in HEADER}
-        check_fields(body, REQUIRED[kind], OPTIONAL.get(kind, {}), f"`{kind}`")
+        check_fields(body, FIELDS[kind], f"`{kind}`")
         require((kind == "open") == (seq == 0), "the first record, and no other, is `open`")
         require(self.closed is None, "a record after `close`")
         require((kind == "repair") == bool(self.waiting), "a `repair` follows torn lines, and nothing else does")
@@ -605,40 +584,36 @@ class Ledger:
         match kind:
             case "open":
                 self.opened, self.plan = record, read_plan(record["plan"], "head" in record)
+                self.behind = record.get("behind", [])
                 require(len(self.behind) <= 100, "`behind` lists more than 100 ledgers")
                 for place in self.behind:
-                    require(isinstance(place, dict), "`behind` lists ledgers")
-                    check_fields(place, BEHIND, {}, "`behind`")
+                    check_fields(place, BEHIND, "`behind`")
                     named = re.fullmatch(r"behind/ledger-[0-9]{1,3}\.jsonl", place["file"]) and place["lines"]
                     require(bool(named), "`behind` names no ledger")
             case "session":
                 require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
-                named = ("shared_seq" in record) == ("shared_hash" in record)
-                require(named, "a line of a shared ledger is named by its number and its hash")
+                require(("shared_seq" in record) == ("shared_hash" in record), "half of a line of a shared ledger")
                 self.recorded = None if record.get("restarted_from_step_0") else self.recorded
                 self.reached.append((seq, 0 if self.recorded is None else None))
                 self.nonces.add(record["nonce"])
                 self.active, self.pending, self.position = True, None, None
             case "intent":
                 require(1 <= step <= plan["num_steps"], f"step must be an integer from 1 to {plan['num_steps']}")
-                if plan.bands > 1:
-                    turn = self.charged() % plan.bands
-                    require(record.get("group") == turn, f"the attempt drew from another group of examples than {turn}")
-                    again = self.pending is not None  # which would use the past noise of the step a second time
-                    require(not again, "a retry in the session of the step that did not end")
-                else:
-                    require("group" not in record, "an intent names a group of examples, and the plan has none")
+                turn = self.charged() % plan["bands"] if plan["bands"] > 1 else None
+                require(record.get("group") == turn, f"the attempt drew from another group of examples than {turn}")
+                again = turn is not None and self.pending is not None  # which would use the past noise a second time
+                require(not again, "a retry in the session of the step that did not end")
                 if self.pending is not None:
                     require(step == self.pending[0], f"step {step} begins while step {self.pending[0]} is not done")
                 elif self.position is not None:
                     require(step == self.position + 1, f"step {step} does not follow step {self.position}")
                 else:
                     require(step <= self.furthest + 1, f"step {step} skips step {self.furthest + 1}")
-                attempt, following = record["attempt"], self.attempts[step]
-                require(attempt == following, f"attempt {attempt} of step {step}, where {following} is next")
-                bound = check_releases(plan, self.head, record["releases"])
-                first = step == 1 and not self.head
-                require(not first or bound == plan["max_grad_norm"], "C does not start at the plan's")
+                attempt, after = record["attempt"], self.attempts[step]
+                require(attempt == after, f"attempt {attempt} of step {step}, where {after} is next")
+                bound, std = check_releases(plan, "head" in self.opened, record["releases"])
+                require(step != 1 or bound == plan["max_grad_norm"], "C does not start at the plan's")
+                self.released.append((step, bound, std, {}))
                 self.attempts[step] += 1
                 self.pending = (step, attempt)
                 self.charges.append(seq)
@@ -646,23 +621,23 @@ class Ledger:
                 require((step, record["attempt"]) == self.pending, "`done` without its intent just before")
                 self.position, self.pending, self.furthest = step, None, max(self.furthest, step)
                 self.done.append((seq, step))
+                self.released[-1][-1].update(record)
                 self.reached.append((seq, step))
             case "checkpoint":
                 require(step <= self.furthest, f"a checkpoint of step {step}, which is not done")
                 name = record["path"]
                 require(name == f"step-{step:08d}", f"a checkpoint of step {step} has the name {shown(name)}")
-                self.checkpoints.append((seq, step, name, record["digest"]))
+                self.checkpoints.append((seq, step, record["digest"]))
                 self.recorded = step
             case "repair":
-                stated = (record["torn_lines"], record["charged"])
-                expected = (len(self.waiting), sum(self.waiting))
-                require(stated == expected, "the repair does not match the torn lines before it")
+                same = (record["torn_lines"], record["charged"]) == (len(self.waiting), sum(self.waiting))
+                require(same, "the repair does not match the torn lines before it")
                 self.waiting, self.active, self.pending, self.position = [], False, None, None
             case "close":
                 ended = self.furthest == plan["num_steps"] or not plan["enabled"] or record["reason"] != "finished"
                 require(ended, f"the run finished after step {self.furthest}")
-                charged = self.charged()
-                require(record["num_charged"] == charged, f"`close` states other charges than {charged}")
+                same = record["num_charged"] == self.charged()
+                require(same, f"`close` states other charges than {self.charged()}")
                 self.closed = record["reason"]
 
 
@@ -682,12 +657,9 @@ def read_ledger(path: Path) -> Ledger:
                 ledger.take(record_in(line))
             ledger.hashes.append(hashlib.sha256(line).hexdigest())
         require(bool(ledger.hashes), "no whole record")
-    except Violated as error:
-        raise Violated(f"{path.name}: line {len(ledger.hashes) + 1}: {error}") from error
+    except (Violated, *OF_ODD_FIELDS) as error:
+        raise Violated(f"{path.name}: line {len(ledger.hashes) + 1}: {shown(error)}") from error
     return ledger
-
-
-# ---------------------------------------------------------------- Epsilon
 
 
 def epsilon(groups: list[Group], delta: float) -> float:
@@ -696,20 +668,16 @@ def epsilon(groups: list[Group], delta: float) -> float:
     Without sampling all releases are one Gaussian, whose epsilon is exact. Else it is by privacy loss distributions, on a grid of
     1e-4, or a coarser one where epsilon is above 50. Above 1000, and below delta 1e-12, nothing is computed.
     """
-    from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
-    from scipy.optimize import brentq  # comes with dp-accounting
+    from dp_accounting import get_epsilon_gaussian
 
-    groups = [group for group in groups if group.count and group.rate]
+    groups = [group for group in groups if group.releases and group.rate]
     if not groups or delta <= 0 or any(group.sigma == 0 for group in groups):
         return math.inf if groups else 0.0
     try:
         if all(group.rate == 1 and group.cap is None for group in groups):
-            mu = math.sqrt(math.fsum(group.count / group.sigma**2 for group in groups))
-            gaussian = GaussianPrivacyLoss(1 / mu)
-            if gaussian.get_delta_for_epsilon(0.0) <= delta:
-                return 0.0
+            mu = math.sqrt(math.fsum(group.releases / group.sigma**2 for group in groups))
             if mu <= 1000:
-                return float(brentq(lambda value: gaussian.get_delta_for_epsilon(value) - delta, 0.0, 1e6, xtol=1e-13))
+                return float(get_epsilon_gaussian(1 / mu, delta))
         elif (upper := renyi(tuple(groups), delta)) <= 1000 and delta >= SMALLEST_DELTA:
             grid = FINE if upper <= LARGE else FINE * 10 ** math.ceil(math.log10(upper / LARGE))
             value = float(composed(tuple(groups), grid).get_epsilon_for_delta(delta))
@@ -730,7 +698,7 @@ def renyi(groups: tuple[Group, ...], delta: float) -> float:
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     for group in groups:
         release = dp_event.PoissonSampledDpEvent(group.rate, dp_event.GaussianDpEvent(group.sigma))
-        accountant.compose(release, group.count)
+        accountant.compose(release, group.releases)
     return float(accountant.get_epsilon(delta)) if groups else 0.0
 
 
@@ -749,9 +717,7 @@ def one_release(rate: float, sigma: float, num_examples: int, cap: int | None, g
 @functools.lru_cache(maxsize=8)
 def composed(groups: tuple[Group, ...], grid: float) -> Any:
     """The privacy loss distribution of all groups (Koskela et al. 2020)."""
-    parts = [
-        one_release(one.rate, one.sigma, one.num_examples, one.cap, grid).self_compose(one.count) for one in groups
-    ]
+    parts = (one_release(*one[:4], grid).self_compose(one.releases) for one in groups)
     return functools.reduce(lambda one, other: one.compose(other), parts)
 
 
@@ -772,7 +738,6 @@ class Folder:
     behind: list[Ledger] | None = None
     epsilon: float | None = None
     delta: float = 0.0
-    not_attested: list[str] = field(default_factory=list)
 
     def has(self, place: str) -> bool:
         """Whether there is anything at this place; `check_files` has looked for links before."""
@@ -789,8 +754,7 @@ def check_files(folder: Folder) -> str:
         for entry in sorted([*folders, *files]):
             path = Path(root) / entry
             place, mode = str(path.relative_to(folder.path)), path.lstat().st_mode
-            plain = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-            require(plain, f"{shown(place)} is a link or a device, and no run has any")
+            require(stat.S_ISREG(mode) or stat.S_ISDIR(mode), f"{shown(place)} is a link or a device: no run has any")
             code = entry.endswith((".py", ".pyc", ".pyd", ".so")) and entry != "verify.py"
             code = top and (code or os.path.lexists(path / "__init__.py"))
             require(not code, f"{shown(place)} is code, which no run writes here: python may run it")
@@ -802,20 +766,20 @@ def check_files(folder: Folder) -> str:
 
 def check_order(folder: Folder) -> str:
     """What `read_ledger` leaves to say: the budget, and the line that somebody was told."""
-    ledger, most = folder.ledger, folder.ledger.plan.most_charges
+    ledger, most = folder.ledger, folder.ledger.plan["most_charges"]
     spent = f"{ledger.charged()} attempts are charged where {most} are allowed"
     require(bool(ledger.plan.reasons) or ledger.charged() <= most, spent)
     lost = folder.head is not None and folder.head not in ledger.hashes
     require(not lost, f"the ledger lacks the line {folder.head} that you were told: it was cut or replaced")
     state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on, or its end was cut off"
     counts = f"{len(ledger.hashes)} lines, {len(ledger.nonces)} starts, {len(ledger.done)} steps done"
-    return f"{counts}, {len(ledger.torn)} torn lines; {spent}; {state}"
+    return f"{counts}, {ledger.torn} torn lines; {spent}; {state}"
 
 
 def check_plan(folder: Folder) -> str:
     """config.toml asks for this very plan; what it leaves open has its default."""
     ledger, plan = folder.ledger, folder.ledger.plan
-    if ledger.head:
+    if "head" in ledger.opened:
         return "all intents state the planned noise; a private head has no config.toml"
     if not folder.has("config.toml"):
         raise Undecided("config.toml is missing: only the ledger itself says what was asked for")
@@ -853,22 +817,19 @@ def check_plan(folder: Folder) -> str:
         rows += [(name, value, planned[name]) for name, value in wanted.items() if name in planned]
     for name, value, known in rows:
         require(equal(value, known), f"config.toml asks for {name} = {shown(value)}, and the ledger has {shown(known)}")
-    simulated = bool(asked.get("simulation", False)) and not plan.reasons
-    require(not simulated, "config.toml has a simulation, the plan a guarantee")
+    require(bool(plan.reasons) or not asked.get("simulation"), "config.toml has a simulation, the plan a guarantee")
     if not plan["enabled"]:
         return "config.toml asks for a run without privacy, as the plan is"
     target, sigma = plan["target_epsilon"], plan["noise_multiplier"]
     require("noise_multiplier" in asked or target is not None, "config.toml states neither noise nor epsilon")
     if target is not None and not plan.reasons:
-        delta, most = plan["target_delta"] - plan.noise_tail(), plan.releases(plan.most_charges)
-        reached = epsilon([most], delta)
-        said = f"epsilon {target:g} of config.toml"
+        delta, most = plan["target_delta"] - plan.noise_tail(), plan.releases(plan["most_charges"])
+        reached, said = epsilon([most], delta), f"epsilon {target:g} of config.toml"
         require(reached <= target * 1.001, f"the plan spends epsilon {reached:.6g}, more than {said}")
-        less = replace(most, sigma=0.95 * most.sigma, num_examples=n, cap=None)
+        less = most._replace(sigma=0.95 * most.sigma, num_examples=n, cap=None)
         needed = sigma <= 0.3 or epsilon([less], delta) > target
         require(needed, f"the plan states more noise than {said} takes: {sigma:g}")
-    bound = plan["max_grad_norm"]
-    return f"q = {plan.rate:.6g} ({batch} of {n}), sigma = {sigma:.6g}, C = {bound:g}, as config.toml asks"
+    return f"q = {plan.rate:.6g} ({batch} of {n}), sigma = {sigma:.6g}, C = {plan['max_grad_norm']:g}, as asked"
 
 
 def check_behind(folder: Folder) -> str:
@@ -886,9 +847,7 @@ def check_behind(folder: Folder) -> str:
         require(complete, f"{place['file']} names other ledgers behind it than there are")
         found.append(ledger)
     folder.behind = found
-    if not listed:
-        return "the ledger names no private run whose weights the run started from"
-    return f"the run started from weights that {len(listed)} private runs had made; their ledgers are here and whole"
+    return f"{len(listed)} private runs had made the initial weights; their ledgers are here and whole"
 
 
 def epsilon_of(chain: list[Ledger], delta: float, count: int | None = None) -> float:
@@ -903,7 +862,8 @@ def epsilon_of(chain: list[Ledger], delta: float, count: int | None = None) -> f
         alternatives = [[run], *alternatives] if disjoint else [[run, *runs] for runs in alternatives]
     values = []
     for runs in alternatives:
-        groups = [group for run in runs for group in run.groups(count if run is chain[0] else None)]
+        counts = [run.charged() if count is None or run is not chain[0] else count for run in runs]
+        groups = [run.plan.releases(number) for run, number in zip(runs, counts, strict=True)]
         values.append(epsilon(groups, delta - math.fsum(run.plan.noise_tail() for run in runs)))
     return max(values)
 
@@ -914,89 +874,42 @@ def check_epsilon(folder: Folder) -> str:
     if plan.reasons:
         return f"nothing is claimed: {shown('; '.join(plan.reasons))}"
     alone = epsilon_of([ledger], plan["target_delta"])
-    own = f"epsilon {rounded_up(alone)}"
+    own = f"epsilon {rounded_up(alone)} at delta {plan['target_delta']:g} for {ledger.charged()} charged attempts"
     if folder.behind is None:
         raise Undecided(f"this run alone spent {own}; what its initial weights had spent is unknown")
     chain = [ledger, *folder.behind]
     folder.delta = min(one.plan["target_delta"] for one in chain)
     folder.epsilon = epsilon_of(chain, folder.delta) if folder.behind else alone
-    sentence = f"{own} at delta {plan['target_delta']:g} for {ledger.charged()} charged attempts"
-    if folder.behind:
-        total = f"epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
-        sentence += f"; with what the initial weights had spent, {total}"
-    return sentence + (USELESS if folder.delta * plan["num_examples"] >= 1 else "")
+    total = f"; with what the initial weights had spent, epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
+    return own + (total if folder.behind else "") + (USELESS if folder.delta * plan["num_examples"] >= 1 else "")
 
 
 def card_fields(folder: Folder) -> dict[str, Any]:
-    """The fields of a card that follow from the ledger, by their places: all others are listed as not attested."""
-    at, plan, opened = folder.ledger, folder.ledger.plan, folder.ledger.opened
-    head, delta = at.head, plan["target_delta"]
+    """The fields of a card that follow from the ledger, by their places."""
+    at, plan, delta = folder.ledger, folder.ledger.plan, folder.ledger.plan["target_delta"]
+    finished = plan["num_steps"] if at.closed == "finished" else None
     card: dict[str, Any] = {
-        "formal_guarantee": not plan.reasons, "reasons": list(plan.reasons), "epsilon": None, "delta": delta,
-        "steps_done": at.furthest if plan["enabled"] else plan["num_steps"] if at.closed == "finished" else None,
-        "steps_planned": plan["num_steps"], "attempts_charged": at.charged(), "adjacency": plan["adjacency"],
-        "released": {"checkpoints_recorded": len(at.checkpoints)},
-        "unit_of_privacy": {
-            "unit": opened.get("unit", "one labelled example" if head else "one image-text pair"),
-            "num_examples": plan["num_examples"],
-        },
-        "plan": {name: value for name, value in opened["plan"].items() if name != "target_epsilon"},
-        "mechanism": {"noise_multiplier_accounted": plan.accounted},
-        "sampling": {
-            "scheme": "full batch" if head else plan["sampling"], "turns_charged": plan.turns(at.charged()),
-            "key_commitment_sha256": opened["key_commitment"], "data_hmac_sha256": opened.get("data_hmac"),
-        },
-        "accounting": {
-            "epsilon": None, "delta": delta, "max_examples_per_owner": opened.get("max_examples_per_owner"),
-            "attempts": {
-                "charged": at.charged(), "allowed": plan.most_charges, "done": len(at.done), "torn_lines": len(at.torn),
-                "torn_lines_charged": sum(charged for _, charged in at.torn),
-                "repeats": at.attempts.total() - len(at.attempts),
-            },
-        },
-        "tuning": {"shared_ledger": opened.get("shared_ledger")},
-        "provenance": {
-            "commit": opened.get("commit"), "opened_utc": opened["time_utc"], "closed": at.closed,
-            "ledger": {"format": 1, "lines": len(at.hashes) + at.unterminated, "last_line_sha256": at.hashes[-1]},
-        },
+        "formal_guarantee": not plan.reasons, "reasons": list(plan.reasons), "epsilon": None, "delta": folder.delta,
+        "steps_done": at.furthest if plan["enabled"] else finished, "steps_planned": plan["num_steps"],
+        "attempts_charged": at.charged(), "adjacency": plan["adjacency"], "unit_of_privacy.num_examples": plan["num_examples"],
+        "mechanism.noise_multiplier_accounted": plan.accounted, "sampling.turns_charged": plan.turns(at.charged()),
+        "sampling.key_commitment_sha256": at.opened["key_commitment"], "accounting.epsilon": None, "accounting.delta": delta,
+        "accounting.attempts.allowed": plan["most_charges"], "provenance.ledger.lines": len(at.hashes) + at.unterminated,
     }  # fmt: skip
-    for _, step, name, digest in at.checkpoints[-1:]:
-        card["released"]["last_checkpoint"] = {"step": step, "name": name, "manifest_sha256": digest}
+    card |= {f"plan.{name}": value for name, value in at.opened["plan"].items() if name != "target_epsilon"}
     if not plan.reasons:
-        left = delta - plan.noise_tail()
-        own, planned, most = (plan.releases(count) for count in (at.charged(), plan["num_steps"], plan.most_charges))
-        card["epsilon"] = Bound(epsilon([own], left))
-        card["accounting"] |= {
-            "epsilon": card["epsilon"], "epsilon_planned": Bound(epsilon([planned], left)),
-            "epsilon_with_reserve": Bound(epsilon([most], left)), "epsilon_rdp": Bound(renyi(tuple(at.groups()), left)),
-            "noise_tail_delta": plan.noise_tail(), "epsilon_target": plan["target_epsilon"],
-        }  # fmt: skip
-    if folder.behind and not plan.reasons:
-        card |= {"epsilon": Bound(folder.epsilon or 0.0), "delta": folder.delta}
-        runs = [
-            {"delta": one, "attempts_charged": run.charged(), "epsilon": Bound(epsilon_of([run], one))}
-            for run in [at, *folder.behind]
-            for one in [run.plan["target_delta"]]
-        ]
-        card["composition"] = {"epsilon": card["epsilon"], "delta": folder.delta, "runs": runs}
-    return leaves(card)
+        counts = {"": at.charged(), "_planned": plan["num_steps"], "_with_reserve": plan["most_charges"]}
+        left, card["epsilon"] = delta - plan.noise_tail(), Bound(folder.epsilon or 0.0)
+        card |= {f"accounting.epsilon{name}": Bound(epsilon([plan.releases(n)], left)) for name, n in counts.items()}
+        card |= {"accounting.noise_tail_delta": plan.noise_tail(), "accounting.epsilon_target": plan["target_epsilon"]}
+    return card
 
 
-def leaves(tree: Any, place: str = "") -> dict[str, Any]:
-    """Every field of a card that is no object, by its place."""
-    if isinstance(tree, dict) and tree:
-        parts = [(f"{place}.{name}" if place else name, value) for name, value in tree.items()]
-    elif isinstance(tree, list) and tree and isinstance(tree[0], dict):
-        parts = [(f"{place}[{count}]", value) for count, value in enumerate(tree)]
-    else:
-        return {place: tree}
-    found: dict[str, Any] = {}
-    for name, value in parts:
-        inner = leaves(value, name)
-        # A key with a dot, or an empty one, could give a forged field the place of an honest one, which then hides it.
-        require(bool(name) and not found.keys() & inner.keys(), f"two fields of the card stand for {shown(name)!r}")
-        found |= inner
-    return found
+def value_at(tree: Any, place: str) -> Any:
+    """What stands there in a card, or `...`."""
+    for name in place.split("."):
+        tree = tree.get(name, ...) if isinstance(tree, dict) else ...
+    return tree
 
 
 def compare(what: str, stated: Any, expected: Any, place: str) -> str:
@@ -1015,39 +928,33 @@ def check_card(folder: Folder) -> str:
     if not ledger.plan.reasons and folder.epsilon is None:
         raise Undecided("the first number of card and head was not computed")
     if folder.has("head.json"):
-        statement = {
-            "num_examples": ledger.plan["num_examples"],
-            **ledger.opened.get("head", {}),
-            "delta": folder.delta,
-        }
-        statement["epsilon"] = None if folder.epsilon is None else Bound(folder.epsilon)
-        head = object_in(folder.path / "head.json")
-        require(head.keys() == statement.keys(), "head.json has other fields than a head")
-        for name, value in statement.items():
+        claim = None if folder.epsilon is None else Bound(folder.epsilon)
+        expected = {"num_examples": ledger.plan["num_examples"], **ledger.opened.get("head", {}), "delta": folder.delta}
+        expected, head = expected | {"epsilon": claim}, object_in(folder.path / "head.json")
+        require(head.keys() == expected.keys(), "head.json has other fields than a head")
+        for name, value in expected.items():
             said = compare("head.json", head[name], value, name)
             require(not said, said)
-        agreed = len(statement)
+        agreed = len(expected)
     if not folder.has("report/privacy_card.json"):
         return f"there is no privacy card, and {agreed} fields of head.json agree with the ledger"
-    card = leaves(object_in(folder.path / "report/privacy_card.json"))
-    last = card.get("provenance.ledger.last_line_sha256")
-    require(last in ledger.hashes, "the card is of a line that the ledger lacks: ledger or card were replaced")
-    if last != ledger.hashes[-1]:
-        count, lines = ledger.hashes.index(str(last)) + 1, len(ledger.hashes)
-        raise Undecided(f"the card is of the first {count} lines, and the ledger has {lines}: make it again")
+    card = object_in(folder.path / "report/privacy_card.json")
+    last, lines = value_at(card, "provenance.ledger.last_line_sha256"), ledger.hashes
+    require(last in lines, "the card is of a line that the ledger lacks: ledger or card were replaced")
+    if last != lines[-1]:
+        raise Undecided(f"the card is of the first {lines.index(last) + 1} lines of {len(lines)}: make it again")
     expected = card_fields(folder)
-    found = {place: compare("the card", card.get(place, ...), value, place) for place, value in expected.items()}
-    wrong = {place: said for place, said in found.items() if said}
-    ours, theirs = f"dp-accounting {metadata.version('dp-accounting')}", card.get("accounting.accountant")
-    for place, said in wrong.items():  # two versions of the accountant round in their own ways, and not by much
-        computed = isinstance(expected[place], Bound) and type(card.get(place)) is float
-        require(ours != theirs and computed and math.isclose(card[place], expected[place], rel_tol=1e-3), said)
+    ours, theirs = f"dp-accounting {metadata.version('dp-accounting')}", value_at(card, "accounting.accountant")
+    wrong = []
+    for place, value in expected.items():
+        stated = value_at(card, place)
+        if said := compare("the card", stated, value, place):  # two versions of the accountant round in their own ways
+            near = ours != theirs and isinstance(value, Bound) and type(stated) is float
+            require(near and math.isclose(stated, value, rel_tol=1e-3), said)
+            wrong.append(place)
     if wrong:
-        raise Undecided(
-            f"computed with {shown(theirs)}, and here with {ours}, other numbers follow: {shown_list([*wrong])}"
-        )
-    folder.not_attested = [place for place in card if place not in expected]
-    return f"{len(expected) + agreed} fields agree with the ledger; {len(folder.not_attested)} are not attested"
+        raise Undecided(f"by {shown(theirs)} were computed, and by {ours} differ: {shown_list(wrong)}")
+    return f"{len(expected) + agreed} fields agree with the ledger, and no other is compared"
 
 
 def check_checkpoints(folder: Folder) -> str:
@@ -1057,24 +964,21 @@ def check_checkpoints(folder: Folder) -> str:
         return "there is no checkpoint here"
     names = sorted(name for name in os.listdir(folder.path / "checkpoints") if name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
-    recorded = {(step, digest) for _, step, _, digest in ledger.checkpoints}
+    recorded = {(step, digest) for _, step, digest in ledger.checkpoints}
     undecided, hashed = [], 0
     for name in names:
         place = folder.path / "checkpoints" / name
         require(folder.has(f"checkpoints/{name}/manifest.json"), f"{shown(name)} has no manifest.json")
         digest = hashlib.sha256(read_file(place / "manifest.json")).hexdigest()
         manifest = object_in(place / "manifest.json")
-        step, position, files = whole(manifest, "step"), manifest.get("ledger"), manifest.get("files", {})
+        step, position, files = whole(manifest, "step"), manifest["ledger"], manifest.get("files", {})
         require(name == f"step-{step:08d}", f"{shown(name)} is of step {step}")
-        typed = isinstance(position, dict) and isinstance(files, dict) and len(files) <= 100_000
-        require(typed, f"{name} lists no files, or remembers no line of the ledger")
-        line = whole(manifest["ledger"], "seq")
-        known = line < len(ledger.hashes) and ledger.hashes[line] == manifest["ledger"].get("hash")
+        line = whole(position, "seq")
+        known = line < len(ledger.hashes) and ledger.hashes[line] == position.get("hash")
         require(known, f"{name} remembers another line {line + 1}: the ledger was cut or replaced")
-        guarantee, charged = manifest.get("formal_guarantee"), ledger.charged(line + 1)
+        guarantee, stated = manifest.get("formal_guarantee"), manifest.get("charged_attempts", ledger.charged(line + 1))
         require(equal(guarantee, not plan.reasons), f"{name} says something else about the guarantee")
-        stated = manifest.get("charged_attempts", charged)
-        require(equal(stated, charged), f"{name} states {shown(stated)} charges, the ledger {charged}")
+        require(equal(stated, ledger.charged(line + 1)), f"{name} states {shown(stated)} charges, the ledger others")
         if plan["enabled"] and (step, digest) not in recorded:
             may = ledger.may_lack_record(step, line)
             require(may, f"{name}: manifest.json is not the one that the ledger recorded")
@@ -1106,13 +1010,17 @@ def check_metrics(folder: Folder) -> str:
     ledger, plan, torn, lines = folder.ledger, folder.ledger.plan, 0, 0
     passed = {(step, ledger.charged(line + 1)) for line, step in ledger.done}
     claims: dict[int, float] = {}  # charges -> epsilon
+    stated: dict[int, list[dict[str, float]]] = {}  # step -> what its lines say
+    for step, bound, _, done in ledger.released:
+        norm, fraction = done.get("noised_norm", math.nan), done.get("noised_fraction", math.nan)
+        stated.setdefault(step, []).append({NORM: norm, FRACTION: fraction, BOUND: bound})
     for file in ("metrics.jsonl", "evaluation/heldout.jsonl"):
         here = lines_of(folder.path / file) if folder.has(file) else ()
         restarts = len(ledger.nonces) - 1 if plan["enabled"] else MOST
         for count, line in enumerate(here, start=1):
             where, lines = f"{file}: line {count}", lines + 1
             try:
-                entry = parsed(line, with_nan=True)
+                entry = parsed(line)
             except json.JSONDecodeError:  # a crash cut it off, and no reader takes a number from it
                 torn, restarts, begin = torn + 1, restarts - line.endswith(b"\n"), b'{"step": '
                 begun = line.startswith(begin) or begin.startswith(line.removesuffix(b"\n"))
@@ -1122,9 +1030,14 @@ def check_metrics(folder: Folder) -> str:
             except ValueError as error:  # what other readers would read, each in its own way
                 raise Violated(f"{where}: {shown(error)}") from error
             require(isinstance(entry, dict) and type(entry.get("step")) is int, f"{where} has no step")
+            foreign = sorted(entry.keys() - NAMES[file])
+            require(not foreign, f"{where} shows {shown_list(foreign[:9])}, which no run publishes")
             step, charged, claim = entry["step"], entry.get("privacy/charged_attempts"), entry.get("privacy/epsilon")
             beyond = plan["enabled"] and not 0 <= step <= ledger.furthest
             require(not beyond, f"{where} shows step {shown(step)}, which the ledger never finished")
+            for name in {NORM, FRACTION, BOUND} & entry.keys() if not plan.reasons else ():
+                known = any(math.isclose(entry[name], one[name], rel_tol=FP32) for one in stated.get(step, []))
+                require(known, f"{where} shows {name} = {shown(entry[name])}, which no line of the step states")
             if charged is not None or claim is not None:
                 stood = type(charged) is int and (step, charged) in passed
                 require(stood, f"{where} shows {shown(charged)} charges, as the ledger never stood after step {step}")
@@ -1140,45 +1053,92 @@ def check_metrics(folder: Folder) -> str:
             true = epsilon_of([ledger, *(folder.behind or [])], folder.delta, count)
         enough = claims[count] >= true * (1 - FP32)  # at least that of the last count that was recomputed
         require(enough, f"epsilon {claims[count]:.8g} after {count}, where it is {rounded_up(true)} or more")
-    told = f"{lines} lines show nothing that the ledger lacks, {torn} of them are torn"
+    told = f"{lines} lines, {torn} of them torn, show nothing that the ledger lacks"
     return f"{told}; epsilon is recomputed for {len(chosen)} of {len(counts)} counts of charges"
 
 
+def too_small(squared: float, coordinates: int, level: float) -> bool:
+    """Whether at least `coordinates` squared standard normals add up to so little with a probability of at most `level`."""
+    from scipy.special import gammainc  # comes with dp-accounting
+
+    if coordinates < EXACT_BELOW:
+        return bool(gammainc(coordinates / 2, squared / 2) < level)
+    return squared < coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))  # Laurent and Massart 2000, lemma 1
+
+
+def check_noise(folder: Folder) -> str:
+    """The norm of every noised sum against the noise that its intent states, and C against what was released before.
+
+    Given the past, the sum S of a step is fixed, whatever the data are, and its noise w is fresh: |S + w|^2 is stochastically at
+    least |w|^2 = std^2 chi-square(P), and so are sums over steps; of correlated noise std / c_0 is fresh. A count is one
+    coordinate a step, about a centre that follows from earlier ones. All comparisons together share LEVEL.
+    """
+    said = [seen(ledger) for ledger in (folder.ledger, *(folder.behind or []))]
+    return f"not refuted: {said[0]}" + (f"; {len(said) - 1} ledgers behind it neither" if said[1:] else "")
+
+
+def seen(ledger: Ledger) -> str:
+    """What `check_noise` says of one ledger; see there."""
+    plan, coordinates, follow = ledger.plan, ledger.opened.get("noised_coordinates"), dict[int, list[float]]()
+    adaptive, batch, first = plan["adaptive_clipping"], plan["expected_batch_size"], plan["max_grad_norm"]
+    if "head" in ledger.opened or not plan["noise_multiplier"] or not ledger.done:
+        return "no step states noise that a norm could refute"
+    if coordinates is None:
+        raise Undecided("the ledger does not state the number of noised coordinates, so nobody can see the noise")
+    norms, fractions = list[tuple[str, float, int, int]](), list[float]()
+    total = spread = centre = 0.0
+    for step, bound, std, done in ledger.released:
+        close = any(math.isclose(bound, one, rel_tol=HAIR) for one in follow.get(step, [bound]))
+        require(close, f"C = {bound:g} of step {step} does not follow from what was released before")
+        if not done:
+            continue
+        unit, stated = std / plan["fresh"] / batch / RAISED, ("noised_norm" in done, "noised_fraction" in done)
+        require(stated == (True, adaptive is not None), f"`done` of step {step} does not state what was noised")
+        share = done.get("smallest_share", {"owners": 1, "coordinates": coordinates, "norm": done["noised_norm"]})
+        norms.append((f"step {step}", (share["norm"] / unit) ** 2, share["coordinates"], share["owners"]))
+        total += (done["noised_norm"] / unit) ** 2
+        if adaptive is not None:
+            fraction, width = done["noised_fraction"], adaptive["unclipped_num_std"] / batch / RAISED
+            spread += ((fraction - centre) / width) ** 2 if fractions else 0.0
+            fractions.append(fraction)
+            centre += (fraction - centre) / min(len(fractions), MEMORY)
+            moved = adaptive["clipbound_learning_rate"] * (adaptive["target_unclipped_quantile"] - fraction)
+            moved = min(max(math.log(bound / first) + moved, -math.log(1e4)), math.log(1e4))
+            follow.setdefault(step + 1, []).append(first * math.exp(moved))  # C of the next step, which may come again
+    steps, least = len(norms), min(math.sqrt(squared / count) for _, squared, count, _ in norms)
+    norms.append(("all steps together", total, steps * coordinates, 1))
+    norms += [("the counts of unclipped examples", spread, len(fractions) - 1, 1)] if len(fractions) > 1 else []
+    level = LEVEL / sum(comparisons for *_, comparisons in norms)
+    small = [what for what, squared, count, _ in norms if too_small(squared, count, level)]
+    require(not small, f"less noise was drawn than stated, by the norm of {shown_list(small[:9])}")
+    return f"{steps} norms over {coordinates} coordinates are at least {least:.4g} of the stated noise's"
+
+
 CHECKS = (
-    check_files, check_order, check_plan, check_behind, check_epsilon, check_card, check_checkpoints, check_metrics
+    check_files, check_order, check_plan, check_behind, check_epsilon, check_card, check_checkpoints, check_metrics, check_noise
 )  # fmt: skip
-OF_ODD_FIELDS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
-"""What a field raises that is missing or of another type than a check takes it for."""
-
-
-# ---------------------------------------------------------------- What follows, and what is only said
 
 
 def declarations(folder: Folder) -> dict[str, str]:
     """What nothing here can check, and what is said of it."""
-    opened = folder.ledger.opened
-    found = {
+    opened, disjoint = folder.ledger.opened, "that the data are disjoint from those behind the initial weights"
+    chained = {disjoint: "stated: one example bears one of them" if "disjoint_from_start" in opened else "NOT STATED"}
+    fixed = "that no later schedule was chosen after looking at outputs of the earlier runs"
+    chained[fixed] = "the composed epsilon takes it for granted; a shared ledger's RDP filter does without it"
+    return {
         "that the program did what the ledger says": "see audit.py of the project",
         "time of the first start; all records repeat it, since clocks depend on the data": shown(opened["time_utc"]),
         "commit of the code": shown(opened.get("commit") or "NOT STATED"),
         "what one example is": shown(opened.get("unit", "one example")),
         "in ledger.jsonl": shown_list(sorted(folder.ledger.loose)),
-    }
-    if folder.ledger.behind:
-        disjoint = "stated, so one example bears one of them" if "disjoint_from_start" in opened else "NOT STATED"
-        found["that the data are disjoint from those behind the initial weights"] = disjoint
-        fixed = "the composed epsilon takes it for granted; a shared ledger's RDP filter does without it"
-        found["that no later schedule was chosen after looking at outputs of the earlier runs"] = fixed
-    found |= {
-        "metrics.jsonl, heldout.jsonl": "all values but step, charged attempts and epsilon",
+        **(chained if folder.ledger.behind else {}),
+        "metrics.jsonl, heldout.jsonl": "learning rates and held-out results",
         "config.toml": "all but [privacy] as the plan holds it, numbers of steps and examples, init.disjoint_data",
         "manifests of checkpoints": "all but step, charges, guarantee, line and hashes",
         "verify.py": "judges nothing about itself: take it from the project, not from the folder",
-        "private/ and all other files": "nothing here looks at them; make audits again with audit.py of the project",
+        "tensorboard/, private/ and all other files": "nothing here looks at them; audit.py of the project does",
+        "privacy_card.json": "all but the claim, the plan, and numbers of steps, attempts, examples and lines",
     }
-    fields = dict.fromkeys(re.sub(r"\[\d+\]", "[]", place) for place in folder.not_attested)
-    found |= {"in privacy_card.json": shown_list([*fields])} if fields else {}
-    return found
 
 
 def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
@@ -1209,28 +1169,25 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
         except Undecided as error:
             checks.append((name, "inconclusive", str(error)))
         except OF_ODD_FIELDS as error:
-            said = f"a field is missing or has another type ({type(error).__name__}: {shown(error)})"
-            checks.append((name, "violated", said))
+            checks.append((name, "violated", f"a field is missing or of another type ({error!r:.200})"))
         if judge is check_files and checks[-1][1] != "ok":
             break  # behind a link are files of somebody else
-    outcomes = {outcome for _, outcome, _ in checks}
-    verdict = next((word for word in ("violated", "inconclusive") if word in outcomes), "consistent")
-    code = {"consistent": CONSISTENT, "inconclusive": INCONCLUSIVE, "violated": VIOLATED}[verdict]
-    plan = ledger.plan
+    codes, plan = {"violated": VIOLATED, "inconclusive": INCONCLUSIVE, "consistent": CONSISTENT}, ledger.plan
+    verdict = next((word for word in codes if word in {outcome for _, outcome, _ in checks}), "consistent")
     attested = {name: plan[name] for name in sorted(PLAN_FIELDS)}  # the mechanism
     attested |= {
         "noise multiplier as accounted": plan.accounted, "last step done": ledger.furthest, "charged attempts": ledger.charged(),
-        "groups that take turns": plan.bands, "charged attempts of the group with most of them": plan.turns(ledger.charged()),
+        "groups that take turns": plan["bands"], "charged attempts of the group with most of them": plan.turns(ledger.charged()),
         "commitment of the sampling key": ledger.opened["key_commitment"], "last line": ledger.hashes[-1],
         "state of the run": ledger.closed or "open",
     }  # fmt: skip
     finite = folder.epsilon is not None and math.isfinite(folder.epsilon)
-    return code, {
-        "verdict": verdict, "exit_code": code, "formal_guarantee": not plan.reasons,
+    return codes[verdict], {
+        "verdict": verdict, "exit_code": codes[verdict], "formal_guarantee": not plan.reasons,
         "epsilon": folder.epsilon if finite else None, "delta": folder.delta or plan["target_delta"],
         "head_known": head is not None,
         "checks": [dict(zip(("name", "outcome", "sentence"), map(printable, check), strict=True)) for check in checks],
-        "attested": attested, "card_not_attested": [*map(shown, folder.not_attested)], "declared": declarations(folder),
+        "attested": attested, "declared": declarations(folder),
     }  # fmt: skip
 
 
@@ -1245,8 +1202,9 @@ def to_text(found: dict[str, Any]) -> str:
         lines += ["declared, and checked by nothing:"]
         lines += [f"  {what}: {words}" for what, words in found["declared"].items()]
         if not found["head_known"]:
-            unsure = "without the hash of the ledger's last line from elsewhere (--head), nobody can tell a true folder"
-            lines += [f"{unsure} from one that was forged as a whole, or cut back"]
+            lines += [
+                "without a hash from elsewhere (--head), a folder that was forged as a whole looks like a true one"
+            ]
         if found["attested"]["state of the run"] == "open":
             lines += ["the ledger is open: the run may go on, or its last lines were cut off"]
         if found["epsilon"] is not None:
@@ -1262,31 +1220,22 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(shown(message))
 
 
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; a bad argument is bad input."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--head", help="hash of a line that the ledger had, as the end of the run printed it")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Verifies one folder, prints, and returns the exit code; for anything that the folder may hold, errors are one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
+    parser.add_argument("--head", help="hash of a line that the ledger had, as the end of the run printed it")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     try:
-        options = parse_args(arguments)
+        options = parser.parse_args(arguments)
         head = None if options.head is None else options.head.strip().lower()
         if head is not None and not is_hex(head):
             raise BadInput("--head is 64 hexadecimal digits")
         if options.folder.is_dir() and not options.json:
             print(f"checking {shown(options.folder)}: ledger, epsilon, card and files", file=sys.stderr, flush=True)
         code, found = verify(options.folder, head)
-    except OF_ODD_FIELDS as error:
-        said = f"a record lacks a field or has one of another type ({type(error).__name__}: {shown(error)})"
-        print(f"error: {said}", file=sys.stderr)
-        return VIOLATED
     except ImportError as error:
         print(f"error: {error}: install numpy and dp-accounting", file=sys.stderr)
         return BAD_INPUT

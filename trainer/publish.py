@@ -1,8 +1,12 @@
 """A copy of the public files of a run folder (privacy/files/public.py) that tells nothing else."""
 
+import contextlib
+import hashlib
+import http.client
 import os
 import re
 import stat
+import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +15,8 @@ from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint
 from privacy.checkpoints.recorded import require_recorded
 from privacy.errors import NotRecorded, printable
-from privacy.files.public import open_public, survey, without_folders
+from privacy.files.public import open_public, read_public, survey, without_folders
+from privacy.ledger.durable import replace_file
 from privacy.ledger.records import LedgerState
 from trainer.errors import ConfigError
 from trainer.weights.new_folder import new_folder
@@ -20,6 +25,49 @@ _CHECKPOINT = re.compile(r"step-\d{8,}")
 _PART = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 FIXED_TIME = 946684800
 """2000-01-01 UTC: the modification time of everything that is published."""
+FINGERPRINT = "report/fingerprint"
+_REQUEST = "30390201013031300d060960864801650304020105000420", "0101ff"
+"""DER around the SHA-256 in an RFC 3161 request: version 1, and the authority's certificate is asked for."""
+
+
+def fingerprint(run_dir: Path, ledger: LedgerFile, authority: str | None) -> list[str]:
+    """Writes the two values that no published folder can prove, and an RFC 3161 request for a time stamp of them.
+
+    Returns lines that print them. A time stamp shows whoever trusts the authority that the ledger stood there at its time.
+
+    Args:
+        authority: where the request is sent; None keeps an answer that was put beside it by hand, if it is one for these values.
+
+    Raises:
+        ConfigError: the authority gives no time stamp of these values.
+    """
+    text, asked, stamp = (f"{FINGERPRINT}.{kind}" for kind in ("txt", "tsq", "tsr"))
+    found = {}
+    for name in ("verify.py", stamp):
+        with contextlib.suppress(OSError):  # it is not there; or a link, which is not followed
+            found[name] = read_public(run_dir, name)
+    judge, answer = hashlib.sha256(found.get("verify.py", b"")).hexdigest(), found.get(stamp, b"")
+    values = f"last line of ledger.jsonl: {ledger.last_line_sha256}\nSHA-256 of verify.py: {judge}\n"
+    digest = hashlib.sha256(values.encode()).digest()
+    request = bytes.fromhex(_REQUEST[0]) + digest + bytes.fromhex(_REQUEST[1])
+    if authority is not None:
+        try:
+            if not authority.startswith(("http://", "https://")):
+                raise ValueError("it is no http:// or https:// address")
+            sent = urllib.request.Request(authority, request, {"Content-Type": "application/timestamp-query"})
+            with urllib.request.urlopen(sent, timeout=30) as reply:
+                answer = reply.read(1 << 16)
+            if digest not in answer:
+                raise ValueError(f"its answer is no time stamp of {text}")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise ConfigError(f"--time_stamp {authority}: {error}; nothing was published") from error
+    answer = answer if digest in answer else b""
+    for name, content in ((text, values.encode()), (asked, request), (stamp, answer)):
+        replace_file(run_dir / name, content) if content else (run_dir / name).unlink(missing_ok=True)
+    lines = [f"keep elsewhere: {line}" for line in values.splitlines()]
+    if not answer:
+        return [*lines, f"not time-stamped: --time_stamp URL sends {asked} to an RFC 3161 authority"]
+    return [*lines, f"time-stamped; to check it: openssl ts -verify -data {text} -in {stamp} -CAfile AUTHORITY.pem"]
 
 
 def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: bool = True) -> list[str]:

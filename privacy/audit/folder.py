@@ -5,19 +5,14 @@ What the ledger alone decides is judged by privacy/verify.py, as anybody can jud
 """
 
 import contextlib
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from .. import verify
-from ..adaptive_clipping import RANGE
 from ..card.folder import read_recipe
 from ..card.report import read_snapshot
 from ..errors import ConfigError, PrivacyStateRefused
-from ..files.public import read_metrics
 from ..ledger.members import LedgerMark, attempts_by_name, not_in_ledger, not_recorded, read_lines
 from ..ledger.records import LedgerState
 from ..sampling.keys import SamplingKey
@@ -25,9 +20,6 @@ from ..step.folder import RunFolder
 from .report import AuditReport, Check, fact, undecided
 from .schedule import MAX_COINS, audit_schedule
 from .second_sampler import read_attempts
-
-FP32 = 1e-6
-"""Relative: published numbers are rounded to fp32, and what follows from one of them is compared with another."""
 
 
 def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditReport:
@@ -54,7 +46,6 @@ def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditRepo
     state = snapshot.state
     checks += [
         fact("legal_order", True, f"{state.num_lines} lines are in legal order, as the trainer reads them"),
-        clipping_bound_check(snapshot.records, read_metrics(run_dir)),
         _key_check(run_dir, state, data_manifest),
         attempts_check(run_dir, state, before),
         _mirror_check(run_dir, ledger, state),
@@ -105,40 +96,6 @@ def attempts_check(run_dir: Path, state: LedgerState, before: Sequence[LedgerMar
         gone = f"{folder.members} is gone: it records every attempt, and is made before the ledger"
         return fact("attempts", False, gone)
     return fact("attempts", True, "there is no private/ here, so charges are not compared with the record of attempts")
-
-
-def clipping_bound_check(records: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Check:
-    """C moves only by what a charged release states: the first is the plan's, each next follows from what was published."""
-    plan, intents = records[0]["plan"], [record for record in records if record["type"] == "intent"]
-    names = ("step", "privacy/clipping_bound", "privacy/noised_unclipped_fraction")
-    stating = [line for line in metrics if all(line.get(name) is not None for name in names)]
-    published: list[tuple[Any, ...]] = [tuple(line[name] for name in names) for line in stating]
-    constants = plan["adaptive_clipping"]
-    if constants is None:
-        sentence = (
-            f"C is constant by the plan, and {len(published)} lines publish a noised count that no intent released"
-        )
-        return fact("clipping_bound", not published, sentence)
-    stated: dict[int, list[float]] = {}
-    for intent in intents:
-        stated.setdefault(intent["step"], []).append(intent["releases"][0]["sensitivity"])
-    bad = [f"step 1 clips to {bound:g}" for bound in stated.get(1, []) if bound != plan["max_grad_norm"]]
-    bad += [
-        f"step {step} clipped to {bound:g}, which no intent says"
-        for step, bound, _ in published
-        if not any(math.isclose(bound, said, rel_tol=FP32) for said in stated.get(step, []))
-    ]
-    rate, quantile = constants["clipbound_learning_rate"], constants["target_unclipped_quantile"]
-    # The same update as in training (privacy/adaptive_clipping.py), from numbers that were published, which are rounded.
-    low, high = plan["max_grad_norm"] / RANGE, plan["max_grad_norm"] * RANGE
-    for (step, bound, fraction), (following, after, _) in itertools.pairwise(published):
-        exponent = min(max(-rate * (fraction - quantile), -50.0), 50.0)
-        expected = min(max(bound * math.exp(exponent), low), high)
-        if following == step + 1 and not math.isclose(after, expected, rel_tol=FP32):
-            bad.append(f"step {following} clips to {after:g} where {expected:g} follows")
-    wrong = "; ".join(bad[:3]) or "none"
-    sentence = f"{len(published)} published values of C and of the noised count were compared; wrong: {wrong}"
-    return fact("clipping_bound", not bad, sentence)
 
 
 def _key_check(run_dir: Path, state: LedgerState, data_manifest: bytes | None) -> Check:

@@ -91,21 +91,17 @@ class UnitOfPrivacy(Part):
     data_set: DataSet = Field(DataSet(), description="What is declared of the data.")
 
 
-class AdaptiveBound(Part):
-    """How far the C of adaptive clipping has moved (privacy/adaptive_clipping.py)."""
-
-    smallest_bound: float | None = Field(description="The smallest C of all attempts; null before the first.")
-    largest_bound: float | None = Field(description="The largest C of all attempts.")
-    last_bound: float | None = Field(description="C of the newest attempt.")
-
-
 class Release(Part):
     """A noised sum that the attempts release, by its name in the ledger."""
 
     name: str = Field(description="Its name.")
     count: int = Field(description="How often it was released.")
     smallest_noise_multiplier: float = Field(description="The least standard deviation / sensitivity of all times.")
-    largest_sensitivity: float = Field(description="The largest L2 sensitivity of all times.")
+    smallest_sensitivity: float = Field(
+        description="The smallest L2 sensitivity of all times; of the gradient that is C."
+    )
+    largest_sensitivity: float = Field(description="The largest of all times.")
+    last_sensitivity: float = Field(description="That of the newest attempt.")
 
 
 class Head(Part):
@@ -124,12 +120,14 @@ class Mechanism(Part):
 
     name: str = Field(description="The mechanism and its source.")
     head: Head | None = Field(description="The private head that was trained; null for DP-SGD.")
-    adaptive_clipping: AdaptiveBound | None = Field(description="null where C is constant.")
     noise_multiplier_accounted: float = Field(description="sigma / (1 + r), which the accountant is charged with.")
     settings: tuple[tuple[str, str], ...] = Field(
         (), description="[what, value] of each option of the plan, as the page shows it."
     )
     releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")
+    drawn_noise: str = Field(
+        description="Whether norms of noised sums refute the stated noise, which nothing verifies."
+    )
     statement: str = Field(description="The mechanism in words.")
 
 

@@ -25,6 +25,7 @@ from ..errors import PrivacyStateRefused
 from ..ledger.chain import TORN_MARK, hash_line, is_torn
 from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.records import LedgerState, noise_multiplier_of, read_state
+from ..noise_seen import noise_seen
 from ..options import Clipping
 from . import model
 from .model import STATEMENTS, Head, PrivacyCard, Stated
@@ -73,15 +74,6 @@ def read_snapshot(path: Path | str) -> LedgerSnapshot:
     return LedgerSnapshot(
         state, [json.loads(line) for line in whole], hash_line(lines[-1]), num_torn, bool(tail), Path(path).parent
     )
-
-
-def privacy_card(path: Path | str) -> PrivacyCard:
-    """The card of the run whose ledger is at `path`, from the ledger alone (a few seconds).
-
-    Raises:
-        PrivacyStateRefused: the ledger cannot be read or is broken.
-    """
-    return make_card(read_snapshot(path), str(path))
 
 
 def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
@@ -151,28 +143,17 @@ def with_files(card: PrivacyCard, **changes: object) -> PrivacyCard:
 def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
     """What is done to the data. Two mechanisms write ledgers: DP-SGD, and the private heads of evaluation/private_head/."""
     plan = snapshot.state.plan
-    ratios: dict[str, list[float]] = {}
-    sensitivities: dict[str, list[float]] = {}
+    released: dict[str, list[dict[str, Any]]] = {}
     for release in (release for intent in snapshot.of_type("intent") for release in intent["releases"]):
-        ratios.setdefault(release["name"], []).append(noise_multiplier_of([release]))
-        sensitivities.setdefault(release["name"], []).append(release["sensitivity"])
-    releases = (
+        released.setdefault(release["name"], []).append(release)
+    bounds = {name: [one["sensitivity"] for one in found] for name, found in released.items()}
+    releases = tuple(
         model.Release(
-            name=name,
-            count=len(found),
-            smallest_noise_multiplier=min(found),
-            largest_sensitivity=max(sensitivities[name]),
+            name=name, count=len(found), smallest_noise_multiplier=min(noise_multiplier_of([one]) for one in found),
+            smallest_sensitivity=min(bounds[name]), largest_sensitivity=max(bounds[name]), last_sensitivity=bounds[name][-1],
         )
-        for name, found in ratios.items()
-    )
-    adaptive = None
-    if plan.options["clipping_function"].name == "adaptive":
-        bounds = [intent["releases"][0]["sensitivity"] for intent in snapshot.of_type("intent")]
-        adaptive = model.AdaptiveBound(
-            smallest_bound=min(bounds, default=None),
-            largest_bound=max(bounds, default=None),
-            last_bound=bounds[-1] if bounds else None,
-        )
+        for name, found in released.items()
+    )  # fmt: skip
     if head is not None:
         name, statement = f"{head.method}: a linear head from noised statistics of features", STATEMENTS["head"]
     elif plan.enabled:
@@ -185,9 +166,9 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
     else:
         name, statement = "No mechanism", STATEMENTS["no_mechanism"]
     return model.Mechanism(
-        name=name, head=head, adaptive_clipping=adaptive, noise_multiplier_accounted=plan.effective_noise_multiplier,
+        name=name, head=head, noise_multiplier_accounted=plan.effective_noise_multiplier,
         settings=() if head is not None else [row for option in plan.options.values() for row in option.rows(plan)],
-        releases=tuple(releases), statement=statement,
+        releases=releases, statement=statement, drawn_noise=noise_seen(snapshot.records)[0],
     )  # fmt: skip
 
 
@@ -322,6 +303,8 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     found = []
     if useless := useless_delta(card.delta, n):
         found.append(f"The {useless}.")
+    if refuted := noise_seen(snapshot.records)[1]:
+        found.append(f"Less noise was drawn than stated, by the norm of {', '.join(refuted[:5])}: believe no epsilon.")
     if card.formal_guarantee and card.epsilon is None:
         found.append("The accountant finds no finite epsilon at this delta.")
     if (card.epsilon or 0.0) > accounting.LARGEST_DETAILED_EPSILON:

@@ -23,7 +23,7 @@ def require_recorded(checkpoint: Path, state: LedgerState) -> None:
             f"{checkpoint}: holds the checkpoint of step {step}, so it was renamed: call it {checkpoint_name(step)} again, "
             "or take it away"
         )
-    if not state.plan.enabled or state.has_recorded(step, file_digest(checkpoint / MANIFEST)):
+    if not state.plan.enabled or (step, file_digest(checkpoint / MANIFEST)) in state.checkpoints:
         return  # without privacy the ledger records no checkpoint
     position = position if isinstance(position, dict) else {}
     line = position.get("seq")

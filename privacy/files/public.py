@@ -4,13 +4,12 @@ Files are public by a list: what the list does not know stays where it is, and i
 to a file nor through a folder, so that no name in the run folder leads into `private/` or to another part of the disk.
 """
 
-import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 _EVENTS = r"tensorboard/events\.out\.tfevents\.\d{10}"
 PUBLIC_FILES = re.compile(
@@ -18,7 +17,7 @@ PUBLIC_FILES = re.compile(
     r"|behind/ledger-\d{1,3}\.jsonl"
     rf"|{_EVENTS}|evaluation/{_EVENTS}|evaluation/(heldout|metrics)\.jsonl|evaluation/(samples-\d{{8}}|answers)\.png"
     r"|evaluation/[a-z_-]+-step-\d{8,}-[0-9a-f]{8}\.json"
-    r"|report/privacy_card\.(json|md|html)|report/audit[\w-]{0,60}\.json"
+    r"|report/privacy_card\.(json|md|html)|report/audit[\w-]{0,60}\.json|report/fingerprint\.(txt|tsq|tsr)"
 )
 """Paths in a run folder that may be published; checkpoints are chosen apart."""
 _FOLDERS = re.compile(r"""(?<![\w./])(?:file://)?(?:~[\w.-]*)?/(?=[^/\s])(?:[^/,"'{}\n]+/)*""")
@@ -103,14 +102,3 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, "os.DirEntry[str]"]]
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`; those torn by a kill are left out."""
-    path = folder / "metrics.jsonl"
-    return parse_lines(path.read_text()) if path.exists() else []
-
-
-def parse_lines(text: str) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines, without those that a kill tore."""
-    return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{") and line.endswith("}")]

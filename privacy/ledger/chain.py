@@ -119,6 +119,10 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
+def is_positive(value: object) -> bool:
+    return is_count(value) and value != 0
+
+
 def is_number(value: object) -> bool:
     """Whether it is a finite integer or floating-point number; a truth value is none."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

@@ -123,18 +123,13 @@ class Ledger:
     # Reading
 
     @property
-    def key_commitment(self) -> str:
-        commitment: str = self.state.opened["key_commitment"]
-        return commitment
-
-    @property
     def num_charged(self) -> int:
         """Every intent, done or not, and every torn line that may have been one."""
         return self.state.num_charged
 
     def next_attempt(self, step: int) -> int:
         """The attempt number that coins and intent of `step` must use now."""
-        return self.state.next_attempt(step)
+        return self.state.attempts[step]
 
     def position(self) -> tuple[int, str]:
         """(seq, SHA-256) of the last line, for a checkpoint's manifest."""
@@ -202,10 +197,10 @@ class Ledger:
         is_spent = self.plan.formal_guarantee and charged >= allowed
         return f"{charged} of {allowed} intents are charged" if is_spent else None
 
-    def done(self, step: int, attempt: int) -> None:
-        """The update of the last intent is applied."""
+    def done(self, step: int, attempt: int, **noised: Any) -> None:
+        """The update of the last intent is applied; `noised` is what the step released, for privacy/noise_seen.py."""
         self._require_session()
-        self._append("done", {"step": step, "attempt": attempt})
+        self._append("done", {"step": step, "attempt": attempt, **noised})
 
     def checkpoint(self, step: int, path: str, digest: str) -> None:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""

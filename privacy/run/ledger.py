@@ -71,11 +71,12 @@ class RunLedger:
         self.charged_before = 0
         """Attempts that were charged when the session began, on every rank."""
 
-        def recorded() -> tuple[dict[int, int], bool, int | None]:
+        def recorded() -> tuple[dict[int, int], bool, int | None, int | None]:
             state = self._on_main.state
-            return dict(state.attempts), state.closed is not None, state.checkpointed_step
+            noised = state.opened.get("noised_coordinates")
+            return dict(state.attempts), state.closed is not None, state.checkpointed_step, noised
 
-        self.attempts, self.is_closed, self.checkpointed_step = collectives.on_main(recorded)
+        self.attempts, self.is_closed, self.checkpointed_step, self.noised_coordinates = collectives.on_main(recorded)
 
     @classmethod
     def open(
@@ -165,9 +166,9 @@ class RunLedger:
         if self.plan.enabled:
             self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), releases, self._group))
 
-    def done(self, step: int) -> None:
+    def done(self, step: int, **noised: Any) -> None:
         if self.plan.enabled:
-            collectives.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0)))
+            collectives.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0), **noised))
 
     def checkpoint(self, step: int, name: str, digest: str) -> None:
         if self.plan.enabled:
@@ -176,7 +177,7 @@ class RunLedger:
     def adopt(self, resumed: Checkpoint) -> None:
         """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
         digest = file_digest(resumed.path / MANIFEST)
-        if not collectives.on_main(lambda: self._on_main.state.has_recorded(resumed.step, digest)):
+        if not collectives.on_main(lambda: (resumed.step, digest) in self._on_main.state.checkpoints):
             self.checkpoint(resumed.step, resumed.path.name, digest)
 
     def close_run(self) -> None:
@@ -242,11 +243,12 @@ class Opening(NamedTuple):
         plan: made for a new run; the frozen one, which is what was asked for, of one that is there.
         ledger: of a run that is there, opened without writing to it (`RunLedger.mend` does); None for a new one.
         create: makes ledger and key of a new run, when nothing else refuses its start: a shared ledger reserves its budget here.
+            It takes the number of noised coordinates, which stands in the ledger from its opening.
     """
 
     plan: PrivacyPlan
     ledger: RunLedger | None
-    create: Callable[[], RunLedger]
+    create: Callable[[int], RunLedger]
 
 
 def open_ledger(
@@ -279,15 +281,15 @@ def open_ledger(
 
     recorded, plan = collectives.on_main(planned)
 
-    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
-        fields = {"commit": environment()["commit"], **described(recorded, plan)}
+    def open_on_main(noised: int | None) -> tuple[Ledger, SamplingKey, PrivacyPlan]:
+        fields = {"commit": environment()["commit"], "noised_coordinates": noised, **described(recorded, plan)}
         ledger, key = open_run_state(
             folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
             has_checkpoint=has_checkpoints(folder.checkpoints), members=folder.members, mended=False,
         )  # fmt: skip
         return ledger, key, plan
 
-    def open_now() -> RunLedger:
-        return RunLedger.open(open_on_main, folder.key, members=folder.members)
+    def open_now(noised: int | None = None) -> RunLedger:
+        return RunLedger.open(lambda: open_on_main(noised), folder.key, members=folder.members)
 
     return Opening(plan, None if recorded is None else open_now(), open_now)

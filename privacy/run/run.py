@@ -141,9 +141,18 @@ def open_run(start: Start) -> "Run | Finished":
     else:
         collectives.on_main(lambda: require_no_checkpoint(folder))
     parts = start.build(opening.plan, resumed)
+    noised = sum(parts.engine.layout.count(rank) for rank in range(collectives.world_size()))
+    if ledger is not None and ledger.noised_coordinates not in (
+        None,
+        noised,
+    ):  # a large number would refute honest noise
+        raise ConfigError(
+            f"{folder.ledger}: the run was opened with {ledger.noised_coordinates:,} trained numbers, and this model has "
+            f"{noised:,}: give the model that it began with, or start another run folder"
+        )
     # From here on no check is left that refuses the start.
     if ledger is None:
-        ledger = opening.create()
+        ledger = opening.create(noised)
         start.take_ledger(ledger)
     collectives.on_main(folder.begin)
     if resumed is not None:

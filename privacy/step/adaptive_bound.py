@@ -20,6 +20,7 @@ from ..releases import UNCLIPPED, Release
 from . import collectives
 
 MANIFEST_KEY = "clipping_bound"
+FRACTION = "privacy/noised_unclipped_fraction"
 
 
 def adapt_bound(
@@ -44,7 +45,7 @@ def adapt_bound(
 
     fraction = adaptive.noised_fraction(collectives.on_main(noised), batch_size)
     clipped.max_grad_norm = adaptive.next_bound(used, fraction, plan.max_grad_norm)
-    published = {"privacy/clipping_bound": used, "privacy/noised_unclipped_fraction": fraction}
+    published = {"privacy/clipping_bound": used, FRACTION: fraction}
     return {name: Public(value, Reason.NOISED) for name, value in published.items()}
 
 

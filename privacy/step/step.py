@@ -5,9 +5,10 @@ with every micro-batch), reduces once, lets the owner of each shard add noise, d
 the optimizer and writes `done`. `privacy/run/run.py` repeats it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from ..noise import NoiseSource, add_rounded_noise
 from ..plan import PrivacyPlan
 from ..releases import Release
 from . import clock, collectives
-from .adaptive_bound import adapt_bound
-from .engine import Engine, to_device
+from .adaptive_bound import FRACTION, adapt_bound
+from .engine import Engine, GradShard, to_device
 from .noise_variance import NoiseVariance
 from .reduction import reduce_to_owners
 
@@ -34,8 +35,8 @@ class StepLedger(Protocol):
         """Charges the attempt, durably, before anything that depends on a gradient leaves its process."""
         ...
 
-    def done(self, step: int) -> None:
-        """The update of `step` is made."""
+    def done(self, step: int, **noised: Any) -> None:
+        """The update of `step` is made; `noised` is what the record states of the noised sums (privacy/noise_seen.py)."""
         ...
 
 
@@ -134,16 +135,19 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
         mechanism.segment.add_row([shard.values for shard in shards], noise_std, mechanism.noise)
     for number in range(len(shards)):
         shards[number].values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
-    squared = torch.stack([torch.dot(s.values, s.values) for s in shards]).sum() if shards else torch.zeros(())
     laps.end("noise")
     lr = mechanism.learning_rate(step)
     added = noise_std * mechanism.segment.spread
     noise_variance = mechanism.noise_variance.after(step, added / plan.expected_batch_size)
+    norm, noised = _norm(shards, noise_std / plan.noise_strategy.coefficients[0] / plan.expected_batch_size)
     engine.step(shards, lr=lr, noise_variance=noise_variance)  # may free them
     public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
-    mechanism.ledger.done(step)
+    if FRACTION in public:
+        noised["noised_fraction"] = public[FRACTION].value
+    stated = noised if noise_std > 0 else {}  # without noise nothing of it may stand in the ledger
+    mechanism.ledger.done(step, **stated)
     laps.end("update")
-    return _record(lr, squared, stats, num_undecodable, public, laps.seconds)
+    return _record(lr, norm, stats, num_undecodable, public, laps.seconds)
 
 
 def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
@@ -153,23 +157,46 @@ def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
     mechanism.ledger.intent(step, releases=releases)
 
 
+def _norm(shards: Sequence[GradShard], scale: float) -> tuple[float, dict[str, Any]]:
+    """Norm of the noised gradient over all ranks, added in fp64, and what `done` states of it, in nine digits. Collective.
+
+    Where several ranks own coordinates that is also the norm of the one that is smallest beside its noise: a sum over all of them
+    hides one that lacks its noise.
+
+    Args:
+        scale: standard deviation of the fresh part of the noise in a coordinate of the gradient.
+    """
+    table = torch.zeros(collectives.world_size(), 2, dtype=torch.float64)  # of each rank: coordinates, squared norm
+    if shards:
+        squared = torch.stack([torch.dot(shard.values, shard.values) for shard in shards]).sum()
+        count = sum(shard.values.numel() for shard in shards)
+        table[collectives.rank()] = torch.tensor([count, float(squared)], dtype=torch.float64)
+    owners = [(int(count), squared) for count, squared in collectives.all_reduce_sum(table).tolist() if count]
+    norm = math.sqrt(math.fsum(squared for _, squared in owners))
+    stated: dict[str, Any] = {"noised_norm": float(f"{norm:.9g}")}
+    if len(owners) > 1 and scale > 0:
+        count, squared = min(owners, key=lambda one: (one[1] / scale**2 - one[0]) / math.sqrt(one[0]))
+        share = {"owners": len(owners), "coordinates": count, "norm": float(f"{math.sqrt(squared):.9g}")}
+        stated["smallest_share"] = share
+    return norm, stated
+
+
 def _record(
     lr: float,
-    squared: Tensor,
+    norm: float,
     stats: Sequence[MicroBatchStats],
     num_undecodable: int,
     public: dict[str, Public[float]],
     seconds: dict[str, Private[float]],
 ) -> StepRecord:
     """What the step shows, summed over its micro-batches and all ranks."""
-    norm = float(collectives.all_reduce_sum(squared.double().cpu().view(1)).sqrt())
     mine: list[Tensor] = [
         torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)
     ]
     totals = collectives.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
     names = (*MicroBatchStats._fields, "num_undecodable")
     return StepRecord(
-        lr=Public(lr, Reason.SETTINGS),
+        lr=Public(lr, Reason.SCHEDULE),
         noised_grad_norm=Public(norm, Reason.NOISED),
         private={name: Private(total) for name, total in zip(names, totals.tolist(), strict=True)},
         public=public,

@@ -159,7 +159,7 @@ def test_runs_that_join_one_shared_ledger_at_once_never_reserve_more_than_there_
         assert state.epsilon() <= total and len(inside) == len(state.reservations) in (1, 2)
         assert len(refused) == 4 - len(inside) and not {*inside} & {*refused}
         assert owner.path.read_bytes() == (root / "mirror.jsonl").read_bytes()
-        commitments = {Ledger.open(run / "ledger.jsonl", None).key_commitment for run in inside}
+        commitments = {Ledger.open(run / "ledger.jsonl", None).state.opened["key_commitment"] for run in inside}
         assert commitments == state.reservations.keys() == state.starts.keys()
 
 

@@ -38,7 +38,7 @@ class KeptLedger:
         self.intents.append(list(releases))
         self.open = True
 
-    def done(self, step: int) -> None:
+    def done(self, step: int, **noised: object) -> None:
         assert self.open
         self.open = False
 

@@ -98,7 +98,7 @@ class NoLedger:
         assert not self.open_intent
         self.open_intent = True
 
-    def done(self, step: int) -> None:
+    def done(self, step: int, **noised: object) -> None:
         assert self.open_intent
         self.open_intent = False
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from privacy.audit.folder import ledger_audit
-from privacy.files.public import read_metrics
 from privacy.ledger.records import read_ledger
 from tests.e2e.launch import alone, count, launch, ledger_lines, train_arguments
 from tests.e2e.test_kill import check_chain, check_nothing_is_shared
 from tests.privacy.ledger_epsilon import recompute
+from tests.privacy.published import read_metrics
 from trainer.report import build_card
 
 CRASHING = "tests/e2e/crashing_train.py"

@@ -30,6 +30,7 @@ PLAIN = [
     "evaluation/linear-probe-step-00000003-0123abcd.json", "evaluation/tensorboard/events.out.tfevents.0000000002",
 ]  # fmt: skip
 CARD = [f"report/privacy_card.{kind}" for kind in ("json", "md", "html")]
+CARD += [f"report/fingerprint.{kind}" for kind in ("txt", "tsq")]
 CHECKPOINT = "checkpoints/step-00000003"
 WHOLE = [f"{CHECKPOINT}/manifest.json", f"{CHECKPOINT}/rank-00000-of-00001.safetensors", "checkpoints/LATEST"]
 

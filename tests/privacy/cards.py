@@ -1,23 +1,31 @@
 """A privacy card that holds everything that a card can hold, with one text in every place that takes any."""
 
 import types
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from privacy.card.model import PrivacyCard, Stated
+from privacy.card.report import make_card, read_snapshot
 
 PLAN = {
     "max_grad_norm": 1.0, "noise_multiplier": 4.0, "sensitivity_slack": 1e-3, "sample_rate": 0.05, "expected_batch_size": 100,
-    "cap": 180,
+    "cap": 180, "adaptive_clipping": {"unclipped_num_std": 6.0},
 }  # fmt: skip
 NUMBERS: dict[str, Any] = {
     "num_examples": 2000, "delta": 1e-5, "noise_tail_delta": 1e-15, "attempts_charged": 4, "charged": 4, "allowed": 10,
     "epsilon_rdp": 1.5, "epsilon_group": {"2": 2.5, "5": 6.5}, "true_positive": {"0.01": 0.02}, "advantage": 0.1,
     "curve": ((1e-5, 1e-4), (0.01, 0.02), (1.0, 1.0)), "epsilon_by_attempts": ((0, 0.0), (2, 0.75), (4, 1.25)),
-    "smallest_bound": 0.5, "largest_bound": 1.5, "last_bound": 0.75, "loss": 6.5, "blind_loss": 5.75, "shuffled_loss": 7.25,
+    "smallest_sensitivity": 0.5, "largest_sensitivity": 1.5, "last_sensitivity": 0.75,
+    "loss": 6.5, "blind_loss": 5.75, "shuffled_loss": 7.25,
 }  # fmt: skip
 """Where a field's number means something; others are 3 or 1.25."""
+
+
+def privacy_card(path: Path | str) -> PrivacyCard:
+    """The card of the run whose ledger is at `path`, from the ledger alone (a few seconds)."""
+    return make_card(read_snapshot(path), str(path))
 
 
 def full_card(

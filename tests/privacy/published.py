@@ -1,7 +1,9 @@
 """A published run folder as training and report leave it, without the training; and what a forger does to one."""
 
+import contextlib
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -61,6 +63,39 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     )
 
 
+def parse_lines(text: str) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines, without those that a kill tore, the last one or any before it."""
+    lines = []
+    for line in text.split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of `metrics.jsonl`."""
+    path = folder / "metrics.jsonl"
+    return parse_lines(path.read_text()) if path.exists() else []
+
+
+COORDINATES = 20_000
+
+
+def noised(plan: PrivacyPlan, std: float, step: int, part: float = 1.0) -> dict[str, float]:
+    """What `done` states where the sum is nothing and the noise is exactly as long as it is in the mean, or a part of that.
+
+    Fractions of unclipped examples swing by their own noise about the quantile.
+    """
+    if std == 0:
+        return {}
+    scale = std / plan.noise_strategy.coefficients[0] / plan.expected_batch_size
+    stated = {"noised_norm": float(f"{part * scale * math.sqrt(COORDINATES):.9g}")}
+    if plan.adaptive_clipping is not None:
+        swing = part * plan.adaptive_clipping.unclipped_num_std * (-1) ** step
+        stated["noised_fraction"] = plan.adaptive_clipping.noised_fraction(swing, plan.expected_batch_size)
+    return stated
+
+
 def publish(folder: Path, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any) -> Path:
     """Writes a folder with a retry of step 2 in a second session, a checkpoint and, after the last step, the end.
 
@@ -72,19 +107,23 @@ def publish(folder: Path, plan: PrivacyPlan = PLAN, *, steps: int | None = None,
     (folder / "config.toml").write_text(config_of(plan, opened.get("max_examples_per_owner")))
     steps = plan.num_steps if steps is None else steps
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee", **opened}
+    fields["noised_coordinates"], bound = COORDINATES, plan.max_grad_norm
     place = folder / "checkpoints" / f"step-{steps:08d}"
     place.mkdir(parents=True)
     (place / "weights.safetensors").write_bytes(b"weights")
     with Ledger.create(folder / "ledger.jsonl", fields) as ledger:
         ledger.start_session({"commit": "c0ffee"})
         for step in range(1, steps + 1):
-            releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
+            releases = step_releases(plan.noise_multiplier, bound, plan.adaptive_clipping)
+            stated = noised(plan, releases[0]["std"], step)
             if step == 2:
                 ledger.intent(step, 0, releases, ledger.state.next_group)
                 ledger.start_session({"commit": "c0ffee"})
             attempt = ledger.next_attempt(step)
             ledger.intent(step, attempt, releases, ledger.state.next_group)
-            ledger.done(step, attempt)
+            ledger.done(step, attempt, **stated)
+            if plan.adaptive_clipping is not None:
+                bound = plan.adaptive_clipping.next_bound(bound, stated["noised_fraction"], plan.max_grad_norm)
         seq, line_hash = ledger.position()
         manifest = {
             "step": steps, "formal_guarantee": plan.formal_guarantee, "charged_attempts": steps + 1,

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from privacy import verify
 from privacy.card.render import to_markdown
-from privacy.card.report import privacy_card
 from privacy.clipping.functions import function_of
 from privacy.errors import ConfigError, PrivacyConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.options import OPTIONS, OTHER_EXCLUSIONS, Clipping
 from privacy.plan import PrivacyPlan, make_plan
+from tests.privacy.cards import privacy_card
 from trainer.config.recipe import load_config, to_toml
 from trainer.planner.privacy import summarise
 from trainer.planner.tables import privacy_table

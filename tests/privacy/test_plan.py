@@ -227,4 +227,4 @@ def test_the_verifier_recomputes_epsilon_with_sigma_itself(tmp_path: Path) -> No
     epsilon = read_ledger(tmp_path / "ledger.jsonl").epsilon()
     assert epsilon == epsilon_pld([ReleaseGroup(own.sample_rate, 3.0, 5)], own.target_delta)
     read = verify.read_ledger(tmp_path / "ledger.jsonl")
-    assert verify.epsilon(read.groups(), own.target_delta) == pytest.approx(epsilon, rel=1e-9)
+    assert verify.epsilon([read.plan.releases(read.charged())], own.target_delta) == pytest.approx(epsilon, rel=1e-9)

@@ -18,7 +18,7 @@ def test_run_state_is_created_once_and_reopened(tmp_path):
     ledger, key = _state(tmp_path)
     ledger.release()
     again, same = _state(tmp_path)
-    assert same.commitment() == key.commitment() == again.key_commitment
+    assert same.commitment() == key.commitment() == again.state.opened["key_commitment"]
     content = (tmp_path / "ledger.jsonl").read_bytes()
     assert (tmp_path / "sampling.key").read_bytes().hex().encode() not in content and b"manifest" not in content
 

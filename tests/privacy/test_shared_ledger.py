@@ -300,7 +300,7 @@ def test_the_original_stops_when_a_copy_has_taken_its_budget_over(shared, tmp_pa
                 late()
         _steps(copy, 6, 20)
         copy.close("finished")
-    assert shared.read().closed == {copy.key_commitment}
+    assert shared.read().closed == {copy.state.opened["key_commitment"]}
 
 
 def test_a_session_whose_start_was_cut_off_stops(shared, session):

@@ -218,9 +218,9 @@ def a_retry_is_not_charged() -> Patches:
         if not self.attempts.get(step, 0):
             intent(self, step, releases=releases)
 
-    def done_once(self: Any, step: int) -> None:
+    def done_once(self: Any, step: int, **noised: Any) -> None:
         if not self.attempts.get(step, 0):
-            done(self, step)
+            done(self, step, **noised)
 
     unchecked = (LedgerState, "_check_order", lambda self, step, attempt: None)
     return [(RunLedger, "intent", once), (RunLedger, "done", done_once), unchecked]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from privacy import verify
+from privacy.boundary import PUBLISHED, Reason, reason_of
 from tests.test_structure import PACKAGES, ROOT, parsed, python_files, relative
 
 CLOCKS = {
@@ -99,6 +101,54 @@ def test_types_refuse_private_values_and_clocks_in_public_writers(tmp_path: Path
     refused = {int(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("planted.py:")}
     marked = {number for number, line in enumerate(PLANTED.splitlines(), 1) if "# refused" in line}
     assert done.returncode == 1 and refused == marked, done.stdout + done.stderr
+
+
+MADE_PUBLIC = {"trainer/loop/reporting.py: heldout": "held-out results, where the recipe declares the data public"}
+"""Every function that publishes what a private box held, and why."""
+
+
+def from_boxes(function: ast.AST) -> bool:
+    """Whether a `Public` is made of what `.inside()` of a box gave, also over other names of the function."""
+    nodes, known = list(ast.walk(function)), set[str]()
+
+    def holds(tree: ast.AST) -> bool:
+        inner = list(ast.walk(tree))
+        opened = any(isinstance(node, ast.Attribute) and node.attr == "inside" for node in inner)
+        return opened or any(isinstance(node, ast.Name) and node.id in known for node in inner)
+
+    while True:
+        pairs = [(node.targets, node.value) for node in nodes if isinstance(node, ast.Assign)]
+        pairs += [([node.target], node.iter) for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+        named = {
+            n.id for to, value in pairs if holds(value) for one in to for n in ast.walk(one) if isinstance(n, ast.Name)
+        }
+        if named <= known:
+            break
+        known |= named
+    calls = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "Public")
+    return any(holds(argument) for call in calls for argument in call.args)
+
+
+def test_what_a_private_box_held_is_published_where_it_is_known_why() -> None:
+    found = set()
+    for path in python_files(*PACKAGES):
+        if "inside()" in path.read_text():
+            functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
+            found |= {f"{relative(path)}: {one.name}" for one in functions if from_boxes(one)}
+    assert found == set(MADE_PUBLIC)
+    planted = (
+        "def step(private):\n    shown = {n: v.inside() for n, v in private.items()}\n    return Public(shown['a'], 1)"
+    )
+    assert from_boxes(ast.parse(planted))
+
+
+def test_a_published_name_has_one_reason_and_the_verifier_knows_no_other() -> None:
+    words = {"where the training loss is", "heldout/samples"}  # TensorBoard alone
+    names = set(PUBLISHED) - words
+    assert names | {"step"} == verify.NAMES["metrics.jsonl"]
+    heldout = {name.removeprefix("heldout/") for name in names if name.startswith("heldout/")}
+    assert heldout | {"step", "captions"} == verify.NAMES["evaluation/heldout.jsonl"]
+    assert reason_of("train/loss") is None and reason_of("linear-probe/top1") is Reason.DECLARED
 
 
 def test_clocks_are_read_where_it_is_known_why() -> None:

@@ -27,9 +27,9 @@ from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.files.public import read_metrics
 from privacy.ledger.claim import claim_of, read_copies
 from privacy.ledger.records import read_ledger
+from tests.privacy.published import read_metrics
 from trainer.audit.canaries import write_canaries
 from trainer.audit.run import run_audit
 from trainer.config.machine import load_machine_settings

@@ -99,7 +99,7 @@ def test_a_slow_example_a_slow_disk_and_less_memory_change_nothing_that_is_publi
 
 
 def test_private_files_keep_the_times(tmp_path: Path, one_rank: torch.device) -> None:
-    from privacy.files.public import read_metrics
+    from tests.privacy.published import read_metrics
 
     whole_run(tmp_path, "own", one_rank, "privacy.sampling=shuffle")
     (*_, last) = read_metrics(tmp_path / "own/private")

@@ -17,12 +17,12 @@ from privacy.audit.folder import ledger_audit, schedule_audit
 from privacy.card.folder import write_card
 from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyConfigError
-from privacy.files.public import read_metrics
 from privacy.ledger.records import read_ledger
 from privacy.noise import SystemNoise
 from privacy.run.ledger import RunLedger
 from privacy.step import step as loop
 from tests.privacy.ledger_epsilon import recompute
+from tests.privacy.published import read_metrics
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.engines.local import LocalEngine

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from privacy.boundary import Private, Public, Reason
-from privacy.files.public import read_metrics
+from privacy.boundary import PUBLISHED, Private, Public, Reason
+from tests.privacy.published import parse_lines, read_metrics
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
+from trainer.loop.reporting import _write_files
 
 
 def private(values: Mapping[str, float]) -> dict[str, Private[float]]:
@@ -65,18 +66,64 @@ def test_public_events_have_no_clock_and_no_place(tmp_path: Path, monkeypatch: p
 
 def test_published_floats_are_rounded_to_fp32(tmp_path: Path) -> None:
     """What is left of a sum's last bits, of which fp64 has many more, says nothing; whole numbers stay whole."""
-    rng = np.random.default_rng(0)
+    rng, name = np.random.default_rng(0), "optimizer/noised_grad_norm"
     values = [float(x) for x in rng.standard_normal(200) * 10.0 ** rng.integers(-30, 30, 200)]
     writer = PublicMetrics(tmp_path)
-    writer.scalars(1, {f"x{n}": Public(value, Reason.NOISED) for n, value in enumerate(values)})
-    writer.scalars(2, {"count": Public(3, Reason.CHARGED), "nan": Public(float("nan"), Reason.DECLARED)})
+    for value in values:
+        writer.scalars(1, {name: Public(value, Reason.NOISED)})
+    more = {
+        "privacy/charged_attempts": Public(3, Reason.CHARGED),
+        "heldout/loss": Public(float("nan"), Reason.DECLARED),
+    }
+    writer.scalars(2, more)
     writer.close()
-    first, second = read_metrics(tmp_path)
-    for n, value in enumerate(values):
-        assert np.float32(first[f"x{n}"]) == np.float32(value)
-        assert first[f"x{n}"] == as_fp32(first[f"x{n}"]) == float(f"{first[f'x{n}']:.9g}")
-    assert second["count"] == 3 and isinstance(second["count"], int) and second["nan"] != second["nan"]
+    *lines, last = read_metrics(tmp_path)
+    for value, line in zip(values, lines, strict=True):
+        assert np.float32(line[name]) == np.float32(value)
+        assert line[name] == as_fp32(line[name]) == float(f"{line[name]:.9g}")
+    count, loss = last["privacy/charged_attempts"], last["heldout/loss"]
+    assert count == 3 and isinstance(count, int) and loss != loss
     assert as_fp32(0.1) == 0.1 and as_fp32(0.1 + 1e-12) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("train/loss", Reason.NOISED),
+        ("train/batch_size", Reason.SETTINGS),
+        ("heldout/train_loss", Reason.DECLARED),
+        ("privacy/epsilon", Reason.SETTINGS),
+    ],
+)
+def test_a_name_that_is_not_listed_or_has_another_reason_is_not_published(
+    name: str, reason: Reason, tmp_path: Path
+) -> None:
+    writer = PublicMetrics(tmp_path)
+    with pytest.raises(ValueError, match=f"{name} is not published because"):
+        writer.scalars(1, {name: Public(0.5, reason)})
+    writer.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_setting_that_changes_from_step_to_step_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PUBLISHED, "train/batch_size", Reason.SETTINGS)
+    writer = PublicMetrics(tmp_path)
+    for step in (1, 2):
+        writer.scalars(step, {"train/batch_size": Public(24.0, Reason.SETTINGS)})
+    with pytest.raises(ValueError, match="called a setting, and changes"):
+        writer.scalars(3, {"train/batch_size": Public(25.0, Reason.SETTINGS)})
+    writer.close()
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 2, "loss": {}', "{"])
+def test_a_torn_line_of_held_out_results_spoils_no_other(torn: str, tmp_path: Path) -> None:
+    for step, cut in ((1, torn), (3, "")):
+        _write_files(step, {"loss": 0.5}, None, tmp_path)
+        with (tmp_path / "heldout.jsonl").open("a") as file:
+            file.write(cut)
+    text = (tmp_path / "heldout.jsonl").read_text()
+    assert [line["step"] for line in parse_lines(text)] == [1, 3] and text.count("\n") == 3
+    assert parse_lines('{"step": 2, "lo{"step": 3, "loss": 0.5}\n[1]\n{"step": 4}\n') == [{"step": 4}]
 
 
 def test_a_box_shows_and_decides_nothing_and_has_no_json_form() -> None:

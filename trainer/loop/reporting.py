@@ -22,6 +22,7 @@ from data.reading.loader import Loader
 from data.reading.streaming import StreamingLoader
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
+from privacy.ledger.durable import torn_line_end
 from privacy.run.run import Run
 from privacy.step.step import StepRecord
 from trainer.config.recipe import RunConfig
@@ -264,7 +265,8 @@ def _write_files(step: int, numbers: Mapping[str, float], samples: Samples | Non
         png = io.BytesIO()
         Image.fromarray(samples.picture_HWC).save(png, "PNG")
         write_durably(folder / f"samples-{step:08d}.png", png.getvalue())
-    with (folder / "heldout.jsonl").open("a") as file:
+    with (folder / "heldout.jsonl").open("a+") as file:
+        file.write(torn_line_end(file.fileno()).decode())
         file.write(json.dumps({"step": step, **numbers, "captions": samples.lines if samples else []}) + "\n")
 
 

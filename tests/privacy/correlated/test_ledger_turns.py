@@ -79,8 +79,8 @@ def test_contract_10_every_attempt_is_charged_to_the_group_that_it_drew_from(
     # The group with most: never less than what the intents name, and more by the torn lines at most.
     assert max(turns.values()) <= group.count <= max(turns.values()) + state.charged_torn
     assert group.num_examples == -(-2001 // bands)
-    (theirs,) = read.groups()
-    assert (theirs.count, theirs.num_examples, theirs.rate) == (group.count, group.num_examples, group.sample_rate)
+    theirs = read.plan.releases(read.charged())
+    assert (theirs.releases, theirs.num_examples, theirs.rate) == (group.count, group.num_examples, group.sample_rate)
     charged, epsilon = recompute(path)
     assert charged == state.num_charged and state.epsilon() == pytest.approx(epsilon, rel=1e-5)
     left = plan.target_delta - read.plan.noise_tail()
@@ -144,7 +144,7 @@ def test_what_epsilon_depends_on_is_frozen_and_survives_json(request_: PlanReque
     assert PrivacyPlan.from_frozen(frozen) == plan
     assert frozen["correlated"]["bands"] == plan.bands
     assert tuple(frozen["correlated"]["coefficients"]) == plan.noise_strategy.coefficients
-    assert verify.read_plan(frozen, head=False).bands == plan.bands
+    assert verify.read_plan(frozen, head=False)["bands"] == plan.bands
 
 
 Edit = Callable[[dict[str, Any]], None]

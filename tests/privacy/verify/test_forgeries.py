@@ -5,7 +5,6 @@ What the ledger alone contradicts is in tests/privacy/test_ledger_damage.py, whe
 
 import json
 import shutil
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,10 @@ def plan_of(**fields: Any) -> Callable[[Records], None]:
     return lambda records: records[0]["plan"].update(fields)
 
 
+def of_kind(kind: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[Records], None]:
+    return lambda records: [edit(record) for record in records if record["type"] == kind] and None
+
+
 def more_noise_everywhere(records: Records) -> None:
     """Lowers epsilon, and no line contradicts another."""
     records[0]["plan"]["noise_multiplier"] = 5.0
@@ -52,6 +55,16 @@ REWRITTEN: dict[str, tuple[Callable[[Records], Any], str]] = {
         lambda records: records[0].update(key_commitment="cd" * 32),
         "card: the card's sampling.key",
     ),
+    "half of a norm": (
+        of_kind("done", lambda one: one.update(noised_norm=one["noised_norm"] / 2)),
+        "noise: less noise was drawn than stated, by the norm of step 1",
+    ),
+    "more coordinates": (lambda records: records[0].update(noised_coordinates=90_000), "noise: less noise was drawn"),
+    "no norm": (
+        lambda records: records[3].pop("noised_norm"),
+        "noise: `done` of step 1 does not state what was noised",
+    ),
+    "no number of coordinates": (lambda records: records[0].pop("noised_coordinates"), "undecided"),
 }
 
 
@@ -60,7 +73,8 @@ def test_an_edit_of_the_ledger_that_was_chained_again_is_found(name: str, folder
     edit, said = REWRITTEN[name]
     rewrite(folder, edit)
     code, found = judge(folder)
-    assert code == (0 if said == "ok" else 5) and (said == "ok" or said in sentences(found)), sentences(found)
+    assert code == {"ok": 0, "undecided": 6}.get(said, 5), sentences(found)
+    assert said in ("ok", "undecided") or said in sentences(found), sentences(found)
 
 
 def line_edited(number: int, before: bytes, after: bytes) -> Callable[[Path], None]:
@@ -129,8 +143,13 @@ def metrics_say(*lines: str) -> Callable[[Path], None]:
     return edit
 
 
-def metrics_end(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "metrics.jsonl").open("a").write(text)
+def added(place: str, text: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        (folder / place).parent.mkdir(exist_ok=True)
+        with (folder / place).open("a") as file:
+            file.write(text)
+
+    return edit
 
 
 def of_step_0(renamed: bool) -> Callable[[Path], None]:
@@ -140,14 +159,6 @@ def of_step_0(renamed: bool) -> Callable[[Path], None]:
         (place / "weights.safetensors").unlink()
         (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
         place.rename(place.with_name("step-00000000")) if renamed else None
-
-    return edit
-
-
-def later_result(place: str) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        (folder / place).parent.mkdir(exist_ok=True)
-        (folder / place).write_text('{"step":9,"loss":1.5}\n')
 
     return edit
 
@@ -162,15 +173,15 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "the end cut": (cut_lines(1), 5, "card is of a line that the ledger lacks"),
     "the last steps cut": (cut_lines(6), 5, "checkpoints: step-00000004 remembers another line"),
     "card: epsilon": (card_says("epsilon", 0.01), 5, "the card's epsilon is 0.01, and the ledger gives"),
-    "card: epsilon of the accounting": (card_says("accounting.epsilon", 0.01), 5, "the card's accounting.epsilon"),
-    "card: delta": (card_says("delta", 1e-9), 5, "the card's delta is 1e-09"),
-    "card: sigma": (card_says("plan.noise_multiplier", 9), 5, "the card's plan.noise_multiplier"),
-    "card: guarantee": (card_says("formal_guarantee", False), 5, "the card's formal_guarantee is False"),
-    "card: examples": (card_says("unit_of_privacy.num_examples", 2000.001), 5, "the card's unit_of_privacy.num_examples"),
     "card: other words": (card_says("warnings", ["none"]), 0, ""),
     "card: a number twice": (text_of("report/privacy_card.json", "{", '{"epsilon": 0.01,'), 5, "stands twice"),
-    "card: an empty key": (card_hides(1e-6, ""), 5, "two fields of the card"),
-    "card: a key with a dot": (card_hides(1e-6, "accounting.epsilon", "accounting"), 5, "two fields of the card"),
+    "card: an empty key": (card_hides(1e-6, ""), 5, "the card's epsilon is 1e-06"),
+    "card: a key with a dot": (card_hides(1e-6, "accounting.epsilon", "accounting"), 5, "the card's accounting.epsilon is"),
+    "metrics: a training loss": (metrics_say('{"step": 4, "train/loss": 2.5}'), 5, "shows train/loss, which no run publishes"),
+    "metrics: a batch size": (metrics_say('{"step": 4, "train/batch_size": 99}'), 5, "shows train/batch_size, which no run"),
+    "metrics: another norm": (metrics_say('{"step": 4, "optimizer/noised_grad_norm": 9.5}'), 5, "= 9.5, which no line of"),
+    "metrics: a count": (metrics_say('{"step": 4, "privacy/noised_unclipped_fraction": 0.5}'), 5, "= 0.5, which no line of"),
+    "held-out: a training loss": (added("evaluation/heldout.jsonl", '{"step": 4, "train_loss": 2}\n'), 5, "shows train_loss"),
     "manifest": (text_of(f"{CHECKPOINT}/manifest.json", '"random"', '"imported"'), 5, NOT_RECORDED),
     "manifest of step 0": (of_step_0(False), 5, "is of step 0"),
     "manifest of step 0, renamed": (of_step_0(True), 5, NOT_RECORDED),
@@ -179,8 +190,8 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     ),
     "weights": (text_of(f"{CHECKPOINT}/weights.safetensors", "weights", "weight5"), 5, "has another hash"),
     "weights gone": (lambda folder: (folder / f"{CHECKPOINT}/weights.safetensors").unlink(), 6, "is missing"),
-    "a later result": (later_result("evaluation/heldout.jsonl"), 5, "step 9, which the ledger never finished"),
-    "later metrics": (later_result("metrics.jsonl"), 5, "step 9, which the ledger never finished"),
+    "a later result": (added("evaluation/heldout.jsonl", '{"step":9}\n'), 5, "step 9, which the ledger never finished"),
+    "later metrics": (added("metrics.jsonl", '{"step":9}\n'), 5, "step 9, which the ledger never finished"),
     "metrics: epsilon": (text_of("metrics.jsonl", 'epsilon": 0', 'epsilon": -0'), 5, "metrics: epsilon -0"),
     "metrics: epsilon twice": (metrics_say(ENTRY + ', "privacy/epsilon": 9}'), 5, "stands twice"),
     "metrics: an earlier line": (metrics_say(ENTRY + "}"), 5, "epsilon 0.01 after 5, where it is"),
@@ -192,11 +203,11 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "metrics: NaN hides an epsilon": (
         metrics_say(ENTRY + "}", ENTRY.replace("0.01", "NaN") + "}"), 5, "states epsilon nan",
     ),
-    "metrics: no entry": (metrics_end("epsilon is 0.01\n"), 5, "neither an entry nor the beginning"),
-    "metrics: a mark before it": (metrics_end("\ufeff" + ENTRY + "}\n"), 5, "neither an entry nor the beginning"),
-    "metrics: torn too often": (metrics_end('{"step"\n' * 2), 5, "no restart of the ledger explains it"),
-    "metrics: torn": (metrics_end('{"step": 4, "privacy/ch\n'), 0, ""),
-    "metrics: torn early": (metrics_end('{"st'), 0, ""),
+    "metrics: no entry": (added("metrics.jsonl", "epsilon is 0.01\n"), 5, "neither an entry nor the beginning"),
+    "metrics: a mark before it": (added("metrics.jsonl", "\ufeff" + ENTRY + "}\n"), 5, "neither an entry nor the beginning"),
+    "metrics: torn too often": (added("metrics.jsonl", '{"step"\n' * 2), 5, "no restart of the ledger explains it"),
+    "metrics: torn": (added("metrics.jsonl", '{"step": 4, "privacy/ch\n'), 0, ""),
+    "metrics: torn early": (added("metrics.jsonl", '{"st'), 0, ""),
     "config gone": (lambda folder: (folder / "config.toml").unlink(), 6, "config.toml is missing"),
 }  # fmt: skip
 
@@ -218,24 +229,16 @@ def test_a_configuration_that_would_eat_all_memory_is_bad_input(folder: Path, ju
 @pytest.mark.parametrize(
     ("section", "key", "value", "said"),
     [
-        ("privacy", "noise_multiplier", 4.5, "noise_multiplier = 4.5, and the ledger has 4.0"),
-        ("privacy", "cap", 101, "cap = 101, and the ledger has 180"),
         ("privacy", "max_examples_per_owner", 1, "max_examples_per_owner = 1, and the ledger has None"),
         ("privacy", "shared_ledger", "all.jsonl", "shared_ledger = True, and the ledger has False"),
         ("privacy", "simulation", True, "config.toml has a simulation"),
-        ("train", "num_steps", 4.5, "train.num_steps = 4.5, and the ledger has 4"),
-        ("data", "num_examples", 2001, "num_examples = 2001, and the ledger has 2000"),
     ],
 )
-def test_a_key_of_the_configuration_that_contradicts_the_ledger_is_violated(
+def test_a_key_of_the_configuration_that_the_plan_does_not_have_is_violated(
     section: str, key: str, value: Any, said: str, folder: Path, judge: Judge
 ) -> None:
-    tree = tomllib.loads((folder / "config.toml").read_text())
-    tree[section][key] = value
-    lines = [
-        f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items()) for name, table in tree.items()
-    ]
-    (folder / "config.toml").write_text("".join(lines))
+    path = folder / "config.toml"
+    path.write_text(path.read_text().replace(f"[{section}]\n", f"[{section}]\n{key} = {json.dumps(value)}\n"))
     code, found = judge(folder)
     assert code == 5 and said in sentences(found), found
 
@@ -292,16 +295,12 @@ def more_bands(records: Records) -> None:
         record["group"] = place % 4
 
 
-def of_intents(edit: Callable[[dict[str, Any]], object]) -> Callable[[Records], None]:
-    return lambda records: [edit(record) for record in records if record["type"] == "intent"] and None
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (of_intents(lambda record: record.update(group=0)), "drew from another group"),
-        (of_intents(lambda record: record.pop("group")), "drew from another group"),
+        (of_kind("intent", lambda record: record.update(group=0)), "drew from another group"),
+        (of_kind("intent", lambda record: record.pop("group")), "drew from another group"),
         (lambda records: records[0]["plan"].pop("correlated"), "sampling_threshold is not"),
         (more_bands, "config.toml asks for bands"),
     ],

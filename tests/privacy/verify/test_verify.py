@@ -101,7 +101,7 @@ def test_an_open_ledger_is_said_to_be_open_and_an_older_card_to_be_old(
     rewrite(folder, lambda records: records.append({"type": "intent", "step": 4, "attempt": 0, "releases": releases}))
     (folder / "report/privacy_card.json").write_text(card)
     code, found = judge(folder)
-    assert code == 6 and "the card is of the first 11 lines, and the ledger has 12" in sentences(found, "inconclusive")
+    assert code == 6 and "the card is of the first 11 lines of 12" in sentences(found, "inconclusive")
 
 
 def test_a_torn_line_is_charged_where_an_intent_could_stand(folder: Path, tmp_path: Path, judge: Judge) -> None:
@@ -119,15 +119,9 @@ def test_a_torn_line_is_charged_where_an_intent_could_stand(folder: Path, tmp_pa
 
 def test_what_is_not_checked_is_declared(folder: Path, judge: Judge) -> None:
     declared = judge(folder)[1]["declared"]
-    named = {"in ledger.jsonl", "config.toml", "verify.py", "manifests of checkpoints", "in privacy_card.json"}
-    assert named | {"private/ and all other files"} <= declared.keys()
-    assert declared["in ledger.jsonl"] == "commit, environment, mirror, reason"
-
-
-@pytest.mark.parametrize("value", [0.21350000000009, 0.2135000000000001])
-def test_an_epsilon_is_never_printed_below_its_value(value: float) -> None:
-    for rounded_up in (verify.rounded_up, rounding.rounded_up):
-        assert rounded_up(value, 4) == "0.2136" and rounded_up(0.2135, 4) == "0.2135" and rounded_up(0.1, 3) == "0.100"
+    named = {"in ledger.jsonl", "config.toml", "verify.py", "manifests of checkpoints", "privacy_card.json"}
+    assert named | {"tensorboard/, private/ and all other files"} <= declared.keys()
+    assert declared["in ledger.jsonl"] == "commit, environment, mirror, noised_coordinates, noised_norm, reason"
 
 
 def test_what_is_printed_is_at_most_a_unit_of_its_last_place_above() -> None:
@@ -181,20 +175,16 @@ def test_a_file_that_no_run_writes_is_violated(name: str, said: str, folder: Pat
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("/etc"), lambda path: path.symlink_to("no"), os.mkfifo])
-def test_links_and_devices_are_violated(make: Callable[[Path], None], folder: Path, judge: Judge) -> None:
-    make(folder / "evaluation.txt")
-    code, found = judge(folder)
-    assert code == 5 and "evaluation.txt is a link or a device" in sentences(found)
-
-
-@pytest.mark.parametrize("place", ["checkpoints", "report", "checkpoints/step-00000004"])
-def test_a_link_in_place_of_a_folder_is_violated_and_not_followed(
-    place: str, folder: Path, tmp_path: Path, judge: Judge
+@pytest.mark.parametrize("place", ["evaluation.txt", "checkpoints", "report", "checkpoints/step-00000004"])
+def test_a_link_or_device_is_violated_and_not_followed(
+    make: Callable[[Path], None], place: str, folder: Path, tmp_path: Path, judge: Judge
 ) -> None:
-    (folder / place).rename(tmp_path / "elsewhere")
-    (folder / place).symlink_to(tmp_path / "elsewhere")
+    if (folder / place).exists():
+        (folder / place).rename(tmp_path / "elsewhere")
+    make(folder / place)
     code, found = judge(folder)
-    assert code == 5 and found["checks"][-1]["name"] == "files", "and nothing else is looked at"
+    assert code == 5 and f"{place} is a link or a device" in sentences(found)
+    assert found["checks"][-1]["name"] == "files", "and nothing else is looked at"
 
 
 def test_nothing_in_a_folder_adds_a_line_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,12 +195,6 @@ def test_nothing_in_a_folder_adds_a_line_of_its_own(folder: Path, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     said = [line for line in lines if line.startswith("verify: ")]
     assert said == [lines[-1]] and lines[-1].startswith("verify: violated: ")
-
-
-def test_a_huge_integer_ends_in_one_line(folder: Path, judge: Judge) -> None:
-    with (folder / "config.toml").open("a") as file:
-        file.write(f"\ndataset_name = 0x{'f' * 8000}\n")
-    assert judge(folder)[0] in (0, 2, 5)
 
 
 @pytest.mark.parametrize(

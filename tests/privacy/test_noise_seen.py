@@ -1,0 +1,266 @@
+"""Norms of noised sums refute noise that was stated and not drawn, and no honest run, by both implementations.
+
+The conditions are those of privacy/noise_seen.py, each under its number in the comments; verify.py has its own copy of the test.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor, nn
+
+from privacy import noise_seen, verify
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import read_ledger
+from privacy.noise import SystemNoise
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
+from privacy.releases import step_releases
+from tests.privacy.loop.own import D, K, make, rows
+from tests.privacy.published import ASKED, COORDINATES, noised
+
+STEPS = 40
+ADAPTIVE = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=9.0)
+
+
+def plan_of(steps: int = STEPS, **changes: Any) -> PrivacyPlan:
+    return make_plan(PlanRequest(**ASKED | {"num_steps": steps} | changes))
+
+
+FLAT, BANDS, MOVING = (
+    plan_of(max_grad_norm=3.0),
+    plan_of(noise_multiplier=5.0, bands=3),
+    plan_of(adaptive_clipping=ADAPTIVE),
+)
+Stated = Callable[[PrivacyPlan, float, int], dict[str, Any]]
+
+
+def ledger_of(path: Path, plan: PrivacyPlan, stated: Stated, coordinates: int = COORDINATES) -> Path:
+    """A ledger of all steps of a plan, in which C moves as the counts say; `stated` is what each `done` states."""
+    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "noised_coordinates": coordinates}
+    path.unlink(missing_ok=True)
+    with Ledger.create(path, fields) as ledger:
+        ledger.start_session({})
+        bound = plan.max_grad_norm
+        for step in range(1, plan.num_steps + 1):
+            releases = step_releases(plan.noise_multiplier, bound, plan.adaptive_clipping)
+            ledger.intent(step, 0, releases, ledger.state.next_group)
+            said = stated(plan, releases[0]["std"], step)
+            ledger.done(step, 0, **said)
+            if plan.adaptive_clipping is not None:
+                bound = plan.adaptive_clipping.next_bound(bound, said["noised_fraction"], plan.max_grad_norm)
+    return path
+
+
+def refuted(path: Path) -> str:
+    """What both implementations call too small, in words; "" where the noise is not refuted."""
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    ours, theirs = noise_seen.noise_seen(records)[1], ""
+    try:
+        verify.seen(verify.read_ledger(path))
+    except verify.Violated as error:
+        theirs = str(error)
+    assert bool(ours) == bool(theirs), (ours, theirs)
+    assert theirs == "" or set(ours[:9]) <= {word.strip() for word in theirs.partition("the norm of ")[2].split(",")}
+    return ", ".join(ours)
+
+
+@pytest.fixture(autouse=True)
+def _no_fsync(no_fsync: None) -> None:
+    """Durability is not what these tests are about."""
+
+
+def drawn(seed: int, part: float = 1.0, owners: tuple[int, ...] = (COORDINATES,), silent: int = -1) -> Stated:
+    """Honest noise and no sum, the worst case of an honest run; a part of the noise, or one owner without any.
+
+    Under correlated noise the data cancel all past noise, so that the fresh part alone is left.
+    """
+    rng = np.random.default_rng(seed)
+
+    def stated(plan: PrivacyPlan, std: float, step: int) -> dict[str, Any]:
+        scale = std / plan.noise_strategy.coefficients[0] / plan.expected_batch_size
+        squares = [part**2 * rng.chisquare(count) * (number != silent) for number, count in enumerate(owners)]
+        said: dict[str, Any] = {"noised_norm": float(f"{scale * math.sqrt(sum(squares)):.9g}")}
+        if len(owners) > 1:
+            worst = min(range(len(owners)), key=lambda one: (squares[one] - owners[one]) / math.sqrt(owners[one]))
+            norm = float(f"{scale * math.sqrt(squares[worst]):.9g}")
+            said["smallest_share"] = {"owners": len(owners), "coordinates": owners[worst], "norm": norm}
+        if plan.adaptive_clipping is not None:
+            count = plan.adaptive_clipping.unclipped_num_std * part * rng.standard_normal()
+            said["noised_fraction"] = plan.adaptive_clipping.noised_fraction(count, plan.expected_batch_size)
+        return said
+
+    return stated
+
+
+SHARDS = (12_000, 7_997, 3)
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("plan", [FLAT, BANDS, MOVING], ids=["flat", "correlated", "adaptive"])
+@pytest.mark.parametrize("owners", [(COORDINATES,), SHARDS, (1,) * 3], ids=["one owner", "shards", "few coordinates"])
+def test_honest_noise_is_not_refuted(seeds: range, plan: PrivacyPlan, owners: tuple[int, ...], tmp_path: Path) -> None:
+    for seed in seeds:
+        path = ledger_of(tmp_path / "ledger.jsonl", plan, drawn(seed, owners=owners), sum(owners))
+        assert refuted(path) == "", f"seed {seed}"
+
+
+LIES = {  # what was drawn in place of the stated noise
+    "halved": (FLAT, drawn(0, 0.5)),
+    "a hundredth less": (FLAT, drawn(0, 0.99)),
+    "for C = 1": (FLAT, drawn(0, 1 / FLAT.max_grad_norm)),
+    "halved, correlated": (BANDS, drawn(0, 0.5)),
+    "halved, adaptive": (MOVING, drawn(0, 0.5)),
+    "none on one owner of three": (FLAT, drawn(0, owners=SHARDS, silent=1)),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_noise_that_was_not_drawn_is_refuted(name: str, tmp_path: Path) -> None:
+    plan, stated = LIES[name]
+    said = refuted(ledger_of(tmp_path / "ledger.jsonl", plan, stated))
+    assert "all steps together" in said if "one owner" not in name else "step 1," in said
+
+
+def test_a_sum_over_all_owners_hides_one_of_them(tmp_path: Path) -> None:
+    """22: one owner of 500 without noise makes the whole 0.999 as long; the smallest share shows it."""
+    owners = (COORDINATES // 500,) * 500
+    honest, lying = drawn(1, owners=owners), drawn(1, owners=owners, silent=7)
+    assert refuted(ledger_of(tmp_path / "a", plan_of(4), honest)) == ""
+    assert refuted(ledger_of(tmp_path / "b", plan_of(4), lying)).startswith("step 1, step 2")
+
+    def whole(*arguments: Any) -> dict[str, Any]:
+        said = lying(*arguments)
+        return {name: said[name] for name in said if name != "smallest_share"}
+
+    assert refuted(ledger_of(tmp_path / "c", plan_of(4), whole)) == ""
+
+
+def test_a_count_without_noise_is_refuted_over_many_steps_and_a_c_that_does_not_follow_is_violated(
+    tmp_path: Path,
+) -> None:
+    """21: a count has one coordinate, so its squares are pooled; the gradient is honest here."""
+    rng, steps = np.random.default_rng(2), plan_of(120, adaptive_clipping=ADAPTIVE)
+
+    def stated(part: float) -> Stated:
+        def said(plan: PrivacyPlan, std: float, step: int) -> dict[str, Any]:
+            return noised(plan, std, step) | {"noised_fraction": 0.8 + part * 0.09 * rng.standard_normal()}
+
+        return said
+
+    assert refuted(ledger_of(tmp_path / "honest", steps, stated(1.0))) == ""
+    assert refuted(ledger_of(tmp_path / "lie", steps, stated(0.4))) == "the counts of unclipped examples"
+    records = [json.loads(line) for line in (tmp_path / "honest").read_bytes().splitlines()]
+    read = verify.read_ledger(tmp_path / "honest")
+    step, bound, std, done = read.released[5]
+    read.released[5] = (step, bound * (1 + 1e-6), std, done)
+    with pytest.raises(verify.Violated, match=r"C = .* of step 6 does not follow"):
+        verify.seen(read)
+    assert noise_seen.noise_seen(records)[0].startswith("not refuted: 120 norms")
+
+
+@pytest.mark.parametrize("coordinates", [1, 2, 53, 999, 1000, 10**9])
+def test_the_quantile_is_exact_below_1000_coordinates_and_a_bound_above(coordinates: int) -> None:
+    """18, at levels of one and of very many comparisons."""
+    for level in (1e-9, 1e-15):
+        edge = coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))
+        edge = float(chi2.ppf(level, coordinates)) if coordinates < 1000 else edge
+        for judge in (noise_seen.is_too_small, verify.too_small):
+            assert judge(edge * (1 - 1e-6), coordinates, level) and not judge(edge * (1 + 1e-6), coordinates, level)
+        if coordinates < 10**6:
+            assert chi2.cdf(edge, coordinates) <= level * (1 + 1e-6), "no false alarm beyond the level"
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "part", "said"),
+    [
+        (COORDINATES, 1.0, ""),
+        (2 * COORDINATES, 1.0, "all steps together"),  # 17: what is counted twice is a false alarm
+        (COORDINATES, 1e3, ""),  # 19: large norms say nothing, since data may make them
+    ],
+)
+def test_the_test_is_one_sided_and_needs_the_very_number_of_coordinates(
+    coordinates: int, part: float, said: str, tmp_path: Path
+) -> None:
+    path = ledger_of(tmp_path / "l", plan_of(4), lambda *arguments: noised(*arguments, part=part), coordinates)
+    assert said in refuted(path) and (said != "" or refuted(path) == "")
+
+
+def test_the_spread_of_a_correlated_row_would_refute_an_honest_run(tmp_path: Path) -> None:
+    """20: data that cancel past noise leave the fresh part, std / c_0, which is less than the row."""
+    c = BANDS.noise_strategy.coefficients
+    inverse = [1 / c[0], -c[1] / c[0] ** 2]
+    row = math.sqrt(sum(a * a for a in inverse)) * c[0]
+    assert row > 1.05
+    assert refuted(ledger_of(tmp_path / "l", BANDS, noised)) == ""
+    assert refuted(ledger_of(tmp_path / "l", BANDS, lambda *arguments: noised(*arguments, part=1 / row))) != ""
+
+
+def test_a_norm_that_one_done_leaves_out_is_refused_by_both_readers(tmp_path: Path) -> None:
+    """Otherwise whoever publishes would leave out what betrays the run."""
+    path = ledger_of(tmp_path / "ledger.jsonl", plan_of(2), noised)
+    with pytest.raises(PrivacyStateRefused, match="does not state the norm of what it noised"):
+        ledger_of(tmp_path / "more.jsonl", plan_of(2), lambda *_: {})
+    read = verify.read_ledger(path)
+    read.released[1][-1].pop("noised_norm")
+    with pytest.raises(verify.Violated, match="`done` of step 2 does not state what was noised"):
+        verify.seen(read)
+
+
+# Real steps
+
+
+class Weak(SystemNoise):
+    """Half of the noise, as a wrong factor somewhere would make it."""
+
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        return 0.5 * super().standard_normal(count, device)
+
+
+class Tied(nn.Module):
+    """A frozen layer, a trained one, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(D, 64).requires_grad_(False)
+        self.twice = nn.Linear(64, 64)
+        self.again = self.twice
+        self.head = nn.Linear(64, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(torch.tanh(self.twice(torch.tanh(self.frozen(x))))))
+
+
+@pytest.mark.parametrize("noise", [SystemNoise, Weak])
+def test_a_loop_of_one_s_own_states_norms_and_halved_noise_is_refuted(
+    noise: type[SystemNoise], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P is counted once a coordinate: frozen parameters are none, a layer that is used twice is one."""
+    monkeypatch.setattr(PrivacyPlan, "noise", lambda _: noise())
+    model = Tied()
+    with make(tmp_path / "run", model, rows(), num_steps=3) as loop:
+        norms = [step.noised_grad_norm for step in islice(loop, 3)]
+        card = json.loads((loop.write_card() / "privacy_card.json").read_text())
+    state = read_ledger(tmp_path / "run/ledger.jsonl")
+    assert state.opened["noised_coordinates"] == 64 * 64 + 64 + 64 * K + K
+    lines = [json.loads(line) for line in (tmp_path / "run/ledger.jsonl").read_bytes().splitlines()]
+    stated = [line["noised_norm"] for line in lines if line["type"] == "done"]
+    assert stated == [float(f"{norm:.9g}") for norm in norms]
+    code, found = verify.verify(tmp_path / "run")
+    said = next(check for check in found["checks"] if check["name"] == "noise")
+    page = (tmp_path / "run/report/privacy_card.md").read_text()
+    if noise is SystemNoise:
+        assert code == 0 and said["sentence"].startswith("not refuted: 3 norms over 4355 coordinates"), found["checks"]
+        assert "| drawn noise | not refuted: 3 norms over 4,355 coordinates" in page and "believe no" not in page
+    else:
+        assert code == 5 and said["outcome"] == "violated" and "step 1" in said["sentence"]
+        assert "| drawn noise | refuted" in page and any("believe no epsilon" in line for line in card["warnings"])
