@@ -52,6 +52,9 @@ def main() -> int:
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "-q", "--master_port", str(_free_port())]
     if not torch.cuda.is_available():
         launcher += ["--num_gpus", "2"]
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # on purpose: a build of torch with CUDA refuses to train there unasked
     train = [
         *launcher,
         "launch_scripts/train.py",
