@@ -55,14 +55,7 @@ def main() -> int:
         os.environ.setdefault(
             "DS_ACCELERATOR", "cpu"
         )  # on purpose: a build of torch with CUDA refuses to train there unasked
-    train = [
-        *launcher,
-        "launch_scripts/train.py",
-        "--ds_config",
-        options.ds_config,
-        "--recipe",
-        options.recipe,
-    ]
+    train = [*launcher, "launch_scripts/train.py", "--ds_config", options.ds_config, "--recipe", options.recipe]
     code = _run([*train, "--run_dir", str(run_dir), *options.overrides])
     if code != 0:
         print(f"error: training ended with exit code {code}; run folder {run_dir}", file=sys.stderr)

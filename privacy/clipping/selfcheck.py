@@ -87,11 +87,7 @@ Found = tuple[Tensor, dict[str, Tensor]]
 
 
 def check_against_autograd(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    task: Task | None = None,
-    *,
-    unreached: Collection[str] = (),
+    model: nn.Module, inputs: Mapping[str, Tensor], task: Task | None = None, *, unreached: Collection[str] = ()
 ) -> None:
     """Compares, on made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
 
