@@ -154,23 +154,29 @@ def check_at_size(
     last_B = torch.arange(size) >= min(EXAMPLES_PER_SUM, size // 2)
     batch = {name: x[row_B.to(x.device)] for name, x in made_up.items()}
     device = next(iter(batch.values())).device
+    scale_B = 2.0 ** (torch.arange(size) % 5)  # so that norms differ, and a factor of another row is seen
+
+    def scaled(**inputs: Tensor) -> Tensor:
+        loss_B = task(**inputs)
+        return loss_B * scale_B[: len(loss_B)].to(loss_B)
+
     put_away(model)
     with whole(model), nothing_is_small(model), untouched(model, task) as restore:
         clipped = ClippedSum(
             model, TINY_BOUND, mode=mode, self_check=False, device=device,
             function=lambda names, bound: _Noting(dict.fromkeys(names, 0), (bound,), seen=seen),
         )  # fmt: skip
-        found, expected = list[dict[str, Tensor]](), ({}, {})
+        found: list[dict[str, Tensor]] = []
+        expected: tuple[dict[str, Tensor], ...] = ({}, {})
         num_cancelled = 0
         try:
             for counts_B in (torch.ones_like(last_B), last_B):
-                restore()
                 with must_take(f"{size} examples together"):
-                    num_cancelled += int(clipped.add_micro_batch(task, batch, ~counts_B.to(device)).num_cancelled)
+                    num_cancelled += int(clipped.add_micro_batch(scaled, batch, ~counts_B.to(device)).num_cancelled)
                 found.append({name: total.cpu() for name, total in clipped.sums()})
         finally:
             clipped.detach()
-        norm_B = torch.cat(seen)[:size].double().cpu()
+        norm_B = torch.cat(seen)[:size].double().cpu() / scale_B
         factor_B = (TINY_BOUND / norm_B).clamp(max=1)
         tolerance = IN_HALF_PRECISION if _is_narrow(model, task, made_up) else AT_SIZE_TOLERANCE
         for i in range(int(row_B.max()) + 1):
@@ -354,7 +360,7 @@ def _is_narrow(model: nn.Module, task: Task, inputs: Inputs) -> bool:
         return True
     with torch.no_grad(), _Narrowing() as watch:
         task(**{name: x[:1].clone() for name, x in inputs.items()})
-    return watch.narrowest < 32
+    return bool(watch.narrowest < 32)
 
 
 def _precision(model: nn.Module, task: Task, inputs: Inputs, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -234,7 +234,7 @@ def test_a_slow_rank_only_draws_warnings(world: World) -> None:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(still_after=0.5))
+    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(still_after=0.4))
 
 
 @pytest.mark.usefixtures("short_patience")
@@ -264,7 +264,7 @@ def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable
         last.reads = True
     elif way == "a silent rank":
         last.leave()
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         if way == "micro-batches":
             last.note()
@@ -279,7 +279,7 @@ def test_a_step_of_ten_times_the_longest_is_waited_for(
     world = worlds([""] * 3)
     for rank in world.ranks:
         rank.standing = lambda: ("one place", "")  # type: ignore[method-assign]
-    for seconds in (0.3, 0.3, 3.0):
+    for seconds in (0.2, 0.2, 2.0):
         world.ranks[1].note()
         time.sleep(seconds)
         assert not world.ends

@@ -64,7 +64,7 @@ class Timing(NamedTuple):
 class Beat(NamedTuple):
     """What a rank reports: a number that shows that it lives, twice its step (and 1 once that is charged), and its moves."""
 
-    count: int = 0
+    number: int = 0
     position: int = 0
     moves: int = 0
     place: str = "its start"
@@ -307,7 +307,8 @@ class Heartbeat:
     def _look_for_the_still(self, now: float, beats: dict[int, Beat]) -> None:
         """Every process lives, and yet nothing will ever happen again."""
         moves, still = [beat.moves for beat in beats.values()], now - self._still_since
-        is_silent = now - min(since for _, since in self._beats.values()) > self._timing.dead_after
+        silence = now - min(since for _, since in self._beats.values())
+        is_silent = silence > min(self._timing.dead_after, self._timing.still_after / 2)
         if moves != self._moves or is_silent:  # who is silent is late or dead, by rules of their own
             self._longest = self._longest if is_silent else max(self._longest, still)
             self._moves, self._still_since = moves, now

@@ -127,11 +127,10 @@ def choose_mode(
         memory: of the busiest rank.
         peak: bytes of a micro-batch in a mode.
     """
-    on_device: dict[tuple[str, str], list[int | None]] = {}  # ranks may share one, such as a host's CPU
+    on_device: dict[tuple[str, str], list[int]] = {}  # ranks may share one, such as a host's CPU
     for host, name, free in distributed.gather_objects((distributed.host_name(), str(device), available(device))):
-        on_device.setdefault((host, name), []).append(free)
-    rooms = [min(known) // len(known) for known in on_device.values() if None not in known]  # type: ignore[type-var]
-    room = min(rooms, default=None)
+        on_device.setdefault((host, name), []).extend([] if free is None else [free])
+    room = min((min(known) // len(known) for known in on_device.values() if known), default=None)
     later = memory.sums + memory.on_top + memory.average
     needed = later + peak("bookkeeping")
     mode, less = better_mode(needed, None if room is None else USABLE * room, lambda: later + peak("two_pass"))
