@@ -93,7 +93,7 @@ def standing() -> tuple[object, str]:
     while frame is not None:
         code = frame.f_code
         places.append((code, frame.f_lasti))
-        if not words and code.co_filename.startswith(ROOT):
+        if not words and code.co_filename.startswith(ROOT) and "site-packages" not in code.co_filename:
             words = f"{code.co_name} ({code.co_filename.removeprefix(ROOT)}:{frame.f_lineno})"
         frame = frame.f_back
     return places, words or Beat().place
@@ -130,7 +130,7 @@ class Heartbeat:
         self._wake = threading.Event()
         # The talking thread takes these from here.
         self._position = self._noted = 0
-        self.reads = False
+        self.reads, self.standing = False, standing
         self._last_words: Verdict | None = None
         self._saw_broken_connection = False
         # The talking thread puts these here.
@@ -191,10 +191,6 @@ class Heartbeat:
     def warn(self, line: str) -> None:
         """Prints a warning."""
         print(line, flush=True)
-
-    def standing(self) -> tuple[object, str]:
-        """See the function of this name."""
-        return standing()
 
     # The talking thread.
 

@@ -211,7 +211,7 @@ class TrainerStart:
             on_device = {name: x.to(self.device) for name, x in inputs.items()}
             check_against_autograd(self.twin.to(self.device), on_device)
             if self.shard is None:  # else no process has the whole
-                check_at_size(self.model, inputs, 2)
+                check_at_size(self.model, inputs, 1)
 
         self._on_each_host(check)
 

@@ -430,7 +430,9 @@ def second_sum_alone(patch: pytest.MonkeyPatch) -> None:
     """What an fp32 sum beyond the first holds is lost."""
     reduce = accumulators.functools.reduce
     patch.setattr(
-        accumulators.functools, "reduce", lambda f, parts, *first: first[0] if first and [*parts] else reduce(f, parts, *first)
+        accumulators.functools,
+        "reduce",
+        lambda f, parts, *first: first[0] if first and [*parts] else reduce(f, parts, *first),
     )
 
 
