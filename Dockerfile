@@ -1,11 +1,12 @@
 # The project with all that it trains with; `make quickstart` is what a container does by itself.
 #
 #     docker build -t dp-training .                                  # CPU
-#     docker build -t dp-training-cuda --build-arg BASE=nvidia/cuda:12.9.1-cudnn-devel-ubuntu24.04 .
+#     docker build -t dp-training-cuda --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 .   # driver 580 or newer
 #     docker run --shm-size 2g -v "$PWD/runs:/project/runs" dp-training
 #
-# DeepSpeed compiles with the CUDA toolkit of the base, so that is a `devel` image. `--build-arg PIP_EXTRA_INDEX_URL=...` takes an
-# index of CPU builds of torch, which are gigabytes smaller.
+# torch 2.13 comes for CUDA 13.0 with cuDNN and NCCL of its own. Training compiles no op of DeepSpeed; one that you add needs the
+# toolkit of that version, so the base is a `devel` image. On a machine without a GPU add `-e DS_ACCELERATOR=cpu` to `docker run`, or
+# `--build-arg PIP_EXTRA_INDEX_URL=...`, an index of CPU builds of torch, which are gigabytes smaller.
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 

@@ -78,7 +78,7 @@ class PlanOptions(PrivacyPart):
     world_size: Annotated[int | None, Shown("W")] = Field(None, ge=1)
     """ranks, one per accelerator; default 1"""
     gpu: Annotated[str | None, Shown("NAME")] = None
-    """v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb or cpu"""
+    """a100-40gb, a100-80gb, h100-80gb, h200-141gb or cpu"""
     engine: EngineName | None = None
     """how to shard; default deepspeed"""
     efficiency: Annotated[float | None, Shown("E")] = Field(None, gt=0, le=1)

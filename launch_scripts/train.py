@@ -107,7 +107,7 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
     from trainer.engines import require_supported
     from trainer.loop.stopping import end_on_signals
     from trainer.ranks.agreement import introduction
-    from trainer.ranks.distributed import fail, finish, start
+    from trainer.ranks.distributed import fail, finish, start, where
 
     end_on_signals()
     try:
@@ -119,6 +119,7 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         settings = introduction(os.environ, ROOT, config, machine, chosen, may_differ=options.may_differ)
         device = start(ranks, options.rendezvous_seconds, settings, options.heartbeat_seconds)
         if ranks.is_main:
+            say(f"training on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace("torch.", ""))
             say(resolved(options.recipe, options.overrides).what_is_public(config))
         from trainer.run.start import train
 

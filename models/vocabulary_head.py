@@ -13,8 +13,6 @@ instead of 4, each plus its Gram matrices. So the head works in one piece where 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ class VocabularyHead(nn.Linear):
 
     def __init__(self, width: int, vocab_size: int, *, max_logits: int, bias: bool = True) -> None:
         super().__init__(width, vocab_size, bias=bias)
-        self.max_logits: int | Fraction = max_logits
+        self.max_logits = max_logits
 
     def forward(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
         if targets_BL is None:
@@ -89,23 +87,6 @@ class VocabularyHead(nn.Linear):
             at_target_BL = gradient_BL2[..., 1].masked_fill(~is_here_BL, 0)
             gradient_BLv.scatter_add_(-1, local_BL[..., None], at_target_BL[..., None])
             yield words, gradient_BLv.to(hidden_BLD.dtype)
-
-
-@contextmanager
-def cut_as_for(model: nn.Module, count: int, size: int) -> Iterator[None]:
-    """Within it a micro-batch of `size` examples is cut into as many chunks as one of `count` examples usually is.
-
-    So memory that small micro-batches take grows as that of the large one does: its chunks, not theirs.
-    """
-    heads = [module for module in model.modules() if isinstance(module, VocabularyHead)]
-    usual = [head.max_logits for head in heads]
-    try:
-        for head in heads:
-            head.max_logits = Fraction(head.max_logits) * size / count
-        yield
-    finally:
-        for head, max_logits in zip(heads, usual, strict=True):
-            head.max_logits = max_logits
 
 
 def token_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:

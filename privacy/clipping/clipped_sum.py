@@ -39,7 +39,7 @@ from .contributions import Contribution, in_full, is_short, may_cancel
 from .coverage import claims
 from .functions import ClippingFunction, flat
 from .norms import Factors, MicroBatchStats, NormTally, no_examples
-from .precision import exact, wide, wide_dtype
+from .precision import exact, require_exact_products, wide, wide_dtype
 from .recorder import Call, Forward, Recorder, Task
 
 NEVER_CLIPS = 1e20
@@ -92,7 +92,7 @@ class ClippedSum:
 
     Raises:
         PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`; or C
-            outside SMALLEST_BOUND to NEVER_CLIPS.
+            outside SMALLEST_BOUND to NEVER_CLIPS; or matrix products are not exact on this device.
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class ClippedSum:
         ends = itertools.accumulate(self._numel[name] for name in by_size)
         self._small = {name for name, end in zip(by_size, ends, strict=True) if end <= WRITTEN_ENTRIES}
         self._names, self._dtype, self._device = list(parameters), wide_dtype(first.dtype), device or first.device
+        require_exact_products(self._device, self._dtype, (shapes[name] for name in parameters))
         self.grid = self._grid(cap, rows) if has_noise and max_grad_norm < math.inf else Grid()
         self.accumulator = accumulator({name: shapes[name] for name in parameters}, self.grid, self._device)
         self._make_function = function

@@ -18,25 +18,45 @@ written-out gradient of n numbers has h = sqrt(n eta); its products with other c
 their relative error. The lengths |a_t|' |g_t|' also replace the gross norm, which must not be zero either.
 
 Where a length is above 1.8e19, its square overflows: to infinity or NaN, which gives the example the weight zero.
+
+Settings of torch are lifted (`exact`). What libraries read from the environment is not seen there, so products are tried
+(`require_exact_products`): whole numbers that have no other sum, in any order of additions, than the exact one.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import PrivacyConfigError
 
+FORCED_BY = (
+    "NVIDIA_TF32_OVERRIDE",
+    "CUBLAS_EMUL",
+    "TORCH_ALLOW_TF32",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH",
+)
+"""Beginnings of variables by which a product in fp32 or fp64 becomes another."""
+TERMS = 256
+"""Terms of each sum in the products that are tried."""
+
 
 @functools.cache
 def has_fp32_products_of_bf16(device: torch.device) -> bool:
     """Whether matrix products of bf16 come in fp32 without fp32 copies of the matrices: on CUDA, where this torch can.
 
-    Tried once, with each form that clipping uses, on odd sizes and on a transposed operand.
+    Tried once, with each form that clipping uses, on odd sizes and on a transposed operand. A fall-back is said.
+
+    Raises:
+        RuntimeError: of another kind than that there is no such product, such as no memory, which is no answer.
     """
     if device.type != "cuda":
         return False
@@ -46,9 +66,88 @@ def has_fp32_products_of_bf16(device: torch.device) -> bool:
         torch.bmm(x.transpose(1, 2), x, out_dtype=torch.float32)
         torch.mm(x[0].t(), x[0], out_dtype=torch.float32)
         torch.addmm(total, x[0].t(), x[0], out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):  # an older torch, or a device whose library lacks them
+    except (RuntimeError, TypeError) as error:
+        known = isinstance(error, TypeError | NotImplementedError)  # an older torch; a device without the operation
+        if not known and "not supported" not in str(error).lower().replace("_", " "):
+            raise
+        said = str(error).partition("\n")[0]
+        warnings.warn(
+            f"torch {torch.__version__} has no fp32 products of bf16 on {device}, so clipping makes them from fp32 copies, "
+            f"several times slower ({said})",
+            stacklevel=2,
+        )
         return False
-    return bool((total == 3).all())
+    return True
+
+
+def require_exact_products(device: torch.device, dtype: torch.dtype, shapes: Iterable[torch.Size] = ()) -> None:
+    """Tries matrix products once per process, device and dtype, and on accelerators, whose libraries choose kernels by size, for
+    each shape; with fp32 those of bf16 too, where there are any.
+
+    Args:
+        dtype: fp32 or fp64; that of norms and sums.
+        shapes: of parameters.
+
+    Raises:
+        PrivacyConfigError: they are not exact; names what may force that.
+    """
+    if device.type == "meta":
+        return
+    sizes = {(192, 160)}
+    if device.type != "cpu":
+        sizes |= {(shape[0], shape[1:].numel()) for shape in shapes if len(shape) > 1}
+    dtypes = [dtype]
+    if dtype == torch.float32 and has_fp32_products_of_bf16(device):
+        dtypes.append(torch.bfloat16)
+    for tried, (p, d) in itertools.product(dtypes, sorted(sizes)):
+        with torch.no_grad(), exact(device):
+            wrong = _inexact_product(device, tried, p, d)
+        if wrong:
+            forced = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(FORCED_BY)]
+            raise PrivacyConfigError(
+                f"{wrong} of {tried} matrices are not exact on {device} ({p} x {d}), so norms and sums would not be what the "
+                f"guarantee assumes: unset {', '.join(forced) or 'what lets this library compute with fewer bits'}"
+            )
+
+
+@functools.cache
+def _inexact_product(device: torch.device, dtype: torch.dtype, p: int, d: int) -> str:
+    """The kind of product of whole numbers (p, TERMS) and (TERMS, d) that is not exact; empty where all are.
+
+    Half as many bits as the dtype has in both operands, all of them in one, and sums of many terms; every partial sum is below
+    2^24 (2^53 in fp64). Every second term is a large number times zero, for emulations that share an exponent.
+    """
+    bits, kept = (8, 24) if dtype == torch.bfloat16 else (1 - round(math.log2(torch.finfo(dtype).eps)),) * 2
+    generator, k = torch.Generator().manual_seed(0), torch.arange(TERMS)[:, None]
+
+    def odd(num_bits: int, count: int) -> Tensor:
+        numbers = torch.randint(2 ** (num_bits - 1), 2**num_bits, (count,), generator=generator) | 1
+        return numbers.to(device, dtype)
+
+    half, few = min(bits, kept // 2), min(bits, (kept - 8) // 2)
+    for x_bits, y_bits, count in ((half, half, 1), (bits, 1, 1), (1, bits, 1), (few, few, TERMS // 2)):
+        a_p, b_d = odd(x_bits, p), odd(y_bits, d)
+        is_term = (k % 2 == 0) if count > 1 else (k == torch.arange(p) * 2 % TERMS)
+        x_Np = torch.where(is_term.to(device), a_p, 0)
+        x_Np[1::2] = 0.0 if dtype == torch.bfloat16 else 2.0**60
+        y_Nd = b_d.repeat(TERMS, 1)
+        y_Nd[1::2] = 0.0
+        wide = wide_dtype(dtype)
+        out: dict[str, Any] = {} if wide == dtype else {"out_dtype": wide}
+        right_pd = count * a_p.to(wide)[:, None] * b_d.to(wide)  # single numbers: no library of matrices
+        x_2np, y_2nd = x_Np.view(2, -1, p), y_Nd.view(2, -1, d)
+        found = {
+            "mm": torch.mm(x_Np.t().contiguous(), y_Nd, **out),
+            "mm of transposed": torch.mm(x_Np.t(), y_Nd, **out),
+            "bmm": torch.bmm(x_2np.transpose(1, 2), y_2nd, **out).sum(0),
+            "addmm": torch.addmm(-right_pd, x_Np.t(), y_Nd, **out) + right_pd,
+        }
+        if not out:
+            found["mv"] = torch.cat([torch.mv(x_Np.t(), y_Nd[:, 0])[:, None], right_pd[:, 1:]], 1)
+        for name, found_pd in found.items():
+            if not torch.equal(found_pd, right_pd):
+                return f"products ({name})"
+    return ""
 
 
 @contextmanager
@@ -56,7 +155,8 @@ def exact(device: torch.device) -> Iterator[None]:
     """Inside, fp32 is fp32: no autocast, and no matrix product in TF32 or bf16 passes. Settings are put back afterwards.
 
     A norm that TF32 rounds to 10 bits may read low by 1e-3, all of the slack r, and no rounding bound here knows of it. The
-    model's own forward and backward may use TF32: what is summed is what they gave.
+    model's own forward and backward may use TF32: what is summed is what they gave. So may cuDNN's convolutions, which no rule
+    calls.
 
     Raises:
         PrivacyConfigError: reduced precision was switched on by a setting that cannot be lifted and put back.

@@ -18,7 +18,8 @@ may be a thousand times as large. Three things find that at any size:
 * Every example alone, and the first batch, meets the model as it was before its first call; the last batches meet it as a hostile
   one has left it. So what a forward keeps of one call shows in another.
 
-checked.py tries what a run has besides, its number of rows above all, before the first micro-batch of that kind.
+What clipping does besides, with many rows, with micro-batches one after the other, in the dtype and the mode of the run and
+under a compiler, is compared with single examples too (`check_at_size`); checked.py tries losses in every new shape.
 
 The check must not pass for lack of a gradient. Examples must differ, weights near zero (new heads, adapters, layer scales)
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
@@ -27,7 +28,7 @@ are replaced by random ones meanwhile, and a parameter without any gradient is r
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import PrivacyConfigError
+from .accumulators import EXAMPLES_PER_PART, EXAMPLES_PER_SUM
 from .checked import (
     Inputs,
     NotTaken,
@@ -49,8 +51,10 @@ from .checked import (
     structure,
     untouched,
 )
-from .clipped_sum import ClippedSum
+from .clipped_sum import ClippedSum, Mode
+from .compiled import compiled_weights
 from .functions import ClippingFunction
+from .precision import exact
 from .recorder import plain_words
 from .sharded import put_away, whole
 
@@ -66,6 +70,14 @@ MOST_EXAMPLES = 16
 """Further examples are not looked at."""
 _SHARES = [1 / (1 + row) for row in range(MOST_EXAMPLES)]
 """What the gradient of each example counts for, in all batches: all differ."""
+AT_SIZE_TOLERANCE = 1e-2
+"""Relative difference of norms and sums at the run's own size, where an example alone takes other kernels than many together."""
+IN_HALF_PRECISION = 0.1
+"""The same where the forward computes in bf16 or fp16."""
+TINY_BOUND = 1e-6
+"""C at the run's own size: every example is clipped, as far as its gradient is not smaller."""
+ALONE = 5
+"""Examples that stand in many rows at that size, each compared with itself alone."""
 FIRST, BEFORE_THE_LAST = 5, 3
 """Neighbours: on both sides, so that work that is sorted by length, up or down, puts one of them between the examples."""
 
@@ -75,11 +87,7 @@ Found = tuple[Tensor, dict[str, Tensor]]
 
 
 def check_against_autograd(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    task: Task | None = None,
-    *,
-    unreached: Collection[str] = (),
+    model: nn.Module, inputs: Mapping[str, Tensor], task: Task | None = None, *, unreached: Collection[str] = ()
 ) -> None:
     """Compares, on made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
 
@@ -119,6 +127,90 @@ def check_against_autograd(
             with untouched(model, task) as restore:
                 _among_neighbours(model, task, made_up, restore, is_wide=False)
     note_passed(model, task, made_up, before, moved)
+
+
+def check_at_size(
+    model: nn.Module, inputs: Mapping[str, Tensor], size: int, task: Task | None = None, *, mode: Mode = "bookkeeping"
+) -> None:
+    """Compares clipped sums, as a run makes them, with examples one at a time.
+
+    A micro-batch of `size` rows is added, and then a second one in which the last rows alone count, those beyond one fp32 sum
+    where there are so many. Each row's norm and both sums must be what torch's own gradients say. It costs less than three
+    micro-batches of a run. A model that `fully_shard` has sharded is gathered, as in `check_against_autograd`.
+
+    Args:
+        model: on its device, in its dtype, compiled or not as in training.
+        inputs: made-up examples that differ, as there; the first ALONE of them count.
+        size: rows of the run's micro-batches.
+        task: as there.
+        mode: of the run.
+
+    Raises:
+        PrivacyConfigError: naming the parameter whose sum differs most, or the row whose norm does.
+    """
+    task, made_up = task or model, {name: x[:ALONE] for name, x in inputs.items()}
+    size = min(size, EXAMPLES_PER_PART)  # clipping goes through larger ones in parts
+    where, seen = f"in micro-batches of {size} examples, in the precision of the run, ", list[Tensor]()
+    row_B = torch.arange(size) % len(next(iter(made_up.values())))
+    last_B = torch.arange(size) >= min(EXAMPLES_PER_SUM, size // 2)
+    batch = {name: x[row_B.to(x.device)] for name, x in made_up.items()}
+    device = next(iter(batch.values())).device
+    scale_B = 2.0 ** (torch.arange(size) % 5)  # so that norms differ, and a factor of another row is seen
+
+    def scaled(**inputs: Tensor) -> Tensor:
+        loss_B = task(**inputs)
+        return loss_B * scale_B[: len(loss_B)].to(loss_B)
+
+    put_away(model)
+    with whole(model), nothing_is_small(model), untouched(model, task) as restore:
+        clipped = ClippedSum(
+            model, TINY_BOUND, mode=mode, self_check=False, device=device,
+            function=lambda names, bound: _Noting(dict.fromkeys(names, 0), (bound,), seen=seen),
+        )  # fmt: skip
+        found: list[dict[str, Tensor]] = []
+        expected: tuple[dict[str, Tensor], ...] = ({}, {})
+        num_cancelled = 0
+        try:
+            for counts_B in (torch.ones_like(last_B), last_B):
+                with must_take(f"{size} examples together"):
+                    num_cancelled += int(clipped.add_micro_batch(scaled, batch, ~counts_B.to(device)).num_cancelled)
+                found.append({name: total.to("cpu", torch.float32) for name, total in clipped.sums()})
+        finally:
+            clipped.detach()
+        norm_B = torch.cat(seen)[:size].double().cpu() / scale_B
+        factor_B = (TINY_BOUND / norm_B).clamp(max=1)
+        tolerance = IN_HALF_PRECISION if _is_narrow(model, task, made_up) else AT_SIZE_TOLERANCE
+        for i in range(int(row_B.max()) + 1):
+            _, gradient = _truth(model, task, {name: x[i : i + 1] for name, x in made_up.items()}, restore)
+            norm = math.hypot(*(float(g.double().norm()) for g in gradient.values()))
+            longest = (
+                (1 + tolerance) * norm + TINY_BOUND if num_cancelled == 0 else math.inf
+            )  # tokens that cancel: norms.py
+            wrong_B = (row_B == i) & ~((norm_B >= (1 - tolerance) * norm) & (norm_B <= longest))
+            if wrong_B.any():
+                row = int(wrong_B.nonzero()[0])
+                raise PrivacyConfigError(
+                    f"{where}the norm of row {row} is {float(norm_B[row]):.3g}, and {norm:.3g} for the same example alone: does "
+                    "a layer, or the rule of one, depend on the number of rows or on the dtype?"
+                )
+            for sums, counts_B in zip(expected, (torch.ones_like(last_B), last_B), strict=True):
+                share = float(factor_B[counts_B & (row_B == i)].sum())
+                for name, g in gradient.items():
+                    sums[name] = sums.get(name, 0) + share * g.float().cpu()
+    second = {name: total - found[0][name] for name, total in found[1].items()}
+    _compare(expected[0], found[0], tolerance, where)
+    _compare(expected[1], second, tolerance, f"{where}of a second one, ")
+
+
+@dataclass(frozen=True)
+class _Noting(ClippingFunction):
+    """Flat clipping that notes the norms."""
+
+    seen: list[Tensor] = field(default_factory=list)
+
+    def weight(self, norm_B: Tensor, bound: float) -> Tensor:
+        self.seen.append(norm_B.clone())
+        return super().weight(norm_B, bound)
 
 
 def _check(
@@ -251,15 +343,25 @@ def _tables_give_nan(model: nn.Module, is_hostile_B: Tensor) -> Iterator[None]:
 
 
 class _Narrowing(TorchFunctionMode):
-    """Notes whether a function of torch makes narrower numbers of float64."""
+    """Notes whether a function of torch makes narrower numbers of float64, and the bits of the narrowest ones that any makes."""
 
-    seen = False
+    seen, narrowest = False, 64
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
         if isinstance(y, Tensor) and y.is_floating_point() and y.dtype != torch.float64:
+            self.narrowest = min(self.narrowest, torch.finfo(y.dtype).bits)
             self.seen |= any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
         return y
+
+
+def _is_narrow(model: nn.Module, task: Task, inputs: Inputs) -> bool:
+    """Whether the forward computes in half precision somewhere; a compiled one may, and nobody sees it."""
+    if compiled_weights(model) or any(torch.finfo(p.dtype).bits < 32 for p in model.parameters() if p.requires_grad):
+        return True
+    with torch.no_grad(), _Narrowing() as watch:
+        task(**{name: x[:1].clone() for name, x in inputs.items()})
+    return bool(watch.narrowest < 32)
 
 
 def _precision(model: nn.Module, task: Task, inputs: Inputs, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -316,7 +418,8 @@ def _truth(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], N
         losses.append(loss_B.detach())
         if not loss_B.requires_grad:
             continue
-        with must_take("one alone"), plain_words():
+        # Backward of cuDNN's convolutions would be in TF32, of which a model that runs in float32 alone must not be accused.
+        with must_take("one alone"), plain_words(), exact(loss_B.device), torch.backends.cudnn.flags(enabled=False):
             gradients = torch.autograd.grad(loss_B.sum(), list(parameters.values()), allow_unused=True)
         for name, g in zip(parameters, gradients, strict=True):
             if g is not None:
@@ -324,7 +427,7 @@ def _truth(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], N
     return torch.cat(losses), total
 
 
-def _compare(expected: Mapping[str, Tensor], sums: Mapping[str, Tensor], tolerance: float) -> None:
+def _compare(expected: Mapping[str, Tensor], sums: Mapping[str, Tensor], tolerance: float, where: str = "") -> None:
     truth = {name: expected.get(name, torch.zeros_like(total)) for name, total in sums.items()}
     scale = max(float(g.norm()) for g in truth.values())
     if not 0 < scale < math.inf:  # neither a part that is missed nor one of a neighbour would be seen
@@ -338,7 +441,7 @@ def _compare(expected: Mapping[str, Tensor], sums: Mapping[str, Tensor], toleran
     name = max(truth, key=lambda n: differences[n] / allowed[n] if differences[n] < float("inf") else float("inf"))
     if not differences[name] <= allowed[name]:
         raise PrivacyConfigError(
-            f"the clipping rules do not see the gradient of {name} as torch does (difference {differences[name]:.1e} of "
+            f"{where}the clipping rules do not see the gradient of {name} as torch does (difference {differences[name]:.1e} of "
             f"{float(truth[name].norm()):.1e}): is the parameter used without calling the layer that owns it, is the first "
             "dimension of every layer's input the examples, and does every loss depend on its own example alone?"
         )

@@ -17,7 +17,7 @@ from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
 from ..clipping.coverage import claims
 from ..clipping.recorder import Task
-from ..clipping.selfcheck import check_against_autograd
+from ..clipping.selfcheck import check_against_autograd, check_at_size
 from ..clipping.sharded import full, is_dtensor, kind_of, put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
@@ -145,10 +145,12 @@ class OwnStart:
         claims(self.model, self.engine.shapes)
 
     def require_sums_of_autograd(self) -> None:
-        """Clipped sums of made-up items are those that autograd gives one by one."""
+        """Clipped sums of made-up items are those that autograd gives one by one, also at the size that training has."""
         example = self.reader.example
         self.items = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
-        check_against_autograd(self.model, to_device(self.items, self.engine), self.task)
+        items = to_device(self.items, self.engine)
+        check_against_autograd(self.model, items, self.task)
+        check_at_size(self.model, items, self.reader.micro_batch_size, self.task)
 
     def require_neighbours_apart(self) -> None:
         """No item's loss depends on the others of its micro-batch, at the size that training has."""

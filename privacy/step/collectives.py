@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RemoteError, StepDropped, in_one_line
+from ..errors import PrivacyConfigError, RemoteError, StepDropped, in_one_line
 
 T = TypeVar("T")
 
@@ -76,6 +76,21 @@ def first_on_main(function: Callable[[], T]) -> T:
     return function()
 
 
+def refuse_together(check: Callable[[], object]) -> None:
+    """Runs `check` here; what one rank refuses, all refuse.
+
+    Raises:
+        PrivacyConfigError: on all ranks, in the words of the first that raised it.
+    """
+    problem = None
+    try:
+        check()
+    except PrivacyConfigError as error:
+        problem = str(error)
+    if found := [said for said in gather_objects(problem) if said is not None]:
+        raise PrivacyConfigError(found[0])
+
+
 def agree(*, ready: bool) -> None:
     """Waits until all ranks are here, without using a device.
 
@@ -115,6 +130,25 @@ def reduce_to_main(values: Tensor) -> Tensor:
     if not is_alone():
         dist.reduce(values, 0)
     return values
+
+
+def require_sound(device: torch.device) -> None:
+    """Call it when the device has ended a reduction and before its result is used: after an error what was received may be
+    incomplete, and NCCL says so only to who asks. Gloo raises by itself.
+
+    Raises:
+        RuntimeError: NCCL reports an error or a timeout.
+    """
+    if is_alone() or "nccl" not in dist.get_backend_config() or device.type != "cuda":
+        return
+    if said := communicator_error(device):
+        raise RuntimeError(f"NCCL reports {said}: what was received may be incomplete, so nothing of it is used")
+
+
+def communicator_error(device: torch.device) -> str:
+    """What the communicator of all ranks reports for this device; empty where all is well. Torch has no public way to ask."""
+    found = dist.group.WORLD._get_backend(device).get_error()  # type: ignore[union-attr]
+    return "" if found.name == "SUCCESS" else str(found.name)
 
 
 class Traffic:

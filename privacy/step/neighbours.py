@@ -7,7 +7,6 @@ from torch import Tensor
 from ..clipping.accumulators import EXAMPLES_PER_PART
 from ..clipping.checked import require_apart
 from ..clipping.recorder import Task
-from ..errors import PrivacyConfigError
 from . import collectives
 from .engine import Engine, to_device
 
@@ -24,11 +23,5 @@ def require_neighbours_apart(
     Raises:
         PrivacyConfigError: on all ranks, if one of them finds that a loss depends on other examples.
     """
-    problem = None
-    try:
-        inputs = to_device(synthetic_inputs(2), engine)
-        require_apart(task, inputs, min(micro_batch_size, EXAMPLES_PER_PART))
-    except PrivacyConfigError as error:
-        problem = str(error)
-    if found := [said for said in collectives.gather_objects(problem) if said is not None]:
-        raise PrivacyConfigError(found[0])
+    inputs = to_device(synthetic_inputs(2), engine)
+    collectives.refuse_together(lambda: require_apart(task, inputs, min(micro_batch_size, EXAMPLES_PER_PART)))

@@ -126,6 +126,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
 
     shards = reduce_to_owners(clipped, engine.layout)
     laps.end("reduction")
+    collectives.require_sound(engine.device)  # no noise hides what is incomplete
     if plan.lattice is not None:  # whole numbers until the noise is in them
         deviation = plan.lattice.noise_deviation(plan.noise_multiplier)
         for number in range(len(shards)):  # by number: what a loop variable holds is not freed

@@ -66,14 +66,18 @@ def test_every_ds_config_and_engine_comes_as_far_as_cuda(every: int) -> None:
     [
         (None, True, 2, ["cuda:0", "cuda:1"]),
         ("cuda", True, 2, ["cuda:0", "cuda:1"]),
-        (None, True, 0, ["cpu", "cpu"]),
-        (
-            "cpu",
-            True,
-            2,
-            ["cpu", "cpu"],
-        ),  # DeepSpeed computes there then, so the trainer must not put its tensors elsewhere
-        ("cuda", True, 0, (HostError, "no usable GPU on host")),  # a host without its GPU says so itself
+        # A host without its GPU says so itself, and does not train for years on its CPU.
+        *(
+            (
+                name,
+                True,
+                0,
+                (HostError, r"no usable GPU on host \S+: the NVIDIA driver is \S+ .*580.*DS_ACCELERATOR=cpu"),
+            )
+            for name in (None, "cuda")
+        ),
+        *(("cpu", True, number, ["cpu", "cpu"]) for number in (0, 2)),  # DeepSpeed computes there then, too
+        (None, False, 0, ["cpu", "cpu"]),
         ("cuda", False, 0, (ConfigError, "install a build that has")),  # rank 0 speaks for all
         ("npu", True, 2, (ConfigError, "training runs on cuda or cpu")),
     ],
@@ -94,6 +98,14 @@ def test_the_device_of_a_rank(
             distributed.choose_device(0)
 
 
+def test_the_driver_is_named(tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version:  gcc 12"
+    )
+    assert distributed.nvidia_driver(tmp_path / "version") == "570.133.20"
+    assert distributed.nvidia_driver(tmp_path / "nothing") == "none"
+
+
 def test_deepspeed_finds_the_gpu_and_the_accelerator_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each rank of a host sees one GPU alone, the third rank's GPU is number 0, and DeepSpeed goes by LOCAL_RANK."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
@@ -108,7 +120,7 @@ def test_deepspeed_finds_the_gpu_and_the_accelerator_that_were_chosen(monkeypatc
     )
     distributed.export_ranks(ranks, torch.device("cpu"))
     assert (os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("2", "cpu")
-    assert os.environ[NCCL] == "0", "the heartbeat names a dead rank, which NCCL's watchdog would not"
+    assert os.environ[NCCL] == "0", "the heartbeat names a dead rank, and ends ranks that stand still"
     monkeypatch.setenv(NCCL, "3")
     distributed.export_ranks(ranks, torch.device("cuda", 0))
     assert os.environ[NCCL] == "3", "what the user has set stays"

@@ -2,10 +2,12 @@
 
 POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `crawl` sleeps SECONDS before every micro-batch;
 `after_intent` sleeps SECONDS between the intent and the noise; `before_intent` sleeps SECONDS once before the intent;
+`stuck` sleeps a second before every micro-batch, and for ever before the intent, or where STEP is 0 in the start;
 `kill` dies by SIGKILL in the middle of a step, `abort` by abort(); `nan` turns a weight into NaN after a step; `hold` keeps the
 interpreter lock in one C call, for twice as long with SECONDS + 1; `memory` may have no more address space, and has
 taken what it had. RANK -1: every rank.
-Ranks are less patient with one whose connection broke than they are elsewhere. RUN_DIR.codes gets a line "RANK CODE" from each
+Ranks are less patient with one whose connection broke than they are elsewhere; STILL_AFTER in the environment is how long, in
+seconds, nobody may move. RUN_DIR.codes gets a line "RANK CODE" from each
 rank that ends by itself: not every launcher tells the exit codes of its ranks.
 """
 
@@ -33,17 +35,19 @@ from privacy.noise import SystemNoise  # noqa: E402
 from privacy.run import run as loop  # noqa: E402
 from privacy.step import step as one_step  # noqa: E402
 from trainer.ranks import distributed, heartbeat  # noqa: E402
+from trainer.run import start as run_start  # noqa: E402
 
 given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # the launcher puts it first
 point, rank, when, seconds = given[0], int(given[1]), int(given[2]), float(given[3])
 here = rank in (-1, int(os.environ.get("RANK", "0")))
 step_now = 0
 TAKEN: list[torch.Tensor] = []
+FOR_EVER = 3600.0
 
 
 def in_step(*_: Any) -> None:
     """Before every micro-batch."""
-    if point == "crawl":
+    if point in ("crawl", "stuck"):
         time.sleep(seconds)
     if step_now != when:
         return
@@ -92,9 +96,14 @@ def note_exit_code() -> None:
 
 
 def install() -> None:
-    distributed.Timing = functools.partial(heartbeat.Timing, suspect_after=2.0)  # type: ignore[misc,assignment]
+    timing = functools.partial(heartbeat.Timing, suspect_after=2.0)
+    if "STILL_AFTER" in os.environ:
+        timing = functools.partial(timing, still_after=float(os.environ["STILL_AFTER"]))
+        heartbeat.STILL_TIMES = 2
+    distributed.Timing = timing  # type: ignore[misc,assignment]
     heartbeat.LINGER = 1.0
     step, add, intend, save = loop.train_step, ClippedSum.add_micro_batch, one_step._intend, checkpoint_writer.save_file
+    share = run_start.require_shared
 
     def counted(run: Any, number: int, micro_batches: Any) -> Any:
         global step_now
@@ -111,8 +120,8 @@ def install() -> None:
         return add(self, *arguments)
 
     def before_intending(*arguments: Any) -> Any:
-        if here and point == "before_intent" and step_now == when:
-            time.sleep(seconds)
+        if here and step_now == when and point in ("before_intent", "stuck"):
+            time.sleep(FOR_EVER if point == "stuck" else seconds)
         return intend(*arguments)
 
     def on_a_full_disk(*arguments: Any) -> Any:
@@ -120,6 +129,12 @@ def install() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return save(*arguments)
 
+    def in_the_start(*arguments: Any) -> Any:
+        if here and point == "stuck" and when == 0:
+            time.sleep(FOR_EVER)
+        return share(*arguments)
+
+    run_start.require_shared = in_the_start
     loop.train_step, one_step._intend = counted, before_intending
     ClippedSum.add_micro_batch = before_adding  # type: ignore[method-assign]
     checkpoint_writer.save_file = on_a_full_disk

@@ -260,6 +260,22 @@ def test_a_late_rank_is_waited_for(tmp_path: Path, victim: int) -> None:
     assert errors(run_dir) == []
 
 
+@pytest.mark.parametrize("step", [2, 0])
+def test_a_collective_that_one_rank_never_joins(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, after one of many slow micro-batches that is not ended, and in the start; everybody lives and beats."""
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv("STILL_AFTER", "4")
+    more = ("privacy.expected_batch_size=24", "train.micro_batch_size=4")
+    with running(run_dir, "stuck", "1", str(step), "1.0", more=more) as ranks:
+        assert ends(ranks, run_dir, within=120) == [1, 1]
+    (said,) = errors(run_dir)
+    assert re.match(
+        rf"error: no rank has moved for \d+ s {'in step 2' if step else 'before the first step'} \(", said
+    ), said
+    assert re.search(r"rank 0 \(host \S+\) in \w+ \(privacy/step/collectives\.py:\d+\)", said), said
+    assert count(run_dir, "done") == max(0, step - 1), "the step is neither charged nor taken"
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_slow_rank_only_draws_a_warning(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer.ranks import heartbeat
-from trainer.ranks.heartbeat import Heartbeat, Timing
+from trainer.ranks.heartbeat import Beat, Heartbeat, Timing
 from trainer.ranks.launcher import process_identity, process_state
 from trainer.ranks.rendezvous import Place, connect
 
@@ -32,7 +32,7 @@ class World:
         self.warnings: list[str] = []
         self._stopped = [False] * size
         for r in range(size):
-            self.host.set(f"beat/{r}", "0:0")
+            self.host.set(f"beat/{r}", "[]")
         self.ranks = [self._rank(r) for r in range(size)]
         for rank in self.ranks:
             rank.start()
@@ -211,7 +211,7 @@ def test_a_store_that_answers_late_is_asked_again(rank: int, world: World) -> No
     place = Place("127.0.0.1", world.host.port, False)
     late = LateStore(connect(place, 5), 30)
     for key in ("beat/0", "beat/1", "beat/2"):
-        late.store.set(key, "1:0")
+        late.store.set(key, "[1]")
     watcher = Heartbeat(late, rank, world.hosts, processes=[process_identity(os.getpid())] * 3, timing=FAST)
     watcher.end, watcher.warn = lambda *end: ends.append(end), warnings.append  # type: ignore[method-assign]
     watcher.start()
@@ -219,7 +219,7 @@ def test_a_store_that_answers_late_is_asked_again(rank: int, world: World) -> No
     assert warnings[0].startswith(
         "warning: rank 0 (host node0) is late: no answer from the store for 1 s, its process lives"
     )
-    wait_until(lambda: watcher._beats[2 if rank == 0 else 0][0] == "1:0")
+    wait_until(lambda: watcher._beats[2 if rank == 0 else 0][0] == Beat(1))
     watcher.leave()
     assert not ends
 
@@ -230,3 +230,74 @@ def test_a_slow_rank_only_draws_warnings(world: World) -> None:
     wait_until(lambda: len(world.warnings) > 1)
     assert all("rank 1 (host node0) is slow" in line for line in world.warnings)
     assert not world.ends
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(still_after=0.4))
+
+
+@pytest.mark.usefixtures("short_patience")
+def test_ranks_that_all_stand_still_end_and_the_line_says_where(world: World) -> None:
+    """All processes live and beat: a collective that rank 1 never joins, or a device that is gone."""
+    for rank, place in zip(world.ranks, ("agree (a.py:3)", "synchronize (b.py:4)", "agree (a.py:3)"), strict=True):
+        rank.standing = lambda place=place: (place, place)  # type: ignore[method-assign, misc]
+        rank.note(7)
+    world.all_end(0, 1, 2)
+    assert {code for _, code in world.ends.values()} == {1}
+    (line,) = world.said
+    assert re.match(r"error: no rank has moved for \d+ s in step 3 \(", line), line
+    assert "ranks 0, 2 (hosts node0, node1) in agree (a.py:3); rank 1 (host node0) in synchronize (b.py:4)" in line
+
+
+@pytest.mark.usefixtures("short_patience")
+@pytest.mark.parametrize("way", ["elsewhere", "micro-batches", "data", "a silent rank"])
+def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable[..., World]) -> None:
+    """Hashing and compiling are many places; a rank that waits for data moves; who is silent is late, which has its own time."""
+    world = worlds([process_identity(os.getpid())] * 3)
+    for rank in world.ranks:
+        rank.standing = lambda: ("one place", "")  # type: ignore[method-assign]
+    last = world.ranks[2]
+    if way == "elsewhere":
+        last.standing = lambda: (time.monotonic(), "")  # type: ignore[method-assign]
+    elif way == "data":
+        last.reads = True
+    elif way == "a silent rank":
+        last.leave()
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        if way == "micro-batches":
+            last.note()
+        time.sleep(0.1)
+    assert not world.ends
+
+
+def test_a_step_of_ten_times_the_longest_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, worlds: Callable[..., World]
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(still_after=0.1))
+    world = worlds([""] * 3)
+    for rank in world.ranks:
+        rank.standing = lambda: ("one place", "")  # type: ignore[method-assign]
+    for seconds in (0.2, 0.2, 2.0):
+        world.ranks[1].note()
+        time.sleep(seconds)
+        assert not world.ends
+    world.all_end(0, 1, 2)
+
+
+def test_where_the_main_thread_stands() -> None:
+    """By a documented function of CPython with a name like a private one."""
+    found: list[tuple[object, str]] = []
+    lock = threading.Event()
+
+    def look() -> None:
+        for _ in range(2):
+            time.sleep(0.2)
+            found.append(heartbeat.standing())
+        lock.set()
+
+    threading.Thread(target=look).start()
+    lock.wait()
+    assert found[0] == found[1] != heartbeat.standing()
+    assert found[0][1].startswith("test_where_the_main_thread_stands (tests/trainer/test_heartbeat.py:")

@@ -16,7 +16,7 @@ class Gpu:
 
     Attributes:
         memory: bytes; None for the memory of this machine, shared by the ranks of a node.
-        fp32_peak, bf16_peak: FLOP/s of dense matrix products; None where the device has no units for that.
+        fp32_peak, bf16_peak: FLOP/s of dense matrix products.
         memory_bandwidth: bytes/s.
         gpus_per_node: how many the maker's reference system has.
     """
@@ -24,20 +24,13 @@ class Gpu:
     name: str
     memory: int | None
     fp32_peak: float
-    bf16_peak: float | None
+    bf16_peak: float
     memory_bandwidth: float
     gpus_per_node: int = 8
 
     def peak(self, dtype: torch.dtype) -> float:
-        """FLOP/s of dense products in the compute dtype.
-
-        Raises:
-            ConfigError: the device cannot compute in it.
-        """
-        peak = self.bf16_peak if dtype == torch.bfloat16 else self.fp32_peak
-        if peak is None:
-            raise ConfigError(f"--gpu {self.name} has no bf16 matrix units: use a ds_config without bf16")
-        return peak
+        """FLOP/s of dense products in the compute dtype."""
+        return self.bf16_peak if dtype == torch.bfloat16 else self.fp32_peak
 
     def memory_per_rank(self, ranks_on_node: int, proc: Path = Path("/proc")) -> int:
         """Bytes for one rank, one rank per device.
@@ -51,12 +44,10 @@ class Gpu:
         return whole // ranks_on_node
 
 
-# Decimal gigabytes, as in the data sheets: a driver shows up to 5 % more. fp32 is without TF32, which training leaves off.
+# Decimal gigabytes, as in the data sheets: a driver shows up to 5 % more. fp32 is without TF32, which matrix products leave off.
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        # V100 data sheet (SXM2): 15.7 TFLOP/s fp32, no bf16, 900 GB/s.
-        Gpu("v100-32gb", 32 * 10**9, 15.7e12, None, 900e9),
         # A100 data sheet (SXM4): 19.5 TFLOP/s fp32, 312 bf16 dense.
         Gpu("a100-40gb", 40 * 10**9, 19.5e12, 312e12, 1555e9),
         Gpu("a100-80gb", 80 * 10**9, 19.5e12, 312e12, 2039e9),
@@ -72,7 +63,7 @@ GPUS: Mapping[str, Gpu] = {
 
 
 _CALLED_BY_TORCH = {
-    "Tesla V100-SXM2-32GB": "v100-32gb", "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-SXM4-80GB": "a100-80gb",
     "NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H200": "h200-141gb",
 }  # fmt: skip
 

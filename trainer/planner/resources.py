@@ -12,9 +12,8 @@ from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
 from trainer.planner.batches import Examples, micro_batches, padding, padding_note, staged_bytes
 from trainer.planner.hardware import Gpu
-from trainer.planner.memory import RankMemory, Trainable, largest_that_fits, rank_memory
+from trainer.planner.memory import RankMemory, Trainable, better_mode, largest_that_fits, rank_memory
 from trainer.planner.probe import Probe
-from trainer.run.clipping_mode import better_mode
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.captioning import CaptioningTask
 
@@ -95,28 +94,13 @@ def plan_resources(
     size, expected = config.train.micro_batch_size, config.privacy.expected_batch_size
     count = plan.max_batch_size if plan.enabled else expected
     number = micro_batches(config, count, world_size, cluster.ranks_per_node)
-    probe = Probe(
-        task,
-        machine,
-        plan,
-        rows=2 * number * size,
-        weights_of_one_pass=engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3),
+    on_cpu = cluster.gpu is not None and cluster.gpu.name == "cpu"
+    probe, memory = probed(
+        config, machine, engine, task, plan, rows=2 * number * size, world_size=world_size, on_cpu=on_cpu
     )
     trainable = Trainable.of(probe.model)
     note = padding_note(count, world_size, size)
     notes += [] if note is None else [note]
-    memory = rank_memory(
-        trainable,
-        engine,
-        machine,
-        config.optimizer,
-        accumulation=accumulation,
-        world_size=world_size,
-        grid=probe.grid,
-        average=config.train.ema_decay is not None,
-        on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
-        bands=plan.bands,
-    )
     available = free = None
     if cluster.gpu is not None:
         available = cluster.gpu.memory_per_rank(cluster.ranks_per_node)
@@ -196,6 +180,20 @@ def plan_resources(
             "and workers, or the device waits"
         )
     return result
+
+
+def probed(
+    config: RunConfig, machine: MachineSettings, engine: EngineName, task: TrainingTask, plan: PrivacyPlan, *, rows: int,
+    world_size: int, on_cpu: bool,
+) -> tuple[Probe, RankMemory]:  # fmt: skip
+    """What answers for micro-batches of any size, and everything else that a rank holds; see the two classes."""
+    one_pass = engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3)
+    probe = Probe(task, machine, plan, rows=rows, weights_of_one_pass=one_pass)
+    memory = rank_memory(
+        Trainable.of(probe.model), engine, machine, config.optimizer, accumulation=config.train.accumulation,
+        world_size=world_size, grid=probe.grid, average=config.train.ema_decay is not None, on_cpu=on_cpu, bands=plan.bands,
+    )  # fmt: skip
+    return probe, memory
 
 
 def _mode(config: RunConfig, probe: Probe, memory: RankMemory, free: int | None) -> Mode:

@@ -7,12 +7,14 @@ destroy_process_group, flush and `os._exit`.
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,12 +39,24 @@ from trainer.ranks.heartbeat import Heartbeat, Timing, end_process
 from trainer.ranks.rendezvous import Introduction, connect, find_store, meet
 
 __all__ = ["abandon", "agree", "all_gather_rows", "all_reduce_sum", "broadcast_object", "choose_device", "exchange"]
-__all__ += ["export_ranks", "fail", "finish", "first_on_main", "gather_objects", "host_name", "hosts", "note_progress"]
-__all__ += ["on_main", "quit_now", "rank", "reduce_scatter_sum", "refuse_shared_gpus", "start", "traffic", "world_size"]
+__all__ += [
+    "export_ranks",
+    "fail",
+    "finish",
+    "first_on_main",
+    "gather_objects",
+    "host_name",
+    "note_progress",
+    "on_main",
+]
+__all__ += ["quit_now", "rank", "reading", "reduce_scatter_sum", "refuse_shared_gpus", "start", "traffic", "where"]
+__all__ += ["world_size"]
 """What ranks say to one another is the library's (privacy/step/collectives.py); callers find all of it here."""
 
-COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""A logical batch may be silent for long; dead ranks are noticed by closed connections and the heartbeat, not by this."""
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(days=30)
+"""Ranks wait while one hashes its shards for hours; the heartbeat notices who is dead, and that nobody moves, not this."""
 
 SPARE_THREADS = 8
 """More than the process group and its store start."""
@@ -150,26 +164,49 @@ def refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """This rank's GPU where torch finds one, the CPU elsewhere. DS_ACCELERATOR chooses for us as it does for DeepSpeed.
+    """This rank's GPU, or the CPU where torch is built without CUDA. DS_ACCELERATOR chooses for us as it does for DeepSpeed.
 
     Raises:
         ConfigError: DS_ACCELERATOR names another accelerator than cuda and cpu, or cuda where torch is built without it.
-        HostError: it names cuda, and torch finds no GPU here.
+        HostError: torch is built for GPUs and finds none here; a run of weeks would be one of years on the CPU.
     """
-    chosen = os.environ.get("DS_ACCELERATOR")
+    chosen, is_built = os.environ.get("DS_ACCELERATOR"), torch.backends.cuda.is_built()
     if chosen not in (None, "cpu", "cuda"):
         raise ConfigError(f"DS_ACCELERATOR={chosen}: training runs on cuda or cpu; name one of them, or unset it")
-    has_cuda = torch.cuda.is_available()
-    if chosen == "cuda" and not torch.backends.cuda.is_built():
+    if chosen == "cuda" and not is_built:
         raise ConfigError(
             f"DS_ACCELERATOR=cuda, but torch {torch.__version__} has no CUDA: install a build that has, or unset it to train "
             "on the CPU"
         )
-    if chosen == "cuda" and not has_cuda:
-        raise HostError(f"DS_ACCELERATOR=cuda, but torch {torch.__version__} finds no usable GPU on host {host_name()}")
-    if chosen == "cpu" or not has_cuda:
+    if chosen == "cpu" or not is_built:
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise HostError(
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no usable GPU on host {host_name()}: "
+            f"the NVIDIA driver is {nvidia_driver()} (CUDA 13 needs 580 or newer), CUDA_VISIBLE_DEVICES is "
+            f"{'not set' if visible is None else repr(visible)}; mend that, or train on the CPU with DS_ACCELERATOR=cpu"
+        )
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of the driver that the kernel has loaded; "none" where it has loaded none."""
+    try:
+        found = re.search(r"\b\d{3,}\.[\d.]*\d", file.read_text())
+    except OSError:
+        return "none"
+    return found[0] if found else "unknown"
+
+
+def where(world_size: int, device: torch.device) -> str:
+    """What a run trains on, in words: "2 ranks on 2 hosts (node1, node2), cpu"."""
+    hosts, words = list(dict.fromkeys(_hosts)), f"{world_size} rank{'s' if world_size > 1 else ''}"
+    if len(hosts) > 1:
+        words += f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})"
+    if device.type == "cuda":
+        return f"{words}, cuda ({torch.cuda.get_device_name(device)}, driver {nvidia_driver()})"
+    return f"{words}, {device.type}"
 
 
 def export_ranks(ranks: Ranks, device: torch.device) -> None:
@@ -190,7 +227,9 @@ def export_ranks(ranks: Ranks, device: torch.device) -> None:
         os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(local_rank)
     if device.type == "cuda":
         # NCCL's watchdog would abort a healthy rank as soon as it sees a broken connection, before the heartbeat has named the
-        # dead one and ended all; without it the rank waits in its collective until then.
+        # dead one and ended all. Without it a rank waits in its collective, whose kernel does not end either, until the heartbeat
+        # sees that nobody moves, and no step goes on after an error (collectives.require_sound). A group that a loop of one's
+        # own makes keeps its watchdog.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
@@ -198,6 +237,24 @@ def note_progress(step: int, *, charged: bool = False) -> None:
     """This rank has come to `step`, or to the intent of `step`; see `Heartbeat.note`."""
     if _heartbeat is not None:
         _heartbeat.note(2 * step + charged)
+
+
+def reading(items: Iterator[T]) -> Iterator[T]:
+    """Yields them. A rank moves with each, and while it waits for one: staging or a slow store may take hours."""
+    beat = _heartbeat
+    if beat is None:
+        yield from items
+        return
+    while True:
+        beat.reads = True
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            beat.reads = False
+            beat.note()
+        yield item
 
 
 def finish(exit_code: int) -> NoReturn:
@@ -252,8 +309,3 @@ def quit_now(exit_code: int) -> NoReturn:
 
 def host_name() -> str:
     return socket.gethostname()
-
-
-def hosts() -> list[str]:
-    """The names of the hosts that ranks run on, each once, in the order of their first ranks."""
-    return list(dict.fromkeys(_hosts))

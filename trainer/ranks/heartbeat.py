@@ -8,15 +8,23 @@ and when, never blocks, and ends the process. Rank 0 judges all ranks; the other
 A rank is dead when its heartbeat stops, which does not depend on how long its step takes, and nobody sees its process live: it
 was killed, or cut off. Where its process lives on the watcher's host, the rank is late, as on a machine with too much to do, and
 the run waits until `Timing.late_after`. A rank that fails leaves its last words.
+
+Ranks can also all live and wait for ever: for a collective that one of them never joins, or for a device or a network card that
+is gone. A rank moves when its main thread is elsewhere in the program than at the last beat, when it takes up a micro-batch or a
+phase of a step, and all the while that it waits for data, whose readers have limits of their own. When no rank has moved for
+long, they end (`Timing.still_after`). Hours of hashing, a compilation or a long step are many moves; one call of one library
+would have to last as long.
 """
 
 import contextlib
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -26,6 +34,9 @@ from trainer.ranks.launcher import process_state
 
 LINGER = 3.0
 """Seconds that the store's host gives the others to read a verdict, and that a lost store may be a normal end."""
+STILL_TIMES = 20
+"""Ranks may all stand still for so many times as long as they have before."""
+ROOT = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 
 
 class Timing(NamedTuple):
@@ -38,6 +49,7 @@ class Timing(NamedTuple):
         stopped_after: the same of one that SIGSTOP or a debugger has stopped.
         suspect_after: as `dead_after` once a rank has seen a connection break: somebody is gone, and the question is only who.
         slow_after: behind the others until the first warning; the next comes after twice as long, and so on.
+        still_after: without a move of any rank; longer where all have stood still for long before (STILL_TIMES).
     """
 
     interval: float = 1.0
@@ -46,6 +58,16 @@ class Timing(NamedTuple):
     stopped_after: float = 50.0
     suspect_after: float = 8.0
     slow_after: float = 60.0
+    still_after: float = 1800.0
+
+
+class Beat(NamedTuple):
+    """What a rank reports: a number that shows that it lives, twice its step (and 1 once that is charged), and its moves."""
+
+    number: int = 0
+    position: int = 0
+    moves: int = 0
+    place: str = "its start"
 
 
 class Verdict(NamedTuple):
@@ -62,6 +84,19 @@ def end_process(message: str, exit_code: int) -> NoReturn:
         with contextlib.suppress(OSError):  # nobody may be left to read it
             os.write(2, f"{message}\n".encode())
     os._exit(exit_code)
+
+
+def standing() -> tuple[object, str]:
+    """Where the main thread is: what changes when it goes on, and its innermost line of this project in words."""
+    places, words = [], ""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        places.append((code, frame.f_lasti))
+        if not words and code.co_filename.startswith(ROOT) and "site-packages" not in code.co_filename:
+            words = f"{code.co_name} ({code.co_filename.removeprefix(ROOT)}:{frame.f_lineno})"
+        frame = frame.f_back
+    return places, words or Beat().place
 
 
 class Heartbeat:
@@ -93,14 +128,16 @@ class Heartbeat:
         self._watched = [r for r in range(len(hosts)) if r != rank] if rank == 0 else [0]
         self._leaving = threading.Event()
         self._wake = threading.Event()
-        self._position = 0
         # The talking thread takes these from here.
+        self._position = self._noted = 0
+        self.reads, self.standing = False, standing
         self._last_words: Verdict | None = None
         self._saw_broken_connection = False
         # The talking thread puts these here.
         now = time.monotonic()
         self._contact = now
-        self._beats = dict.fromkeys(self._watched, ("", now))  # last value, and when it changed
+        self._beats = dict.fromkeys(self._watched, (Beat(), now))  # last one, and when it came
+        self._mine, self._stood = Beat(), object()
         self._verdict: Verdict | None = None
         self._suspicion = False
         self._lost: str | None = None
@@ -109,14 +146,17 @@ class Heartbeat:
         # Only the judging thread uses these.
         self._leader, self._leader_since, self._next_warning = 0, now, timing.slow_after
         self._next_late = timing.dead_after
+        self._moves: list[int] = []
+        self._still_since, self._longest = now, 0.0
 
     def start(self) -> None:
         for target in (self._talk, self._judge):
             threading.Thread(target=target, name=f"heartbeat{target.__name__}", daemon=True).start()
 
-    def note(self, position: int) -> None:
-        """How far this rank has come; never decreases. Ranks that stay behind the furthest draw a warning."""
-        self._position = position
+    def note(self, position: int | None = None) -> None:
+        """This rank moves; how far it has come never decreases. Ranks that stay behind the furthest draw a warning."""
+        self._position = self._position if position is None else position
+        self._noted += 1
 
     def fail(self, message: str, exit_code: int, *, is_printed: bool = True) -> None:
         """Posts last words: all ranks end with this exit code. Returns when the others can know; the caller then exits.
@@ -170,7 +210,10 @@ class Heartbeat:
             self._wake.clear()
 
     def _exchange(self, store: dist.Store, count: int) -> None:
-        store.set(f"beat/{self.rank}", f"{count}:{self._position}")
+        where, place = self.standing()
+        moves = self._mine.moves + (self.reads or self._stood != (where, self._noted))
+        self._stood, self._mine = (where, self._noted), Beat(count, self._position, moves, place)
+        store.set(f"beat/{self.rank}", json.dumps(self._mine))
         if self._last_words is not None and not self._posted.is_set():
             store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
             self._posted.set()
@@ -178,8 +221,8 @@ class Heartbeat:
             store.set("suspicion", "1")
         keys = [f"beat/{r}" for r in self._watched]
         for r, value in zip(self._watched, store.multi_get(keys), strict=True):
-            if value.decode() != self._beats[r][0]:
-                self._beats[r] = (value.decode(), time.monotonic())
+            if (beat := Beat(*json.loads(value))) != self._beats[r][0]:
+                self._beats[r] = (beat, time.monotonic())
         self._suspicion = store.check(["suspicion"])
         if store.check(["verdict"]):
             self._verdict = Verdict(*json.loads(store.get("verdict")))
@@ -195,8 +238,8 @@ class Heartbeat:
         while not self._leaving.wait(timing.interval / 2):
             now = time.monotonic()
             if now - previous > timing.interval + 5:  # this whole process was stopped: others may not have been silent
-                self._contact = now
-                self._beats = {r: (value, now) for r, (value, _) in self._beats.items()}
+                self._contact = self._still_since = now
+                self._beats = {r: (beat, now) for r, (beat, _) in self._beats.items()}
             previous = now
             if self._verdict is not None:
                 # Another rank has said why; this one ends in silence. The store's host waits until all have read it.
@@ -215,7 +258,9 @@ class Heartbeat:
             else:
                 self._look_for_the_dead(now)
                 if self.rank == 0:
-                    self._look_for_the_slow(now)
+                    beats = {r: beat for r, (beat, _) in self._beats.items()} | {0: self._mine}
+                    self._look_for_the_slow(now, beats)
+                    self._look_for_the_still(now, beats)
 
     def _look_for_the_dead(self, now: float) -> None:
         timing, what = self._timing, "no heartbeat"
@@ -239,25 +284,46 @@ class Heartbeat:
             process = f"its process {'is stopped' if is_stopped else 'lives'}"
             reason += f", {process}, load {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs"
         if given_up:
-            words = self._words(ranks, reason, "dead" if is_stopped else "late")
-            self.fail(words, 1)
-            first = self._verdict is None or self._verdict.message == words
-            self.end(words if first and self._speaks else "", 1)
+            self._give_up(self._words(ranks, reason, "dead" if is_stopped else "late"))
         elif longest > self._next_late:
             self._next_late = 2 * longest
             if self._speaks:
                 self.warn(f"warning: {self._are(ranks)} late: {reason}; the run waits")
 
-    def _look_for_the_slow(self, now: float) -> None:
-        positions = {r: int(value.split(":")[1]) for r, (value, _) in self._beats.items() if value}
-        leader = max([self._position, *positions.values()])
+    def _look_for_the_slow(self, now: float, beats: dict[int, Beat]) -> None:
+        leader = max(beat.position for beat in beats.values())
         if leader > self._leader:
             self._leader, self._leader_since, self._next_warning = leader, now, self._timing.slow_after
-        behind = [r for r in [*positions, 0] if positions.get(r, self._position) < leader]
+        behind = [r for r, beat in beats.items() if beat.position < leader]
         if behind and now - self._leader_since > self._next_warning:
             waited = f"others wait for {now - self._leader_since:.0f} s (alive)"
             self.warn(f"warning: {self._are(behind)} slow: {waited}")
             self._next_warning *= 2
+
+    def _look_for_the_still(self, now: float, beats: dict[int, Beat]) -> None:
+        """Every process lives, and yet nothing will ever happen again."""
+        moves, still = [beat.moves for beat in beats.values()], now - self._still_since
+        silence = now - min(since for _, since in self._beats.values())
+        is_silent = silence > min(self._timing.dead_after, self._timing.still_after / 2)
+        if moves != self._moves or is_silent:  # who is silent is late or dead, by rules of their own
+            self._longest = self._longest if is_silent else max(self._longest, still)
+            self._moves, self._still_since = moves, now
+        elif still > max(self._timing.still_after, STILL_TIMES * self._longest):
+            places: dict[str, list[int]] = {}
+            for r, beat in sorted(beats.items()):
+                places.setdefault(beat.place, []).append(r)
+            waits = "; ".join(f"{named_ranks(ranks, self._hosts)} in {place}" for place, ranks in places.items())
+            step = max(beat.position for beat in beats.values()) // 2
+            self._give_up(
+                f"error: no rank has moved for {still:.0f} s {f'in step {step}' if step else 'before the first step'} ({waits}): "
+                "a collective that some rank never joins, or a GPU or network card that is gone; all ranks end, and the same "
+                "command resumes"
+            )
+
+    def _give_up(self, words: str) -> None:
+        self.fail(words, 1)
+        first = self._verdict is None or self._verdict.message == words
+        self.end(words if first and self._speaks else "", 1)
 
     def _words(self, ranks: list[int], reason: str, verdict: str = "dead") -> str:
         return f"error: {self._are(ranks)} {verdict} ({reason}); all ranks end, and the same command resumes"

@@ -168,7 +168,7 @@ def meet(
     deadline = time.monotonic() + seconds
     if store.check([f"here/{rank}"]):
         raise RendezvousError(f"another run is at {place}, and has a rank {rank} already; choose another MASTER_PORT")
-    store.set(f"beat/{rank}", "0:0")  # see trainer/ranks/heartbeat.py
+    store.set(f"beat/{rank}", "[]")  # see trainer/ranks/heartbeat.py
     store.set(f"process/{rank}", process_identity(os.getpid()))
     store.set(f"settings/{rank}", json.dumps(dict(introduction.settings)))
     store.set(f"here/{rank}", socket.gethostname())

@@ -10,26 +10,16 @@ from trainer.config.machine import MachineSettings
 from trainer.loop.reporting import Training
 from trainer.planner.signal import NoiseToSignal
 from trainer.ranks import distributed
-from trainer.ranks.discovery import Ranks
 from trainer.run.clipping_mode import ModeChoice
 from trainer.weights.provenance import initialisation_statement
 
 
-def announce(
-    training: Training, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None
-) -> None:
+def announce(training: Training, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
     """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
     run, plan, config = training.run, training.run.plan, training.config
     count = sum(shape.numel() for shape in run.parts.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
-    hosts = distributed.hosts()
-    where = (
-        f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})" if len(hosts) > 1 else ""
-    )
-    print(
-        f"{config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
-        f"{run.parts.engine.compute_dtype}"
-    )
+    print(f"{config.name}: {count / 1e6:.1f}M parameters, {sharding}")
     print(
         f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
         f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "

@@ -1,21 +1,19 @@
 """Which clipping mode fits: bookkeeping is faster, two_pass takes less memory, and the sum is the same.
 
 `privacy.clipping_mode = "auto"` takes bookkeeping unless the memory that it is predicted to need is not there on some rank.
-With activation checkpointing bookkeeping keeps what checkpointing would free, and the prediction sees that, because it comes
-from real micro-batches of the real model under the real engine (trainer/run/memory_estimate.py).
+With activation checkpointing bookkeeping keeps what checkpointing would free, and the prediction sees that: it is the planner's,
+of a whole micro-batch of this model on the meta device (trainer/planner/probe.py).
 """
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from models.vocabulary_head import VocabularyHead, cut_as_for
+from models.vocabulary_head import VocabularyHead
 from privacy.checkpoints.read import Checkpoint
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
+from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
@@ -23,18 +21,14 @@ from privacy.step.adaptive_bound import resumed_bound
 from privacy.step.batches import most_rows
 from privacy.step.engine import Engine, to_device
 from privacy.step.sharded_sums import ShardedSums
-from trainer.config.recipe import RunConfig
+from trainer.config.machine import MachineSettings
+from trainer.config.recipe import EngineName, RunConfig
+from trainer.planner.memory import USABLE, RankMemory, better_mode
+from trainer.planner.resources import probed
 from trainer.ranks import distributed
 from trainer.run.certified import require_same_integers
-from trainer.run.memory_estimate import available_memory, predict_peak
+from trainer.run.memory_estimate import available_memory
 from trainer.tasks import TrainingTask
-
-WORTHWHILE = 0.9
-"""two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""
-USABLE = 0.8
-"""This part of the available memory is used; the rest is for scratch memory inside of operations and for fragmentation."""
-MOMENT_BYTES = 8
-"""Optimizers make two fp32 moments at their first step, for every coordinate that a rank owns."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +67,8 @@ class ModeChoice:
 
 def made_clipper(
     config: RunConfig,
+    machine: MachineSettings,
+    engine_name: EngineName,
     plan: PrivacyPlan,
     task: TrainingTask,
     engine: Engine,
@@ -85,12 +81,13 @@ def made_clipper(
         nodes: the node of each rank, where each node reads its share of the examples.
     """
     privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
+    rows = most_rows(plan, micro_batch_size, nodes)
     clipped = plan.clipped_sum(
         engine.module,
         shapes=engine.shapes,
         mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
         accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
-        rows=most_rows(plan, micro_batch_size, nodes),
+        rows=rows,
         device=engine.device,
         self_check=False,  # an unsharded copy has passed before (`TrainerStart`)
     )
@@ -101,7 +98,14 @@ def made_clipper(
         return clipped, None
     choice = None
     if privacy.clipping_mode == "auto":
-        choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size)
+        world_size, on_cpu = distributed.world_size(), engine.device.type == "cpu"
+        probe, memory = probed(
+            config, machine, engine_name, task, plan, rows=rows, world_size=world_size, on_cpu=on_cpu
+        )
+        choice = choose_mode(
+            memory, lambda mode: probe.micro_batch(mode, micro_batch_size).peak, engine.device, micro_batch_size
+        )
+        clipped.mode = choice.mode
     # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
     hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
     heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
@@ -111,71 +115,26 @@ def made_clipper(
 
 
 def choose_mode(
-    clipped: ClippedSum,
-    engine: Engine,
-    synthetic_inputs: Callable[[int], dict[str, Tensor]],
+    memory: RankMemory,
+    peak: Callable[[Mode], int],
+    device: torch.device,
     micro_batch_size: int,
     available: Callable[[torch.device], int | None] = available_memory,
 ) -> ModeChoice:
-    """Sets and returns the mode; equal on all ranks. Collective. Leaves empty sums.
+    """The mode, equal on all ranks. Collective.
 
     Args:
-        synthetic_inputs: makes up the number of examples that it is called with.
+        memory: of the busiest rank.
+        peak: bytes of a micro-batch in a mode.
     """
-    count = min(micro_batch_size, EXAMPLES_PER_PART)
-    later = MOMENT_BYTES * engine.layout.count(distributed.rank())  # made at the first step, to stay
-    needed = later + _peak(clipped, engine, synthetic_inputs, "bookkeeping", count)
-    mine = (socket.gethostname(), str(engine.device), available(engine.device))
-    sharing = [free for host, device, free in distributed.gather_objects(mine) if (host, device) == mine[:2]]
-    known = [free for free in sharing if free is not None]
-    room = min(known) // len(sharing) if len(known) == len(sharing) else None  # equal for all ranks on a device
-    every = distributed.gather_objects((needed, room))
-    most_needed = max(rank_needs for rank_needs, _ in every)
-    least_room: int | None = None
-    limited = [(rank_needs, rank_room) for rank_needs, rank_room in every if rank_room is not None]
-    if limited:  # the rank that has the least left over decides
-        most_needed, least_room = min(limited, key=lambda pair: USABLE * pair[1] - pair[0])
-    clipped.mode, less = better_mode(
-        most_needed,
-        None if least_room is None else USABLE * least_room,
-        lambda: max(distributed.gather_objects(later + _peak(clipped, engine, synthetic_inputs, "two_pass", count))),
-    )
-    return ModeChoice(clipped.mode, micro_batch_size, most_needed, less, least_room)
-
-
-def better_mode(needed: int, usable: float | None, needed_in_two_passes: Callable[[], int]) -> tuple[Mode, int | None]:
-    """The mode, and what two passes need where that was asked for; the planner decides by this function too.
-
-    Args:
-        needed: bytes by bookkeeping, with all that training allocates later.
-        usable: bytes that all of this may take; None where nobody knows.
-        needed_in_two_passes: the same as `needed`; it is called only where bookkeeping does not fit.
-    """
-    if usable is None or needed <= usable:
-        return "bookkeeping", None
-    less = needed_in_two_passes()
-    return ("two_pass" if less < WORTHWHILE * needed else "bookkeeping"), less
-
-
-def _peak(
-    clipped: ClippedSum, engine: Engine, synthetic_inputs: Callable[[int], dict[str, Tensor]], mode: Mode, count: int
-) -> int:
-    """Predicts the bytes of a micro-batch of `count` examples from small ones whose vocabulary is cut as its own is.
-
-    The sums are among them where they are local: the first micro-batch of a step makes them.
-    """
-    clipped.mode = mode
-
-    def work(size: int) -> None:
-        inputs = to_device(synthetic_inputs(size), engine)
-        is_padding_B = torch.zeros(size, dtype=torch.bool, device=engine.device)
-        clipped.zero_()
-        with cut_as_for(engine.module, count, size):
-            clipped.add_micro_batch(engine.module, inputs, is_padding_B)
-
-    peak = predict_peak(work, count)
-    clipped.zero_()
-    return peak
+    on_device: dict[tuple[str, str], list[int]] = {}  # ranks may share one, such as a host's CPU
+    for host, name, free in distributed.gather_objects((distributed.host_name(), str(device), available(device))):
+        on_device.setdefault((host, name), []).extend([] if free is None else [free])
+    room = min((min(known) // len(known) for known in on_device.values() if known), default=None)
+    later = memory.sums + memory.on_top + memory.average
+    needed = later + peak("bookkeeping")
+    mode, less = better_mode(needed, None if room is None else USABLE * room, lambda: later + peak("two_pass"))
+    return ModeChoice(mode, micro_batch_size, needed, less, room)
 
 
 def _gib(count: float) -> str:

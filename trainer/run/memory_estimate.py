@@ -1,24 +1,18 @@
-"""How much memory a micro-batch takes, predicted from two small ones that really run; and how much there is.
+"""How much memory work takes, and how much there is.
 
-Layer inputs, output gradients, attention maps, recomputed activations: what is alive when depends on the model, the engine and
-the clipping mode, and any list of it by hand would be wrong for the next model. So the work runs for 2 and for 4 examples
-while every tensor that it makes is counted from birth to death. After each operation the live bytes are an affine function
-of the number of examples (weights that an engine gathers are the constant, activations the slope), so the two timelines give
-that of any number, and its highest point is the peak. Scratch memory inside an operation is not seen.
+Layer inputs, output gradients, attention maps, recomputed activations: what is alive when depends on the model and the clipping
+mode, and any list of it by hand would be wrong for the next model. So every tensor is counted from birth to death, on the meta
+device too (trainer/planner/probe.py). Scratch memory inside an operation is not seen.
 """
 
-import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # the one private name here: flop_counter is built on it too
-
-PROBE_SIZES = (2, 4)
-"""Sizes of the two small ones. A batch of one may take other branches."""
 
 
 class MemoryTimeline(TorchDispatchMode):
@@ -64,37 +58,6 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
             yield from _plain_tensors(item)
     elif isinstance(tree, dict):
         yield from _plain_tensors(list(tree.values()))
-
-
-def predict_peak(work: Callable[[int], object], count: int) -> int:
-    """Bytes that `work(count)` has alive at its peak, on top of what was there before.
-
-    Args:
-        work: runs for a number of examples; it is called with PROBE_SIZES.
-    """
-    small, large = PROBE_SIZES
-    first, second = _timeline(work, small), _timeline(work, large)
-    if len(first) != len(second):  # what is made once, such as a table of constants, is there by now
-        first = _timeline(work, small)
-    return extrapolate(first, second, count)
-
-
-def _timeline(work: Callable[[int], object], size: int) -> list[int]:
-    """Live bytes after each operation of `work(size)`."""
-    # Compiled blocks run as they are: a compiler that meets them under the timeline would leave them alone for good.
-    timeline = MemoryTimeline()
-    with torch.compiler.set_stance("force_eager"), timeline:
-        work(size)
-    return timeline.live_bytes
-
-
-def extrapolate(first: Sequence[int], second: Sequence[int], count: int) -> int:
-    """The peak for `count` examples, from live bytes after each operation for PROBE_SIZES examples."""
-    small, large = PROBE_SIZES
-    if len(first) != len(second):  # an engine that does something else the second time: the peaks alone
-        first, second = [max(first, default=0)], [max(second, default=0)]
-    steps = (count - small) / (large - small)
-    return max((math.ceil(a + steps * (b - a)) for a, b in zip(first, second, strict=True)), default=0)
 
 
 def available_memory(

@@ -18,7 +18,9 @@ from data.reading.loader import Loader, StepPlan
 from data.reading.streaming import Stream, StreamingLoader
 from privacy.checkpoints.read import Checkpoint, has_checkpoints
 from privacy.checkpoints.write import Retention
-from privacy.clipping.selfcheck import check_against_autograd
+from privacy.clipping.accumulators import EXAMPLES_PER_SUM
+from privacy.clipping.clipped_sum import Mode
+from privacy.clipping.selfcheck import ALONE, check_against_autograd, check_at_size
 from privacy.errors import DONE
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
@@ -26,12 +28,14 @@ from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
 from privacy.step.allocator import keep_freed_memory
 from privacy.step.batches import Dealt
+from privacy.step.collectives import refuse_together
+from privacy.step.engine import Engine, to_device
 from privacy.step.folder import RunFolder
 from privacy.step.neighbours import require_neighbours_apart
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
 from trainer.engines import build_engine, sharder
-from trainer.engines.blocks import compile_blocks, require_compilable
+from trainer.engines.blocks import checkpoint_blocks, compile_blocks, require_compilable
 from trainer.errors import ConfigError
 from trainer.loop.averaging import WeightAverage
 from trainer.loop.fit import fit
@@ -90,7 +94,7 @@ def train(
     training = start.training(run)
     warn_of_few_cpus(config.data.num_workers)
     if ranks.is_main:
-        announce(training, ranks, engine_name, machine, start.choice)
+        announce(training, engine_name, machine, start.choice)
     outcome = fit(training)
     if ranks.is_main:
         conclude(run, outcome)
@@ -117,6 +121,8 @@ class TrainerStart:
     choice: ModeChoice | None = None
     task: TrainingTask = field(init=False)
     model: nn.Module = field(init=False)
+    twin: nn.Module = field(init=False)
+    """One block of each stack, the rest whole; what the self-check looks at, on one rank of each host."""
     table: ExampleTable = field(init=False)
     nodes: tuple[int, ...] = ()
 
@@ -192,11 +198,44 @@ class TrainerStart:
             require_compilable(self.model, self.engine_name, self.machine, self.device)
 
     def require_sums_of_autograd(self) -> None:
-        """Clipped sums are those of autograd; a model that is made in shards is checked on one block that is whole."""
-        whole = self.model
-        if self.shard is not None:
-            whole = self.task.build(torch.Generator().manual_seed(self.config.train.seed), one_block=True)
-        check_against_autograd(whole, self.task.synthetic_inputs(2))
+        """Clipped sums are those of autograd: of the twin, which has a layer of every kind, and coarsely of the whole model.
+
+        In float64 and on many rows the whole of a large model would take a core half an hour.
+        """
+        seed, inputs = self.config.train.seed, self.task.synthetic_inputs(2)
+        self.twin = self.task.build(torch.Generator().manual_seed(seed), one_block=True)
+        if kinds(self.twin) != kinds(self.task.skeleton()):
+            self.twin = self.task.build(torch.Generator().manual_seed(seed))
+
+        def check() -> None:
+            on_device = {name: x.to(self.device) for name, x in inputs.items()}
+            check_against_autograd(self.twin.to(self.device), on_device)
+            if self.shard is None:  # else no process has the whole
+                check_at_size(self.model, inputs, 1)
+
+        self._on_each_host(check)
+
+    def require_sums_at_size(self, engine: Engine, mode: Mode) -> None:
+        """The same of the twin with the rows, the precision, the mode and the compiler of the run."""
+        train, twin = self.config.train, self.twin
+        del self.twin
+        if mode == "certified":  # its rows are compared as whole numbers
+            return
+        rows = (
+            train.micro_batch_size if self.device.type == "cuda" else min(train.micro_batch_size, EXAMPLES_PER_SUM + 1)
+        )
+
+        def check() -> None:
+            twin.to(engine.device, engine.compute_dtype)
+            checkpoint_blocks(twin, self.machine)
+            if train.compile:
+                compile_blocks(twin)
+            check_at_size(twin, to_device(self.task.synthetic_inputs(ALONE), engine), rows, mode=mode)
+
+        self._on_each_host(check)
+
+    def _on_each_host(self, check: Callable[[], None]) -> None:
+        refuse_together(check if self.ranks.local_rank == 0 else lambda: None)
 
     def open_heldout(self) -> None:
         """Held-out data are there, and no training shards that are declared public; before the hours of the next check."""
@@ -269,7 +308,8 @@ class TrainerStart:
         require_neighbours_apart(engine, engine.module, task.synthetic_inputs, train.micro_batch_size)
         if train.compile:
             compile_blocks(engine.module)
-        clipped, self.choice = made_clipper(config, plan, task, engine, resumed, self.nodes)
+        clipped, self.choice = made_clipper(config, machine, self.engine_name, plan, task, engine, resumed, self.nodes)
+        self.require_sums_at_size(engine, clipped.mode)
         source = self.noise or plan.noise()
         self.sanity = SanityChecks(engine, source) if train.sanity_checks else None
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
@@ -332,10 +372,18 @@ class TrainerStart:
         )
 
 
+def kinds(model: nn.Module) -> set[object]:
+    """The classes of a model's modules, each with the names and shapes of its own parameters."""
+    return {
+        (type(module), tuple((name, p.shape) for name, p in module.named_parameters(recurse=False)))
+        for module in model.modules()
+    }
+
+
 def _read(
     loader: Loader | StreamingLoader, plans: Iterator[Dealt]
 ) -> Generator[tuple[Dealt, Iterator[Batch]], None, None]:
     """The data room reads what it is told, and knows no plan of privacy."""
     with contextlib.closing(loader.steps(itertools.starmap(StepPlan, plans))) as steps:
-        for plan, batches in steps:
-            yield Dealt(*plan), batches
+        for plan, batches in distributed.reading(steps):
+            yield Dealt(*plan), distributed.reading(batches)

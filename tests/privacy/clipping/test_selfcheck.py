@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum
+from privacy.clipping import ClippedSum, accumulators, recorder
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts
+from privacy.clipping.norms import NormTally
 from privacy.clipping.rules import RULES
-from privacy.clipping.selfcheck import check_against_autograd
+from privacy.clipping.selfcheck import check_against_autograd, check_at_size
 from privacy.errors import PrivacyConfigError
 
 
@@ -356,3 +357,139 @@ def test_a_task_that_returns_no_tensor_is_told_so(returned: object) -> None:
         check_against_autograd(model, made_up(), lambda **inputs: returned)  # type: ignore[arg-type, return-value]
     with pytest.raises(PrivacyConfigError, match=f"the task returned {type(returned).__name__}"):
         add(ClippedSum(model, 1.0, self_check=False), lambda **inputs: returned, **made_up(3))  # type: ignore[arg-type, return-value]
+
+
+# What begins at the run's own size, with the second micro-batch, in half precision or under a compiler.
+
+
+class Tokens(nn.Module):
+    """Layers of several rules; wide enough for matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm = nn.Embedding(50, 40), nn.LayerNorm(40)
+        self.inner, self.last = nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 40)), nn.Linear(40, 36)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        return self.last(self.norm(h + self.inner(h))).sin().sum((1, 2))
+
+
+IDS = torch.randint(0, 50, (5, 6), generator=torch.Generator().manual_seed(2))
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    model.inner.compile(backend="eager")  # type: ignore[union-attr, operator]
+    return model
+
+
+def in_autocast(model: nn.Module) -> Callable[..., Tensor]:
+    def task(ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(ids)
+
+    return task
+
+
+RUNS: dict[str, Callable[[], dict[str, Any]]] = {
+    "fp32": lambda: {"model": Tokens()},
+    "two_pass": lambda: {"model": Tokens(), "mode": "two_pass"},
+    "bf16": lambda: {"model": Tokens().bfloat16()},
+    "autocast": lambda: {"model": (model := Tokens()), "task": in_autocast(model)},
+    "compiled": lambda: {"model": compiled(Tokens())},
+    "compiled bf16": lambda: {"model": compiled(Tokens().bfloat16())},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("size", [1, 2, 70, 200])
+def test_a_right_model_passes_at_the_size_of_the_run(run: str, size: int) -> None:
+    check_at_size(inputs={"ids": IDS}, size=size, **RUNS[run]())
+
+
+def late_rows(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        add = OuterProducts.add_weighted
+
+        def wrong(self: OuterProducts, weight_B: Tensor, slot: Any) -> None:
+            add(self, torch.cat([weight_B[:64], change(weight_B[64:])]), slot)
+
+        patch.setattr(OuterProducts, "add_weighted", wrong)
+
+    return plant
+
+
+def late_norms(patch: pytest.MonkeyPatch) -> None:
+    """Rows beyond 64 are not clipped as their norms ask."""
+    norm = NormTally.safe_norm
+    patch.setattr(NormTally, "safe_norm", lambda self: torch.cat([norm(self)[:64], 0.5 * norm(self)[64:]]))
+
+
+def second_sum_alone(patch: pytest.MonkeyPatch) -> None:
+    """What an fp32 sum beyond the first holds is lost."""
+    reduce = accumulators.functools.reduce
+    patch.setattr(
+        accumulators.functools,
+        "reduce",
+        lambda f, parts, *first: first[0] if first and [*parts] else reduce(f, parts, *first),
+    )
+
+
+def later_micro_batches(change: Callable[[accumulators.Total], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        add, seen = accumulators.Total.add, list[accumulators.Total]()
+
+        def wrong(self: accumulators.Total, *args: Any) -> None:
+            if any(total is self for total in seen):
+                change(self)
+            seen.append(self)
+            add(self, *args)
+
+        patch.setattr(accumulators.Total, "add", wrong)
+
+    return plant
+
+
+def in_bf16(patch: pytest.MonkeyPatch) -> None:
+    """A factor that is rounded to a power of two."""
+    add = OuterProducts.add_weighted
+
+    def wrong(self: OuterProducts, weight_B: Tensor, slot: Any) -> None:
+        is_narrow = self.a_BTd.dtype == torch.bfloat16
+        add(self, weight_B.log2().round().exp2().masked_fill(weight_B == 0, 0) if is_narrow else weight_B, slot)
+
+    patch.setattr(OuterProducts, "add_weighted", wrong)
+
+
+def under_a_compiler(patch: pytest.MonkeyPatch) -> None:
+    """A tap in a compiled block reports half of the gradient."""
+    call = recorder.Call
+    patch.setattr(
+        recorder, "Call",
+        lambda claim, name, x, g, *kept, **how: call(claim, name, x, g / 2 if how.get("is_borrowed") else g, *kept, **how),
+    )  # fmt: skip
+
+
+PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "rows beyond 64 are lost": (late_rows(lambda w_B: 0 * w_B), "fp32"),
+    "rows beyond 64 count twice": (late_rows(lambda w_B: 2 * w_B), "fp32"),
+    "factors beyond 64 are those of other rows": (late_rows(lambda w_B: w_B.flip(0)), "fp32"),
+    "norms beyond 64": (late_norms, "fp32"),
+    "the second fp32 sum is lost": (second_sum_alone, "fp32"),
+    "a second micro-batch replaces the first": (later_micro_batches(lambda t: t.low.zero_()), "fp32"),
+    "a second micro-batch doubles the first": (later_micro_batches(lambda t: t.low.mul_(2)), "two_pass"),
+    "in bf16": (in_bf16, "bf16"),
+    "under a compiler": (under_a_compiler, "compiled"),
+    "under a compiler in bf16": (under_a_compiler, "compiled bf16"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_that_small_batches_do_not_have_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, run = PLANTED[name]
+    plant(monkeypatch)
+    settings = RUNS[run]()
+    check_against_autograd(Tokens(), {"ids": IDS[:2]})
+    with pytest.raises(PrivacyConfigError, match=r"in micro-batches of 70 examples, in the precision of the run"):
+        check_at_size(inputs={"ids": IDS}, size=70, **settings)
