@@ -141,6 +141,13 @@ BAD = {
         ("verify data/demo --index nowhere", "there is no index in nowhere"),
         ("index --outputs x", "unrecognized arguments: --outputs"),
         ("import pairs.csv --output x", "required"),
+        ("import --from csv missing.csv --output x", "there is no missing.csv"),
+        ("import --from folder docs --output x --max_per_owner 2", "or neither"),
+        ("import --from folder docs --output x --duplicate_distance 40", "0 to 10"),
+        ("import --from folder docs --output x --heldout_share 0.51", "held-out share"),
+        ("synthetic --output x --num_examples 0", "at least 1"),
+        ("synthetic --output /proc/x --num_examples 1 --workers 1", "cannot write"),
+        ("synthetic --preview x.png --image_size 5", "16 to 4096"),
     ],
     "study.py": [
         ("run studies/none.toml", "study studies/none.toml: No such file or directory; see studies/ for examples"),

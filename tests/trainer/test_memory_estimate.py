@@ -12,7 +12,6 @@ from torch import Tensor
 
 from privacy.clipping import ClippedSum
 from tests.privacy.clipping.test_modes import Blocks
-from tests.privacy.clipping.test_properties import Middle
 from tests.processes import ROOT, quiet_environment, run_python
 from trainer.run.memory_estimate import MemoryTimeline, available_memory, predict_peak
 
@@ -54,21 +53,6 @@ def test_two_small_runs_predict_the_timeline_of_a_large_one_exactly(count: int) 
 
         assert predict_peak(work, count) == pytest.approx(max(live(lambda: work(count))), rel=1e-3)
         total.detach()
-
-
-def test_compiled_blocks_are_still_compiled_afterwards() -> None:
-    graphs: list[object] = []
-
-    def backend(graph: Any, examples: object) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    block = Middle(torch.nn.Conv1d(4, 4, 1))
-    block.compile(backend=backend)
-    predict_peak(lambda size: block(torch.randn(size, 9, 4)), 8)
-    assert not graphs
-    block(torch.randn(2, 9, 4))
-    assert graphs
 
 
 # What this process measures of itself, in a process of its own.
@@ -154,13 +138,3 @@ def test_the_least_of_machine_and_control_groups_is_available(tmp_path: Path) ->
     assert available_memory(CPU, proc, cgroups) == 200000
     (cgroups / "job" / "memory.stat").write_text("anon 5\ninactive_file 30000\n")
     assert available_memory(CPU, proc, cgroups) == 230000
-
-
-def test_control_groups_of_version_1_and_of_a_container(tmp_path: Path) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    write(proc, meminfo=MEMINFO, self__cgroup="5:cpu,cpuacct:/\n4:memory:/docker/0123\n0::/\n")
-    # The container sees its own group at the root, not under the host's path.
-    write(cgroups / "memory", **{"memory.limit_in_bytes": "250000", "memory.usage_in_bytes": "100000"})
-    assert available_memory(CPU, proc, cgroups) == 150000
-    write(cgroups / "memory" / "docker" / "0123", **{"memory.limit_in_bytes": "9" * 19, "memory.usage_in_bytes": "1"})
-    assert available_memory(CPU, proc, cgroups) == 150000
