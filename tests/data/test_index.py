@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 import tracemalloc
 import zlib
 from concurrent.futures import ProcessPoolExecutor
@@ -407,10 +406,9 @@ HUGE = (
 
 def test_huge_patterns_are_refused_before_they_take_memory(tmp_path: Path) -> None:
     tracemalloc.start()
-    start = time.monotonic()
     for pattern in HUGE:
         with pytest.raises(DataError, match=r"too long|names more than|digits") as caught:
             find_shards(pattern, tmp_path)
         assert "\n" not in str(caught.value)
-    assert tracemalloc.get_traced_memory()[1] < 500e6 and time.monotonic() - start < 20
+    assert tracemalloc.get_traced_memory()[1] < 500e6
     tracemalloc.stop()

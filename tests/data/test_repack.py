@@ -1,4 +1,4 @@
-"""`prepare.py repack`: members in disorder come together, joined archives and dotted names come apart, damage is refused."""
+"""`prepare.py repack`: members in disorder come together, dotted names come apart, damage is refused."""
 
 import hashlib
 import io
@@ -23,7 +23,6 @@ from tests.data.support.archives import (
     members,
     pairs,
     shard_of,
-    without_padding,
 )
 
 MIB = 1 << 20
@@ -61,18 +60,6 @@ def test_shards_are_as_large_as_asked(tmp_path: Path) -> None:
     for size in (20 << 10, 15_000):
         _, examples, sizes = repacked([archive(content)], tmp_path, shard_bytes=size)
         assert examples == by_key(content) and max(sizes) <= size < sizes[0] + sizes[1] and len(sizes) > 4
-
-
-@pytest.mark.parametrize("is_padded", [True, False])
-def test_joined_archives_are_whole_and_copies_stay_two(is_padded: bool, tmp_path: Path) -> None:
-    content = members(10, np.random.default_rng(0))
-    end = bytes if is_padded else without_padding
-    _, examples, _ = repacked([end(archive(content[:7])) + archive(content[7:])], tmp_path)
-    assert as_sets(examples) == as_sets(by_key(content))
-    twice = end(archive(content[:2])) + archive(content[:2])
-    (tmp_path / "copies").mkdir()
-    report, examples, _ = repacked([twice], tmp_path / "copies")
-    assert examples == by_key(content[:2]) * 2 and (report.joints, report.shards) == (1, 2)
 
 
 @pytest.mark.parametrize("kind", ["zeros", "noise", "cut"])
