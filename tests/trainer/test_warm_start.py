@@ -175,9 +175,11 @@ def public_link(*shards: str, before: dict[str, Any] = RANDOM) -> dict[str, Any]
 def test_own_data_are_refused_however_far_back_they_were_declared_public(tmp_path: Path, start: dict[str, Any]) -> None:
     """A on these data as if they were public, B from A on others, C private on these: the chain remembers A's shards."""
     checkpoint = write(tmp_path, {**SYNTHETIC, "initialisation": start})
-    assert initialisation_facts(recipe(), checkpoint, table("c"))["before_that"] == start
-    with pytest.raises(ConfigError, match="or a run behind it, was trained on shards of this run's private data"):
-        initialisation_facts(recipe(), checkpoint, table("c", "bbbbbbbb"))
+    facts = initialisation_facts(recipe(), checkpoint, table("c"))
+    assert facts["before_that"] == start and facts["shards"] == ["aaaaaaaa" * 2], "a later start sees both"
+    for own in ("bbbbbbbb", "aaaaaaaa"):  # the second is a shard of the checkpoint's own run
+        with pytest.raises(ConfigError, match="or a run behind it, was trained on shards of this run's private data"):
+            initialisation_facts(recipe(), checkpoint, table("c", own))
 
 
 @pytest.mark.parametrize("start", [None, "random", {"kind": "unheard of"}])
