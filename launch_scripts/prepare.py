@@ -236,10 +236,7 @@ def repack_shards(options: RepackOptions) -> Repacked:
     """
     paths = expand_shards(options.shards, Path.cwd())
     report = repack(
-        paths,
-        options.output,
-        shard_bytes=options.shard_mib << 20,
-        key_until_last_dot=options.key_until_last_dot,
+        paths, options.output, shard_bytes=options.shard_mib << 20, key_until_last_dot=options.key_until_last_dot
     )
     say(
         f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.skipped} members "

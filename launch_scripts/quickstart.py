@@ -52,14 +52,7 @@ def main() -> int:
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "-q", "--master_port", str(_free_port())]
     if not torch.cuda.is_available():
         launcher += ["--num_gpus", "2"]
-    train = [
-        *launcher,
-        "launch_scripts/train.py",
-        "--ds_config",
-        options.ds_config,
-        "--recipe",
-        options.recipe,
-    ]
+    train = [*launcher, "launch_scripts/train.py", "--ds_config", options.ds_config, "--recipe", options.recipe]
     code = _run([*train, "--run_dir", str(run_dir), *options.overrides])
     if code != 0:
         print(f"error: training ended with exit code {code}; run folder {run_dir}", file=sys.stderr)

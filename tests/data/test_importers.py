@@ -295,9 +295,7 @@ BAD = {
         b"image,caption\n\xff.jpg,x\n": "not UTF-8",
         b"image,caption\na.png,a red circle\nb.png,a star, an oval\n": r"t\.csv, line 3 has more fields than the header",
     },
-    "t.tsv": {
-        b"image\tcaption\na.png\ta red circle\nb.png\ta star\tan oval\n": r"t\.tsv, line 3 has more fields",
-    },
+    "t.tsv": {b"image\tcaption\na.png\ta red circle\nb.png\ta star\tan oval\n": r"t\.tsv, line 3 has more fields"},
     "coco.json": {
         b"[]": "no COCO",
         b"{": "no JSON",

@@ -13,17 +13,7 @@ from data.errors import DataError
 from data.index.build import build_index
 from data.index.repack import CHECKSUMS, Repacked, repack
 from data.reading.reader import TarReader
-from tests.data.support.archives import (
-    BLOCK,
-    Content,
-    Fields,
-    archive,
-    as_sets,
-    by_key,
-    members,
-    pairs,
-    shard_of,
-)
+from tests.data.support.archives import BLOCK, Content, Fields, archive, as_sets, by_key, members, pairs, shard_of
 
 MIB = 1 << 20
 

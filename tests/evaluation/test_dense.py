@@ -10,14 +10,7 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
-from evaluation.dense.heads import (
-    Detections,
-    average_precision,
-    boxes_of,
-    cell_targets,
-    confusion,
-    pixel_scores,
-)
+from evaluation.dense.heads import Detections, average_precision, boxes_of, cell_targets, confusion, pixel_scores
 from evaluation.dense.sources import IGNORED, Coco, Objects, SyntheticShapes, open_dense
 from tests.evaluation.commands import evaluate
 from tests.trainer.trained_runs import recipe, trained

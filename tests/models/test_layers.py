@@ -3,10 +3,7 @@ from math import cos, sin
 import torch
 from torch import Tensor
 
-from models.layers import (
-    image_sincos_table,
-    sincos_positions,
-)
+from models.layers import image_sincos_table, sincos_positions
 
 
 def plain_attention(query_LD: Tensor, key_SD: Tensor, value_SD: Tensor, num_heads: int, *, causal: bool) -> Tensor:

@@ -65,12 +65,7 @@ def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str
 
 
 def plan_resources(
-    config: RunConfig,
-    machine: MachineSettings,
-    cluster: Cluster,
-    examples: Examples,
-    plan: PrivacyPlan,
-    root: Path,
+    config: RunConfig, machine: MachineSettings, cluster: Cluster, examples: Examples, plan: PrivacyPlan, root: Path
 ) -> dict[str, Any]:
     """Everything that `plan.py` prints but the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
 
