@@ -30,13 +30,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from benchmarks.synthetic_shards import write_tiny_shards  # noqa: E402
 from data.examples.examples import CaptionExample  # noqa: E402
 from data.examples.tokenizer import EMBEDDED_TOKENIZER  # noqa: E402
 from data.index.build import build_index  # noqa: E402
 from data.index.shards import expand_shards  # noqa: E402
 from data.index.tar_format import is_image  # noqa: E402
 from data.index.tar_index import ExampleTable  # noqa: E402
+from data.index.tar_writer import write_shard  # noqa: E402
 from data.reading.loader import Loader, StepPlan  # noqa: E402
 from data.reading.pool import worker_pool  # noqa: E402
 from data.reading.reader import RawExample, TarReader  # noqa: E402
@@ -133,7 +133,14 @@ def index_rates(num_examples: int) -> dict[str, Any]:
     """Build rate (one process, then one per core), size and random reads of a synthetic index."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shards = write_tiny_shards(folder / "shards", num_examples, examples_per_shard=50_000)
+        members = {
+            "jpg": bytes(20),
+            "txt": b"twenty bytes of text",
+        }  # so small that what an index costs per example shows
+        starts = range(0, num_examples, 50_000)
+        shards = [folder / f"tiny-{start:09d}.tar" for start in starts]
+        for start, shard in zip(starts, shards, strict=True):
+            write_shard(shard, ((f"{n:09d}", members) for n in range(start, min(start + 50_000, num_examples))))
         started, cpu = time.perf_counter(), time.process_time()
         table = build_index(shards, folder / "index")
         wall, cpu = time.perf_counter() - started, time.process_time() - cpu

@@ -88,25 +88,13 @@ def build(device: torch.device, name: str) -> tuple[Mechanism, list[Batch]]:
     size = MICRO_BATCH * MICRO_BATCHES
     request = PlanRequest(num_examples=1000 * size, expected_batch_size=size, num_steps=1, noise_multiplier=1.0)
     plan = make_plan(request)
-    clipped = plan.clipped_sum(
-        engine.module,
-        shapes=engine.shapes,
-        rows=most_rows(plan, MICRO_BATCH),
-        device=engine.device,
-        self_check=False,
-    )
+    rows = most_rows(plan, MICRO_BATCH)
+    clipped = plan.clipped_sum(engine.module, shapes=engine.shapes, rows=rows, device=engine.device, self_check=False)
     mechanism = Mechanism(
-        plan=plan,
-        clipped=clipped,
-        engine=engine,
-        task=engine.module,
-        ledger=_NoLedger(),
-        noise=plan.noise(),
-        noise_variance=NoiseVariance(optimizer.betas[1]),
-        learning_rate=lambda step: optimizer.peak_lr,
-        note_charge=lambda step: None,
-        keep_noise_on=None,
-    )
+        plan=plan, clipped=clipped, engine=engine, task=engine.module, ledger=_NoLedger(), noise=plan.noise(),
+        noise_variance=NoiseVariance(optimizer.betas[1]), learning_rate=lambda step: optimizer.peak_lr,
+        note_charge=lambda step: None, keep_noise_on=None,
+    )  # fmt: skip
     batches = []
     for seed in range(MICRO_BATCHES):
         generator = torch.Generator().manual_seed(seed)

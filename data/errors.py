@@ -18,7 +18,3 @@ class ReadError(OSError):
 
 class DecodeError(ValueError):
     """The bytes of one example are not an image with a caption; decided from its own bytes alone."""
-
-
-class PixelsError(DecodeError):
-    """An image has more pixels than are decoded."""

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
 
 ROOT = Path(__file__).resolve().parents[1]
-_ASSUMPTIONS = ("efficiency", "gpus_per_node", "decoded_per_second", "store_gbits")
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "bytes_per_example", *_ASSUMPTIONS)
+_ASSUMPTIONS = ("efficiency", "gpus_per_node")
+_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", *_ASSUMPTIONS)
 
 
 class PrivacyPart(Options):
@@ -85,12 +85,6 @@ class PlanOptions(PrivacyPart):
     """share of the peak FLOP/s that is reached; default 0.35"""
     gpus_per_node: Annotated[int | None, Shown("G")] = Field(None, ge=1)
     """default: of the maker's reference system"""
-    bytes_per_example: Annotated[float | None, Shown("N")] = Field(None, gt=0)
-    """default: the index's mean, else 50,000"""
-    decoded_per_second: Annotated[float | None, Shown("N")] = Field(None, gt=0)
-    """examples that one core decodes; default 366"""
-    store_gbits: Annotated[float | None, Shown("X")] = Field(None, gt=0)
-    """Gb/s per node from the place of the shards; default 10"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -184,10 +178,11 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
             raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={value}")
     config = load_config(recipe, options.overrides)
     machine = None if options.ds_config is None else load_machine_settings(options.ds_config)
+    gpu = None if options.gpu is None else find_gpu(options.gpu)  # a wrong name is refused before sigma is calibrated
     examples = None
     num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
     if machine is not None or num_examples is None:
-        examples = known_examples(config, ROOT, options.bytes_per_example)
+        examples = known_examples(config, ROOT)
         num_examples = examples.count if num_examples is None else num_examples
     if num_examples is None:
         unknown = f"recipe {recipe} names no data.num_examples: add data.num_examples=N"
@@ -218,7 +213,6 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     if machine is not None:
         assert examples is not None
         assumed = {name: value for name in _ASSUMPTIONS if (value := getattr(options, name)) is not None}
-        gpu = None if options.gpu is None else find_gpu(options.gpu)
         cluster = Cluster(options.engine or "deepspeed", options.world_size or 1, gpu, **assumed)
         result["resources"] = plan_resources(config, machine, cluster, examples, planned, ROOT)
     return result

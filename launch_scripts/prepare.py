@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, TaskID
@@ -94,8 +94,6 @@ class RepackOptions(Options):
     """a new or empty folder"""
     shard_mib: Annotated[int, Shown("MIB"), Field(ge=1, le=2**20)] = 1024
     """the most that a new shard has (default: 1024)"""
-    prefix: str = "train"
-    """how the shards' names begin (default: train)"""
     key_until_last_dot: bool = False
     """an example's name ends at the last dot: 2024.01.05.jpg and 2024.01.06.jpg are two; dots before it are written %2E"""
 
@@ -107,7 +105,7 @@ class WriterOptions(PrepareOptions):
     """seed of whatever is drawn: pictures, or the choice among an owner's examples (default: 0)"""
     image_format: Annotated[Literal["jpg", "webp", "png"], Field(alias="format")] = "jpg"
     """format of the pictures (default: jpg)"""
-    shard_examples: Annotated[int, Shown("K")] = 5000
+    shard_examples: Annotated[int, Shown("K"), Field(ge=1)] = 5000
     """examples per shard (default: 5000)"""
 
 
@@ -128,28 +126,28 @@ class ImportOptions(WriterOptions):
     """column or field of whole numbers; default: the file .cls next to an image"""
     image_root: Annotated[Path | None, Shown("DIR")] = None
     """folder that image paths start from (default: that of SRC)"""
-    size: Annotated[int, Shown("PIXELS")] = 256
+    size: Annotated[int, Shown("PIXELS"), Field(ge=1)] = 256
     """images are shrunk until their shorter side has this (default: 256)"""
-    min_side: Annotated[int, Shown("PIXELS")] = 16
-    """drop smaller images (default: 16)"""
-    max_megapixels: Annotated[int, Shown("N")] = 34
-    """drop images that are decoded to more millions of pixels; a large JPEG is decoded at 1/2 to 1/8 (default: 34)"""
-    quality: int = 90
+    quality: int = Field(90, ge=1, le=100)
     """quality of jpg and webp (default: 90)"""
-    duplicate_distance: Annotated[int, Shown("BITS")] = 4
+    duplicate_distance: Annotated[int, Shown("BITS"), Field(ge=0, le=10)] = 4
     """near copies differ in at most this many bits, 0 to 10 (default: 4)"""
     keep_near_duplicates: bool = False
     """remove exact copies only"""
     owner_field: Annotated[str | None, Shown("NAME")] = None
     """column or field that says whose an example is"""
-    max_per_owner: Annotated[int | None, Shown("K")] = None
+    max_per_owner: Annotated[int | None, Shown("K"), Field(ge=1)] = None
     """keep at most K examples of an owner"""
-    prefix: str = "train"
-    """how the shards' names begin (default: train)"""
     text_holds: Literal["caption", "captions"] = "caption"
     """what a .txt next to an image holds: one caption, or one caption per line (default: caption)"""
-    heldout_share: Annotated[float, Shown("S")] = 0.0
+    heldout_share: Annotated[float, Shown("S"), Field(ge=0, le=0.5)] = 0.0
     """about this share of the examples goes to DIR/heldout, near copies and an owner's examples together (default: 0)"""
+
+    @model_validator(mode="after")
+    def _owners_have_a_limit(self) -> "ImportOptions":
+        if (self.owner_field is None) != (self.max_per_owner is None):
+            raise ValueError("give both --owner_field and --max_per_owner, or neither")
+        return self
 
 
 class SyntheticOptions(WriterOptions):
@@ -157,7 +155,7 @@ class SyntheticOptions(WriterOptions):
 
     output: Annotated[Path | None, Shown("DIR")] = None
     """folder for the shards"""
-    num_examples: Annotated[int | None, Shown("N")] = None
+    num_examples: Annotated[int | None, Shown("N"), Field(ge=1)] = None
     """how many (default with --preview: 36)"""
     image_size: Annotated[int, Shown("PIXELS")] = 224
     """side of a picture (default: 224)"""
@@ -238,15 +236,11 @@ def repack_shards(options: RepackOptions) -> Repacked:
     """
     paths = expand_shards(options.shards, Path.cwd())
     report = repack(
-        paths,
-        options.output,
-        shard_bytes=options.shard_mib << 20,
-        prefix=options.prefix,
-        key_until_last_dot=options.key_until_last_dot,
+        paths, options.output, shard_bytes=options.shard_mib << 20, key_until_last_dot=options.key_until_last_dot
     )
     say(
-        f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.joints} places "
-        f"where archives were joined, {report.skipped} members that belong to no example: {options.output}"
+        f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.skipped} members "
+        f"that belong to no example: {options.output}"
     )
     return report
 

@@ -52,9 +52,8 @@ def main() -> int:
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "-q", "--master_port", str(_free_port())]
     if not torch.cuda.is_available():
         launcher += ["--num_gpus", "2"]
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # on purpose: a build of torch with CUDA refuses to train there unasked
+        # On purpose: a build of torch with CUDA refuses to train on the CPU unasked.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     train = [*launcher, "launch_scripts/train.py", "--ds_config", options.ds_config, "--recipe", options.recipe]
     code = _run([*train, "--run_dir", str(run_dir), *options.overrides])
     if code != 0:

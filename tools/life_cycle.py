@@ -10,7 +10,6 @@ and writes into a temporary folder. `--root` measures another checkout with this
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,23 +62,14 @@ def main() -> None:
 
         def share() -> dict[str, float]:
             """Statements executed so far, in all rooms together and in each."""
-            shutil.copytree(work, work.parent / f"{work.name}-copy", ignore=shutil.ignore_patterns("run*", "mine"))
-            copy = work.parent / f"{work.name}-copy"
-            try:
-                tool = [sys.executable, "-m", "coverage"]
-                options = [f"--rcfile={settings}", f"--data-file={copy}/whole"]
-                subprocess.run(
-                    [*tool, "combine", *options, *map(str, copy.glob("data.*"))],
-                    cwd=root,
-                    check=True,
-                    capture_output=True,
-                )
-                subprocess.run(
-                    [*tool, "json", *options, "-o", copy / "report.json"], cwd=root, check=True, capture_output=True
-                )
-                files = json.loads((copy / "report.json").read_text())["files"]
-            finally:
-                shutil.rmtree(copy)
+            options = [f"--rcfile={settings}", f"--data-file={work}/whole"]
+            for task in (
+                ["combine", "--keep", *options, *work.glob("data.*")],
+                ["json", *options, "-o", work / "report.json"],
+            ):
+                words = [sys.executable, "-m", "coverage", *map(str, task)]
+                subprocess.run(words, cwd=root, check=True, capture_output=True)
+            files = json.loads((work / "report.json").read_text())["files"]
             shares: dict[str, float] = {}
             for name, prefix in {"all": "", **{room: f"{room}/" for room in ROOMS}}.items():
                 summaries = [file["summary"] for path, file in files.items() if path.startswith(prefix)]
@@ -88,15 +78,8 @@ def main() -> None:
                 shares[f"{name}_statements"] = counted
             return shares
 
-        train = (
-            "launch_scripts/train.py",
-            "--ds_config",
-            "ds_configs/zero3.json",
-            "--recipe",
-            "recipes/tiny.toml",
-            "--engine",
-            "local",
-        )
+        settings_of_run = ("--ds_config", "ds_configs/zero3.json", "--recipe", "recipes/tiny.toml", "--engine", "local")
+        train = ("launch_scripts/train.py", *settings_of_run)
         run(*train, "--run_dir", work / "run")
         training = share()
         (work / "run2").mkdir()

@@ -24,16 +24,18 @@ import numpy as np
 from PIL import Image, ImageOps
 from scipy.fft import dctn
 
-from data.errors import DataError, DecodeError, PixelsError, ReadError
-from data.examples.transforms import MAX_PIXELS, decode, to_rgb
+from data.errors import DecodeError, ReadError
+from data.examples.transforms import decode, to_rgb
 from data.files import named_when_whole
 from data.importers.sources import Item, ListedPart, RowGroupPart
 from data.index.tar_writer import Example, write_shard
 
-FORMATS = ("jpg", "webp", "png")
 DIGEST_BYTES = 16
 MAX_DISTANCE = 10
 """Bits of a perceptual hash up to which near copies are looked for."""
+MAX_PIXELS = 34 * 10**6
+"""An image that is decoded to more is dropped: cameras have fewer, or write JPEGs, which are decoded at a part of their size."""
+MIN_SIDE = 16
 MAX_CHARACTERS = 1000
 _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,500}>")
 _ADDRESS = re.compile(r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+", re.IGNORECASE)
@@ -52,50 +54,27 @@ class Settings:
     Attributes:
         source_format: what the provenance calls the source.
         size: pixels of the shorter side; smaller images stay as they are.
-        min_side: images with a shorter side below this are dropped.
-        image_format: one of FORMATS.
+        image_format: jpg, webp or png.
         quality: 1 to 100, where the format is jpg or webp.
-        max_megapixels: images that are decoded to more millions of pixels are dropped.
-        duplicate_distance: near copies that differ in at most this number of bits are removed; None keeps them.
+        duplicate_distance: near copies that differ in at most this number of bits, up to MAX_DISTANCE, are removed; None keeps
+            them.
         owner_field: where the source says whose an example is; examples without an owner are dropped.
         max_per_owner: the largest number of examples of one owner.
         seed: the key of the choice among an owner's examples.
         shard_examples: examples per shard.
-        prefix: how the shards' names begin.
         heldout_share: the share of examples, about, that goes to the folder HELDOUT of the output instead.
     """
 
     source_format: str
     size: int = 256
-    min_side: int = 16
     image_format: str = "jpg"
     quality: int = 90
-    max_megapixels: int = 34
     duplicate_distance: int | None = 4
     owner_field: str | None = None
     max_per_owner: int | None = None
     seed: int = 0
     shard_examples: int = 5000
-    prefix: str = "train"
     heldout_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or self.min_side < 1 or self.max_megapixels < 1 or not 1 <= self.quality <= 100:
-            raise DataError("sizes must be at least 1 and the quality from 1 to 100")
-        if self.image_format not in FORMATS:
-            raise DataError(f"the format must be one of {', '.join(FORMATS)}")
-        if self.duplicate_distance is not None and not 0 <= self.duplicate_distance <= MAX_DISTANCE:
-            raise DataError(f"the duplicate distance is {self.duplicate_distance}; it must be 0 to {MAX_DISTANCE}")
-        if self.max_per_owner is not None and self.max_per_owner < 1:
-            raise DataError(f"max_per_owner is {self.max_per_owner}; it must be at least 1")
-        if (self.owner_field is None) != (self.max_per_owner is None):
-            raise DataError("give both --owner_field and --max_per_owner, or neither")
-        if not 0 <= self.heldout_share <= 0.5:
-            raise DataError(f"the held-out share is {self.heldout_share:g}; it must be 0 to 0.5")
-        if self.shard_examples < 1:
-            raise DataError("shards must hold at least 1 example")
-        if not self.prefix or not all(c.isalnum() or c in "-_" for c in self.prefix):
-            raise DataError("the prefix of shards may have letters, digits, - and _ only")
 
 
 class Converted(NamedTuple):
@@ -189,12 +168,10 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dic
         raise ReadError(f"cannot read {stored!s}: {error.strerror or error}") from error
     captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
     try:
-        image = resized(data, settings.size, settings.max_megapixels * 10**6)
-    except PixelsError:
-        return "large_image"
+        image = resized(data, settings.size)
     except DecodeError:
         return "undecodable_image"
-    if min(image.size) < settings.min_side:
+    if min(image.size) < MIN_SIDE:
         return "small_image"
     if not captions and item.label is None:
         return "no_caption"
@@ -232,25 +209,24 @@ def clean_caption(text: str) -> str | None:
     return text if any(c.isalpha() for c in text) else None
 
 
-def resized(data: bytes, size: int, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def resized(data: bytes, size: int) -> Image.Image:
     """RGB, upright, its shorter side at most `size` pixels; never enlarged.
 
     Args:
         data: an encoded image.
         size: in pixels.
-        max_pixels: the most that are decoded; of a JPEG these are fewer than it has, where twice the size is enough.
 
     Raises:
-        PixelsError: more of them.
-        DecodeError: the bytes are no usable image.
+        DecodeError: the bytes are no usable image, or more than MAX_PIXELS would have to be decoded; of a JPEG these are fewer
+            than it has, where twice the size is enough.
     """
 
     def shrunk(image: Image.Image) -> Image.Image:
         scale = min(1.0, size / min(image.size))
         if image.format in ("JPEG", "MPO") and scale < 0.5:  # phones write MPO: a JPEG with others behind it
             image.draft(None, (math.ceil(image.width * scale * 2), math.ceil(image.height * scale * 2)))
-        if image.width * image.height > max_pixels:
-            raise PixelsError
+        if image.width * image.height > MAX_PIXELS:
+            raise DecodeError("the image has too many pixels")
         rgb = to_rgb(ImageOps.exif_transpose(image))
         scale = min(1.0, size / min(rgb.size))
         if scale == 1.0:

@@ -72,9 +72,7 @@ def import_examples(
         part_of = np.repeat(np.arange(len(parts)), sizes)
         place_of = np.concatenate([np.arange(size) for size in sizes])
         shards = []
-        for chosen, folder, prefix in (
-            (kept & ~kept_out, output, settings.prefix), (kept_out, output / HELDOUT, HELDOUT),
-        ):  # fmt: skip
+        for chosen, folder, prefix in ((kept & ~kept_out, output, "train"), (kept_out, output / HELDOUT, HELDOUT)):
             rows_chosen = np.flatnonzero(chosen)
             if len(rows_chosen):
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -93,9 +91,7 @@ def import_examples(
             "held_out": int(kept_out.sum()),
             "other_files": dict(sorted(source.other_files.items())),
             "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
-            "reasons": {
-                reason: text.format(settings.max_megapixels) for reason, text in REASONS.items() if counts[reason]
-            },
+            "reasons": {reason: text for reason, text in REASONS.items() if counts[reason]},
             "samples": {reason: keys for reason, keys in samples.items() if keys},
             "claim": claim,
         }

@@ -25,9 +25,8 @@ _BATCH_ROWS = 64
 REASONS = {
     "unsafe_path": "the image's path leaves the folder, or goes through a symbolic link",
     "missing_image": "there is no image, or no such file",
-    "undecodable_image": "the image cannot be decoded",
-    "large_image": "the image has more than {} million pixels (--max_megapixels)",
-    "small_image": "the image's shorter side is below the limit",
+    "undecodable_image": "the image cannot be decoded, or has more than 34 million pixels",
+    "small_image": "the image's shorter side has fewer than 16 pixels",
     "no_caption": "no caption is left after cleaning, and there is no label",
     "duplicate_key": "an earlier item of the source has the same key",
     "exact_duplicate": "pixels and caption equal those of an earlier example",

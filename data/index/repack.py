@@ -8,15 +8,15 @@ alone, since many writers count them anew in every shard.
 import io
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from data.errors import DataError, ReadError
 from data.files import named_when_whole, write_durably
 from data.index.shard import index_file, merged_pairs
-from data.index.tar_format import BLOCK, Member, TarFormatError, iter_members, shown, split_key
+from data.index.tar_format import BLOCK, TarFormatError, iter_members, shown, split_key
 
 CHECKSUMS = "SHA256SUMS"
 """File next to the new shards, for `sha256sum -c`."""
@@ -49,20 +49,16 @@ class Repacked:
         shards, examples: written.
         joined: examples of these whose members lay in several places.
         skipped: members that belong to no example, and are not copied.
-        joints: places where an archive ended and another began in one file.
     """
 
     shards: int = 0
     examples: int = 0
     joined: int = 0
     skipped: int = 0
-    joints: int = 0
 
 
-def repack(
-    shards: Sequence[Path], output: Path, *, shard_bytes: int, prefix: str = "train", key_until_last_dot: bool = False
-) -> Repacked:
-    """Writes the examples of `shards`, in their order, to `output/PREFIX-00000.tar` and so on, with a file of checksums.
+def repack(shards: Sequence[Path], output: Path, *, shard_bytes: int, key_until_last_dot: bool = False) -> Repacked:
+    """Writes the examples of `shards`, in their order, to `output/train-00000.tar` and so on, with a file of checksums.
 
     Args:
         shards: local files, also such as an index refuses.
@@ -83,10 +79,8 @@ def repack(
             raise DataError(f"{output} is not empty; name a new folder for the shards")
         report = Repacked()
         for path in shards:  # A bad shard is refused here, before anything is written.
-            _, skipped, joints = _examples_of(path, key_until_last_dot)
-            report.skipped += skipped
-            report.joints += joints
-        _write(shards, output, shard_bytes, prefix, key_until_last_dot, report)
+            report.skipped += _examples_of(path, key_until_last_dot)[1]
+        _write(shards, output, shard_bytes, key_until_last_dot, report)
     except OSError as error:
         if isinstance(error, ReadError):
             raise
@@ -94,50 +88,18 @@ def repack(
     return report
 
 
-def walk_joined(file: BinaryIO, total_bytes: int) -> Iterator[Member | None]:
-    """All members of archives that `cat` joined in one file; None between two of them.
-
-    Where an archive ends before the file does, only the zeros that tar writes by itself are its end: two blocks, or padding to a
-    whole record. A header and a payload of zeros may look like them.
-
-    Raises:
-        TarFormatError: bytes are lost.
-    """
-    archive = position = 0
-    while True:
-        try:
-            for member in iter_members(file, total_bytes, needs_end=True, first=archive):
-                yield member
-                position = member.end_offset
-            return
-        except TarFormatError:
-            file.seek(position)
-            following = position
-            while file.read(BLOCK) == bytes(BLOCK):
-                following += BLOCK
-            is_end = following - position == 2 * BLOCK or (following - archive) % _RECORD == 0
-            if not position < following < total_bytes or not is_end or position == archive:
-                raise
-        yield None
-        archive = position = following
-
-
-def _examples_of(path: Path, until_last_dot: bool) -> tuple[list[Example], int, int]:
-    """The examples of one shard in the order of their first members, and the numbers `skipped` and `joints` of `Repacked`.
+def _examples_of(path: Path, until_last_dot: bool) -> tuple[list[Example], int]:
+    """The examples of one shard in the order of their first members, and the number `skipped` of `Repacked`.
 
     Raises:
         DataError: see `repack`.
     """
     runs: dict[bytes, list[Run]] = {}
-    skipped = joints = 0
+    skipped = 0
     last: bytes | None = None
     try:
         with open(path, "rb") as file:
-            for member in walk_joined(file, os.fstat(file.fileno()).st_size):
-                if member is None:
-                    joints += 1
-                    last = None  # What follows is another example, whatever its key.
-                    continue
+            for member in iter_members(file, os.fstat(file.fileno()).st_size, needs_end=True):
                 split = split_key(member.name, until_last_dot) if member.is_regular else None
                 if split is None:
                     skipped += 1
@@ -166,18 +128,16 @@ def _examples_of(path: Path, until_last_dot: bool) -> tuple[list[Example], int, 
                 f"{path}: the key {shown(key)} comes back with parts of an example, and nothing says which members belong "
                 "together; rename members, so that each example has a key of its own"
             )
-    return examples, skipped, joints
+    return examples, skipped
 
 
-def _write(
-    shards: Sequence[Path], output: Path, shard_bytes: int, prefix: str, until_last_dot: bool, report: Repacked
-) -> None:
+def _write(shards: Sequence[Path], output: Path, shard_bytes: int, until_last_dot: bool, report: Repacked) -> None:
     """Copies all members, counts in `report`, and reads each new shard again as an index does."""
     sums: list[str] = []
     examples = ((path, example) for path in shards for example in _examples_of(path, until_last_dot)[0])
     waiting = next(examples, None)
     while waiting is not None:
-        target = output / f"{prefix}-{report.shards:05d}.tar"
+        target = output / f"train-{report.shards:05d}.tar"
         extensions_of: dict[bytes, frozenset[str]] = {}
         last: bytes | None = None
         num_written = 0

@@ -34,18 +34,13 @@ ROW = np.dtype([("first_block", "<u4"), ("crc32", "<u4"), ("low", "<u2"), ("high
 MAX_BLOCKS = (1 << 24) - 1
 """Longer extents are stored with this length; no such example is ever read (data/reading/reader.py)."""
 
-_COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip"), b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"), b"\xfd7zXZ": ("xz", "unxz"),
-    b"BZh": ("bzip2", "bunzip2"), b"\x04\x22\x4d\x18": ("lz4", "unlz4"), b"\x02\x21\x4c\x18": ("lz4", "unlz4"),
-    b"\x1f\x9d": ("compress", "uncompress"), b"LZIP": ("lzip", "lzip -d"), b"\x5d\0\0": ("lzma", "unlzma"),
-    b"\x89LZO": ("lzop", "lzop -d"),
+_OTHERS = {
+    b"\x1f\x8b": "compressed by gzip", b"\x28\xb5\x2f\xfd": "compressed by zstd", b"\xfd7zXZ": "compressed by xz",
+    b"BZh": "compressed by bzip2", b"\x04\x22\x4d\x18": "compressed by lz4", b"PK\3\4": "a zip archive",
+    b"7z\xbc\xaf": "a 7z archive", b"07070": "a cpio archive", b"\xc7\x71": "a cpio archive", b"<": "a web page or XML",
+    b"PAR1": "a parquet file",
 }  # fmt: skip
-"""First bytes of a compressed file -> its name, and what unpacks it."""
-_NO_TAR = {
-    b"PK\3\4": "a zip archive", b"PK\5\6": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a rar archive",
-    b"07070": "a cpio archive", b"\xc7\x71": "a cpio archive", b"\x71\xc7": "a cpio archive",
-    b"<": "a web page or XML", b"PAR1": "a parquet file", b"\xff\xd8\xff": "a JPEG picture",
-}  # fmt: skip
+"""First bytes of files that are often taken for shards, and what these are."""
 _HASH_CHUNK = 4 << 20
 
 
@@ -174,22 +169,15 @@ def walk_shard(path: Path, location: str) -> Extents:
         except TarFormatError as error:
             if last is None:
                 head = os.pread(file.fileno(), 16, 0)
-                for prefix, (what, tool) in _COMPRESSED.items():
+                for prefix, what in _OTHERS.items():
                     if head.startswith(prefix):
                         raise DataError(
-                            f"{location} is compressed ({what}), which allows no random access; unpack it with {tool}"
-                        ) from error
-                for prefix, what in _NO_TAR.items():
-                    if head.startswith(prefix):
-                        raise DataError(
-                            f"{location} is {what} and no tar archive; write its files by tar --sort=name, or fetch it again"
+                            f"{location} is {what} and no tar archive, the only format of which any part can be read alone; "
+                            "unpack it and write its files by tar --sort=name, or fetch it again"
                         ) from error
             problem = "is cut off" if isinstance(error, CutOffError) else "is no tar archive or is damaged"
             behind = f" (behind the member {shown(last.name)})" if last is not None else ""
-            raise DataError(
-                f"{location} {problem}: {error}{behind}; write or fetch it again; where archives were joined, prepare.py repack "
-                f"{location} --output DIR takes them apart"
-            ) from error
+            raise DataError(f"{location} {problem}: {error}{behind}; write or fetch it again") from error
     extensions_of: dict[bytes, frozenset[str]] = {}
     for key, one, (start, _) in zip(keys, sets, bounds, strict=True):
         if (before := extensions_of.setdefault(key, one)) != one:

@@ -105,7 +105,7 @@ class _Header(tarfile.TarInfo):
         return header
 
 
-def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool, first: int = 0) -> Iterator[Member]:
+def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterator[Member]:
     """Walks the headers. Each member begins where the one before it ends, so that no byte between them is left out.
 
     Args:
@@ -113,7 +113,6 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool, first: in
         total_bytes: its length.
         needs_end: True for a whole archive: it has an end marker (a zero block), and only padding follows. False for an
             extent cut out of one, which holds members to its last byte.
-        first: byte at which the first header begins.
 
     Yields:
         All members in their order.
@@ -122,9 +121,9 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool, first: in
         CutOffError: a member that reaches past the end, no end marker, or zeros where members should be.
         TarFormatError: a bad checksum, other bytes behind the end marker, a sparse member.
     """
-    position = first
+    position = 0
     try:
-        file.seek(first)
+        file.seek(0)
         tar = tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape", tarinfo=_Header)  # noqa: SIM115
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # it keeps every member that it has seen
@@ -158,7 +157,7 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool, first: in
     file.seek(position)
     following = file.read(BLOCK)
     if following == bytes(BLOCK) and needs_end:
-        require_padding(file, position, total_bytes, first)
+        require_padding(file, position, total_bytes)
     elif len(following) == BLOCK:
         raise TarFormatError(f"no tar header at byte {position} (checksum)")
     elif needs_end:
@@ -172,7 +171,7 @@ def shown(name: bytes) -> str:
     return repr(name.decode("utf-8", "backslashreplace")[:100])
 
 
-def require_padding(file: BinaryIO, end: int, total_bytes: int, first: int = 0) -> None:
+def require_padding(file: BinaryIO, end: int, total_bytes: int) -> None:
     """Accepts an end marker of one or two zero blocks, and zeros up to a whole record behind one of two blocks.
 
     A longer run of zeros is what a download leaves that took its place on the disk before its bytes came. Within the last
@@ -181,7 +180,6 @@ def require_padding(file: BinaryIO, end: int, total_bytes: int, first: int = 0) 
     Args:
         end: byte behind the last member.
         total_bytes: byte behind the padding.
-        first: byte at which the archive begins, from which records are counted.
 
     Raises:
         TarFormatError: other bytes than zeros, or more zeros than tar writes.
@@ -192,11 +190,11 @@ def require_padding(file: BinaryIO, end: int, total_bytes: int, first: int = 0) 
         if rest := piece.lstrip(b"\0"):
             raise TarFormatError(
                 f"a zero block at byte {end} ends it, but other bytes follow from byte {at + len(piece) - len(rest)}: a "
-                "header was overwritten, or archives were joined by cat, which tar --concatenate does rightly"
+                "header was overwritten, or archives were joined by cat (tar --ignore-zeros unpacks those, --concatenate joins)"
             )
     padding = total_bytes - end - 2 * BLOCK
     records = (blocks * BLOCK for blocks in range(1, _MOST_RECORD_BLOCKS + 1))
-    if padding != -BLOCK and not any(0 <= padding < size and (total_bytes - first) % size == 0 for size in records):
+    if padding != -BLOCK and not any(0 <= padding < size and total_bytes % size == 0 for size in records):
         raise CutOffError(
             f"the zeros from byte {end} to its end at byte {total_bytes} are no padding to a record of at most "
             f"{_MOST_RECORD_BLOCKS} blocks, so members may be missing (if tar -t lists all of them, then "

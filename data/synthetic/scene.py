@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-FORMATS = ("jpg", "webp", "png")
 CONTENTS = ("all", "shapes")
 FILLS = ("solid", "hollow", "striped", "dotted", "checkered")
 

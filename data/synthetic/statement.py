@@ -5,14 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data.synthetic import shapes
-from data.synthetic.vocabulary import (
-    ABSTRACT_INTRODUCTIONS,
-    COUNTS,
-    INTRODUCTIONS,
-    RELATIONS,
-    a,
-    listed,
-)
+from data.synthetic.vocabulary import ABSTRACT_INTRODUCTIONS, COUNTS, INTRODUCTIONS, RELATIONS, a, listed
 
 Rng = np.random.Generator
 _ARTICLES = ("a ", "an ", "the ")

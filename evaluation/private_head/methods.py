@@ -223,9 +223,5 @@ def _clipped(residual_BL: np.ndarray, x_BD: np.ndarray, bound: float) -> np.ndar
 
 
 HeadMethod = LeastSquares | Newton | FeatureCovariance
-METHODS: Mapping[str, type[HeadMethod]] = {
-    "dp-ls": LeastSquares,
-    "dp-newton": Newton,
-    "dp-fc": FeatureCovariance,
-}
+METHODS: Mapping[str, type[HeadMethod]] = {"dp-ls": LeastSquares, "dp-newton": Newton, "dp-fc": FeatureCovariance}
 """The methods by the names that the command uses."""

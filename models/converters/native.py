@@ -102,12 +102,7 @@ def encoder_as(names: Names, encoder: nn.Module) -> dict[str, Tensor]:
 
 
 def parameters_from(
-    state: Mapping[str, Tensor],
-    config: AnyConfig,
-    names: Names,
-    what: str,
-    *,
-    unused: Iterable[str] = (),
+    state: Mapping[str, Tensor], config: AnyConfig, names: Names, what: str, *, unused: Iterable[str] = ()
 ) -> dict[str, Tensor]:
     """The parameters of a model of this configuration, from another project's tensors; fixed tables are only checked.
 

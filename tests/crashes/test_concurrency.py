@@ -8,32 +8,24 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from privacy import verify
 from privacy.accounting.accountants import epsilon
-from privacy.card.model import LedgerFile
-from privacy.card.report import read_snapshot
-from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.errors import BudgetSpent
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
 from privacy.step import folder as run_folder
-from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
 from tests.crashes import program
 from tests.crashes.remembered import Remembered
 from trainer.errors import in_one_line
-from trainer.publish import publish
 
 FORK = multiprocessing.get_context("fork")
 
@@ -161,78 +153,3 @@ def test_runs_that_join_one_shared_ledger_at_once_never_reserve_more_than_there_
         assert owner.path.read_bytes() == (root / "mirror.jsonl").read_bytes()
         commitments = {Ledger.open(run / "ledger.jsonl", None).state.opened["key_commitment"] for run in inside}
         assert commitments == state.reservations.keys() == state.starts.keys()
-
-
-LONG = make_plan(
-    PlanRequest(
-        num_examples=2000, expected_batch_size=100, num_steps=100_000, noise_multiplier=40.0, target_delta=1e-5, cap=None,
-        sensitivity_slack=1e-3,
-    )
-)  # fmt: skip
-
-
-def train(root: Path) -> None:
-    """Steps with a checkpoint each, as fast as the disk is, until it is killed."""
-    folder = RunFolder(root)
-    folder.take()
-    with program.quick(1):
-        ledger, _ = open_run_state(folder.ledger, folder.key, LONG, data_manifest=b"x", members=folder.members)
-        ledger.start_session({})
-        writer = CheckpointWriter(folder.checkpoints, Retention(1), published=ledger.checkpoint)
-        for step in range(1, LONG.num_steps):
-            ledger.intent(step, 0, step_releases(LONG.noise_multiplier, LONG.max_grad_norm, None))
-            ledger.done(step, 0)
-            seq, line_hash = ledger.position()
-            facts = {
-                "ledger": {"seq": seq, "hash": line_hash}, "charged_attempts": step, "formal_guarantee": True,
-                "initialisation": {"kind": "random"},
-            }  # fmt: skip
-            state = ShardState(Piece("weight", 0, 2), {"param": torch.full((2,), float(step))})
-            writer.save(step, [state], {"weight": torch.Size([2])}, facts)
-            (root / "metrics.jsonl").open("a").write(json.dumps({"step": step}) + "\n")
-            time.sleep(random.random() * 0.05)
-
-
-@contextlib.contextmanager
-def training(root: Path) -> Iterator[None]:
-    (process,) = at_once(train, (root,))
-    try:
-        deadline = time.monotonic() + 20
-        while not (root / "checkpoints/LATEST").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        yield
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        ended([process])
-
-
-@pytest.mark.parametrize("seconds", [0.6, pytest.param(30.0, marks=pytest.mark.full)])
-def test_what_is_published_during_training_is_whole_or_nothing(tmp_path: Path, seconds: float) -> None:
-    outcomes: Counter[str] = Counter()
-    run, deadline = tmp_path / "run", time.monotonic() + seconds
-    with training(run):
-        for number in range(10_000):
-            if time.monotonic() > deadline and outcomes["published"]:
-                break
-            assert time.monotonic() < deadline + 30, outcomes
-            before, target, said = (run / "ledger.jsonl").stat().st_size, tmp_path / f"out{number}", None
-            try:
-                snapshot = read_snapshot(run / "ledger.jsonl")
-                stated = LedgerFile(
-                    format=1, lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash, mirrored_sessions=0
-                )
-                publish(run, target, stated)
-            except Exception as error:
-                said = error
-            assert said is None or in_one_line(said) is not None, repr(said)
-            assert (said is None) == target.exists()
-            outcomes["published" if said is None else str(said).partition(str(tmp_path))[2].partition(":")[2][:60]] += 1
-            if said is None:
-                ledger = verify.read_ledger(target / "ledger.jsonl")
-                assert len(ledger.hashes) == stated.lines
-                with contextlib.suppress(verify.Undecided):
-                    verify.check_checkpoints(verify.Folder(target, ledger, None))
-            assert (run / "ledger.jsonl").stat().st_size >= before
-    print(outcomes)
-    RunFolder(run).take()
-    Ledger.open(run / "ledger.jsonl", None, mended=False).release()

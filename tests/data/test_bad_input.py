@@ -16,9 +16,9 @@ from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.examples.transforms import denormalize
 from data.index.build import build_index
 from data.index.verify import verify_sample
-from data.reading.loader import Loader, StepPlan, eval_batches
+from data.reading.loader import Loader, StepPlan
 from data.reading.reader import MAX_CAPTION_BYTES, RawExample, TarReader
-from tests.data.conftest import ROOT, bomb, picture, write_shard
+from tests.data.conftest import ROOT, bomb, picture
 from tests.data.support.archives import archive
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER, train=False)
@@ -174,25 +174,6 @@ def test_labels(example: RawExample, field: str | None, label: int) -> None:
 def test_bad_labels(example: RawExample, field: str | None) -> None:
     with pytest.raises(DecodeError, match="label"):
         read_label(example, 10, field)
-
-
-def test_bad_labels_are_zero_rows_counted_and_leave_others_alone(tmp_path: Path) -> None:
-    """Through webdataset's writer, the real index and the loader."""
-    members: list[dict[str, object]] = [
-        {"jpg": picture(1), "cls": b"1"}, {"jpg": picture(2), "cls": b"10"}, {"jpg": picture(3)}, {"cls": b"4"},
-        {"jpg": b"no image", "cls": b"5"}, {"jpg": picture(6), "cls": b"6", "txt": b"a caption is not looked at"},
-    ]  # fmt: skip
-    samples = [{"__key__": f"e{i}", **fields} for i, fields in enumerate(members)]
-    table = build_index([write_shard(tmp_path / "s.tar", samples)], tmp_path / "index")
-    (batch,) = eval_batches(table, LABELLED, 8)
-    assert batch.is_padding_B.tolist() == [False, True, True, True, True, False, True, True]
-    assert batch.num_undecodable == 4
-    assert (
-        batch.inputs["labels_B"].tolist() == [1, 0, 0, 0, 0, 6, 0, 0] and batch.inputs["labels_B"].dtype == torch.int64
-    )
-    assert batch.inputs["images_BCHW"][1:5].abs().max() == 0
-    alone = LABELLED(RawExample(picture(6), {"cls": b"6"}), 0)["images_CHW"]
-    assert np.array_equal(batch.inputs["images_BCHW"][5].numpy(), alone)
 
 
 def test_augmentation_of_labelled_pictures_comes_from_the_key() -> None:

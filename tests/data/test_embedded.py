@@ -90,17 +90,6 @@ def test_shards_are_made_where_they_are_named(tmp_path: Path, monkeypatch: pytes
             assert all(member.isreg() and member.mtime == 0 and member.uname == "" for member in tar)
 
 
-def test_a_folder_that_is_there_and_other_patterns_unpack_nothing(tmp_path: Path) -> None:
-    for pattern in ("runs/*.tar", "data/fashion/train-*.tar", "runs/fashionable/a.tar"):
-        with pytest.raises(DataError):
-            expand_shards(pattern, tmp_path)
-    assert not (tmp_path / "runs").exists()
-    (tmp_path / FASHION_FOLDER).mkdir(parents=True)
-    with pytest.raises(DataError, match="no shards match"):
-        find_shards("runs/fashion/train-*.tar", tmp_path)
-    assert not list((tmp_path / FASHION_FOLDER).iterdir())
-
-
 @pytest.mark.parametrize("content", [None, b"damaged"])
 def test_a_damaged_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
     file = tmp_path / "pairs.npz.xz"

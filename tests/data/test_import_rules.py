@@ -21,7 +21,7 @@ from data.importers.convert import (
     perceptual_hash,
     resized,
 )
-from data.importers.selection import exact_duplicates, held_out, near_duplicates, over_limit
+from data.importers.selection import held_out, near_duplicates, over_limit
 from tests.data.conftest import ROOT, picture
 
 
@@ -123,20 +123,6 @@ def test_near_duplicates_are_those_of_all_pairs(distance: int, seed: int, count:
         flips = rng.choice(64, size=rng.integers(0, distance + 3), replace=False)
         hashes[target] = hashes[source] ^ np.uint64(sum(1 << int(bit) for bit in flips))
     assert np.array_equal(near_duplicates(hashes, distance), greedy(hashes, distance))
-
-
-@pytest.mark.full
-def test_a_million_hashes_take_seconds() -> None:
-    rng = np.random.default_rng(0)
-    hashes = rng.integers(0, 2**64, 1_000_000, dtype=np.uint64)
-    hashes[500_000:501_000] = hashes[:1000] ^ np.uint64(0b1011)
-    dropped = near_duplicates(hashes, 4)
-    assert dropped[500_000:501_000].all() and dropped.sum() == 1000
-
-
-def test_exact_duplicates_keep_the_first() -> None:
-    rows = np.array([[1, 2], [3, 4], [1, 2], [1, 2], [3, 5]], dtype=np.uint8)
-    assert exact_duplicates(rows).tolist() == [False, False, True, True, False]
 
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))

@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 import tracemalloc
 import zlib
 from concurrent.futures import ProcessPoolExecutor
@@ -19,19 +18,16 @@ import numpy as np
 import pytest
 import webdataset
 
-from benchmarks.synthetic_shards import write_tiny_shards
 from data.errors import DataError, ReadError
 from data.index import build as index_build
 from data.index.build import BAD_SHARDS, build_index
 from data.index.shards import expand_shards, find_shards, read_shard_list
-from data.index.tar_index import FORMAT_VERSION, MANIFEST, ExampleTable
+from data.index.tar_index import MANIFEST, ExampleTable
 from data.index.verify import verify_hashes
 from data.reading.pool import run_all, worker_pool
 from data.reading.reader import TarReader
 from launch_scripts.prepare import main
 from tests.data.conftest import ROOT, picture, write_shard
-
-PREPARE = str(ROOT / "launch_scripts" / "prepare.py")
 
 
 def make_shards(folder: Path, count: int, *, first: int = 0) -> list[Path]:
@@ -186,32 +182,6 @@ def test_processes_and_small_pieces_give_the_same_bytes(tmp_path: Path, monkeypa
     assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "three")
 
 
-def mpirun(count: int, *arguments: object, expected: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "mpirun"), "-n", str(count), sys.executable, PREPARE]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
-    done = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT
-    )
-    assert done.returncode == expected, done.stderr
-    return done
-
-
-@pytest.mark.full
-def test_mpi_ranks_give_the_same_bytes(tmp_path: Path) -> None:
-    shards = make_shards(tmp_path / "shards", 7)
-    build_index(shards, tmp_path / "one")
-    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "two")
-    assert done.stdout.startswith("18 examples in 7 shards")  # said once
-    assert done.stdout.count("\n") == 1
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    said = spoil(shards)
-    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "four", expected=2)
-    assert done.stderr.count("error: ") == 1 and all(name in done.stderr for name in said)
-    listed = tmp_path / "four" / BAD_SHARDS
-    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "four", "--exclude", listed)
-    assert done.stdout.startswith("8 examples in 3 shards") and "4 shards are excluded" in done.stderr
-
-
 def spoil(shards: list[Path]) -> dict[str, str]:
     """Makes four of five shards bad, each in its way; returns what is said about each."""
     content = shards[0].read_bytes()
@@ -280,25 +250,6 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(index_build, "index_file", note)
     return names
-
-
-def test_an_index_and_parts_of_another_format_are_not_used(
-    read: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may be of shards that are refused now."""
-    shards = make_shards(tmp_path / "shards", 3)
-    last = shards[2].read_bytes()
-    shards[2].write_bytes(b"no tar" * 100)
-    with pytest.raises(DataError, match="no tar archive"):
-        build_index(shards, tmp_path / "index")  # its parts stay
-    shards[2].write_bytes(last)
-    build_index(shards, tmp_path / "whole")
-    monkeypatch.setattr("data.index.tar_index.FORMAT_VERSION", FORMAT_VERSION + 1)
-    monkeypatch.setattr("data.index.build.FORMAT_VERSION", FORMAT_VERSION + 1)
-    read.clear()
-    for folder in ("index", "whole"):
-        build_index(shards, tmp_path / folder)
-    assert read == [path.name for path in shards] * 2
 
 
 KILLED = """
@@ -375,17 +326,6 @@ def test_one_build_at_a_time(tmp_path: Path) -> None:
 def test_a_dead_worker_is_one_line() -> None:
     with ProcessPoolExecutor(1) as executor, pytest.raises(ReadError, match="a worker process died"):
         list(run_all(executor, signal.raise_signal, [(signal.SIGKILL,), (signal.SIGKILL,)]))
-
-
-@pytest.mark.full
-def test_the_build_is_fast_and_small(tmp_path: Path) -> None:
-    """By CPU time, which other work on the machine changes little: at least 8,000 examples a second and core."""
-    shards = write_tiny_shards(tmp_path / "shards", 200_000, examples_per_shard=50_000)
-    start = time.process_time()
-    table = build_index(shards, tmp_path / "index")
-    assert len(table) / (time.process_time() - start) > 8_000
-    assert sum(path.stat().st_size for path in table.index_dir.iterdir()) <= 12 * len(table)
-    assert [raw.caption for raw in TarReader(table).read_all([0, 199_999])] == ["twenty bytes of data"] * 2
 
 
 def test_shard_patterns(tmp_path: Path) -> None:
@@ -466,10 +406,9 @@ HUGE = (
 
 def test_huge_patterns_are_refused_before_they_take_memory(tmp_path: Path) -> None:
     tracemalloc.start()
-    start = time.monotonic()
     for pattern in HUGE:
         with pytest.raises(DataError, match=r"too long|names more than|digits") as caught:
             find_shards(pattern, tmp_path)
         assert "\n" not in str(caught.value)
-    assert tracemalloc.get_traced_memory()[1] < 500e6 and time.monotonic() - start < 20
+    assert tracemalloc.get_traced_memory()[1] < 500e6
     tracemalloc.stop()

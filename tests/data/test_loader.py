@@ -19,11 +19,10 @@ from data.examples.examples import CaptionExample, MakeExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.tar_index import ExampleTable
-from data.reading import workers
 from data.reading.loader import Loader, StepPlan, eval_batches
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
-from tests.processes import Forked, kill_group, run_python
+from tests.processes import Forked, kill_group
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)
 
@@ -160,18 +159,6 @@ def test_a_worker_that_dies_or_has_no_memory(
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_micro_batch_that_shared_memory_does_not_hold_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(tensor: torch.Tensor) -> None:
-        raise RuntimeError("unable to mmap 12 bytes: Cannot allocate memory (12)\nfrom a line below")
-
-    batch = Batch({"images_BCHW": torch.zeros(1, 3, 2, 2)}, torch.zeros(1, dtype=torch.bool))
-    assert workers.shared(batch) is batch, "in the trainer itself nothing moves"
-    monkeypatch.setattr(workers, "get_worker_info", lambda: 1)
-    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    with pytest.raises(ReadError, match=r"no shared memory .*Cannot allocate memory \(12\)\); use fewer workers$"):
-        workers.shared(batch)
-
-
 ORPHANS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -246,39 +233,3 @@ def test_pairs_of_evaluation_lie_half_of_the_data_apart(
             pairs += [tuple(ids[row : row + 2]) for ids in requested for row in range(0, len(ids), 2)]
         assert len(numbers) == 1
         assert sorted(pairs) == [(k, k + half) if k + half < count else (k,) for k in range(half)]
-
-
-@pytest.mark.gpu
-def test_pinned_batches_copy_without_waiting(table: ExampleTable) -> None:
-    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=2, pin_memory=True)
-    pinned = [batch for _, batches in loader.steps(plans()) for batch in batches]
-    plain = [batch for _, batches in collect(table, 0) for batch in batches]
-    for one, two in zip(pinned, plain, strict=True):
-        assert isinstance(one, Batch) and one.num_undecodable == two.num_undecodable
-        assert all(value.is_pinned() for value in (*one.inputs.values(), one.is_padding_B))
-        copied = {name: value.to("cuda", non_blocking=True) for name, value in one.inputs.items()}
-        assert all(torch.equal(copied[name].cpu(), two.inputs[name]) for name in copied)
-
-
-FORK_SERVER = """
-if __name__ == "__main__":
-    import os, signal, sys
-    sys.path.insert(0, sys.argv[1])
-    from data.reading.workers import worker_context
-    with worker_context().Pool(1) as pool:
-        server = pool.apply(os.getppid)
-        status = open(f"/proc/{server}/status").read()
-        ignored = int(status.split("SigIgn:")[1].split()[0], 16)
-        print([bool(ignored >> (number - 1) & 1) for number in (signal.SIGTERM, signal.SIGUSR1)])
-        print(pool.apply(eval, ("'data.reading.loader' in __import__('sys').modules",)))
-        pool.close()  # its workers do not end by SIGTERM, which is all that leaving the block sends
-        pool.join()
-"""
-
-
-def test_the_fork_server_has_what_workers_need_and_leaves_signals_to_the_trainer(tmp_path: Path) -> None:
-    """What it cannot import it passes over in silence."""
-    script = tmp_path / "script.py"
-    script.write_text(FORK_SERVER)
-    done = run_python([script, str(ROOT)])
-    assert done.stdout.splitlines() == ["[True, True]", "True"], done.stdout + done.stderr

@@ -1,11 +1,9 @@
-"""`prepare.py repack`: members in disorder come together, joined archives and dotted names come apart, damage is refused."""
+"""`prepare.py repack`: members in disorder come together, dotted names come apart, damage is refused."""
 
 import hashlib
 import io
 import json
-import re
 import tarfile
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +13,7 @@ from data.errors import DataError
 from data.index.build import build_index
 from data.index.repack import CHECKSUMS, Repacked, repack
 from data.reading.reader import TarReader
-from launch_scripts.prepare import main
-from tests.data.support.archives import (
-    BLOCK,
-    Content,
-    Fields,
-    archive,
-    as_sets,
-    by_key,
-    members,
-    pairs,
-    shard_of,
-    without_padding,
-)
+from tests.data.support.archives import BLOCK, Content, Fields, archive, as_sets, by_key, members, pairs, shard_of
 
 MIB = 1 << 20
 
@@ -66,25 +52,6 @@ def test_shards_are_as_large_as_asked(tmp_path: Path) -> None:
         assert examples == by_key(content) and max(sizes) <= size < sizes[0] + sizes[1] and len(sizes) > 4
 
 
-def test_keys_that_every_shard_counts_anew_stay_examples_of_their_own(tmp_path: Path) -> None:
-    """Also where two of them would become neighbours: an index would take them for one."""
-    contents = [members(count, np.random.default_rng(number)) for number, count in enumerate((1, 2, 1, 3))]
-    report, examples, _ = repacked([archive(content) for content in contents], tmp_path)
-    assert examples == [*chain(*map(by_key, contents))] and report.joined == 0 and report.shards > 1
-
-
-@pytest.mark.parametrize("is_padded", [True, False])
-def test_joined_archives_are_whole_and_copies_stay_two(is_padded: bool, tmp_path: Path) -> None:
-    content = members(10, np.random.default_rng(0))
-    end = bytes if is_padded else without_padding
-    _, examples, _ = repacked([end(archive(content[:7])) + archive(content[7:])], tmp_path)
-    assert as_sets(examples) == as_sets(by_key(content))
-    twice = end(archive(content[:2])) + archive(content[:2])
-    (tmp_path / "copies").mkdir()
-    report, examples, _ = repacked([twice], tmp_path / "copies")
-    assert examples == by_key(content[:2]) * 2 and (report.joints, report.shards) == (1, 2)
-
-
 @pytest.mark.parametrize("kind", ["zeros", "noise", "cut"])
 def test_what_is_damaged_is_never_lost_in_silence(kind: str, tmp_path: Path) -> None:
     path, good = tmp_path / "s.tar", archive(members(20, np.random.default_rng(0)))
@@ -106,21 +73,6 @@ def test_members_of_which_nobody_knows_the_example_are_refused(order: str, tmp_p
     (tmp_path / "s.tar").write_bytes(archive(content))
     with pytest.raises(DataError, match="'a' comes back with parts of an example"):
         repack([tmp_path / "s.tar"], tmp_path / "out", shard_bytes=MIB)
-
-
-def test_the_command_counts_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = members(5, np.random.default_rng(0))
-    path = tmp_path / "s.tar"
-    path.write_bytes(archive([*content[::2], *content[1::2], ("folder/README", b"x")]))
-    assert main(["repack", str(path), "--output", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    expected = (
-        r"5 examples in 1 shards, of which [1-5] were apart; 0 places where archives were joined,"
-        r" 1 members that belong to no example"
-    )
-    assert re.match(expected, said), said
-    with pytest.raises(DataError, match="not empty"):
-        main(["repack", str(path), "--output", str(tmp_path / "out")])
 
 
 DOTTED = {

@@ -215,11 +215,3 @@ def test_a_store_is_private_and_keeps_its_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataError, match="cannot use the folder"):
         open_folder(tmp_path / "file")
-
-
-def test_shards_of_a_file_system_are_copied_too(local: ExampleTable, tmp_path: Path) -> None:
-    table = ExampleTable.open(local.index_dir, local.shard_root)
-    open_folder(tmp_path / "store")
-    table.staging = Staging(str(tmp_path / "store"), 0, len(local))
-    assert list(TarReader(table).read_all(range(FEW))) == list(TarReader(local).read_all(range(FEW)))
-    assert len(list((tmp_path / "store").glob("*.tar"))) == FEW

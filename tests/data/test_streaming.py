@@ -35,16 +35,6 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.tar"))
 
 
-def rows(batches: Iterator[Batch]) -> list[bytes]:
-    """Every real row as bytes of its picture and text."""
-    return [
-        batch.inputs["images_BCHW"][row].numpy().tobytes() + batch.inputs["tokens_BL"][row].numpy().tobytes()
-        for batch in batches
-        for row in range(len(batch.is_padding_B))
-        if not batch.is_padding_B[row]
-    ]
-
-
 def test_without_shuffling_it_is_the_order_of_the_index(folder: Path, shards: list[Path], tmp_path: Path) -> None:
     table = build_index(find_shards(str(folder), folder), tmp_path / "index")
     expected = list(eval_batches(table, MAKE, 4))
@@ -91,14 +81,6 @@ def test_steps_hold_exactly_the_batch_and_go_on_where_they_were(shards: list[Pat
     for one, two in zip(itertools.chain(*whole[4:]), itertools.chain(*again), strict=True):
         assert torch.equal(one.inputs["images_BCHW"], two.inputs["images_BCHW"])
         assert torch.equal(one.inputs["tokens_BL"], two.inputs["tokens_BL"])
-
-
-def test_unread_micro_batches_of_a_step_are_passed_over(shards: list[Path]) -> None:
-    def loader() -> StreamingLoader:
-        return StreamingLoader(Stream(shards, shuffle_buffer=0), MAKE, micro_batch_size=4, batch_size=8)
-
-    firsts = [rows(iter([next(batches)])) for _, batches in loader().steps(plans(3))]
-    assert firsts == [rows(batches)[:4] for _, batches in loader().steps(plans(3))]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

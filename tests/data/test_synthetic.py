@@ -19,7 +19,6 @@ from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from data.examples.transforms import denormalize, eval_image
 from data.reading.pool import worker_pool
-from data.synthetic import shapes
 from data.synthetic.compose import compose_shapes
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.render import draw
@@ -133,34 +132,6 @@ def test_an_example_depends_on_seed_and_index_alone() -> None:
     assert many[0].image_HWC.shape == (224, 224, 3) and many[0].image_HWC.dtype == np.uint8
 
 
-def test_captions_have_hundreds_of_words() -> None:
-    data = SyntheticData(0, 16)
-    captions = [data.composition(index)[1] for index in range(3000)]
-    words = Counter(word for caption in captions for word in set(caption.replace(",", "").replace(":", "").split()))
-    assert sum(count >= 3 for count in words.values()) > 280
-    assert len(set(captions)) > 2800
-    assert {"left", "above", "inside", "three", "red", "striped", "fractal", "between"} <= set(words)
-    assert all(caption == " ".join(caption.split()) and not caption.startswith(("on ", ",")) for caption in captions)
-    assert not any(" of from " in caption or " of a checkerboard" in caption for caption in captions)
-    for caption in captions:
-        for first, second in zip(caption.split(), caption.split()[1:], strict=False):
-            assert first not in ("a", "an") or (first == "an") == (second[0] in "aeiou"), caption
-
-
-def test_every_outline_has_the_right_distance() -> None:
-    """Negative inside, about one pixel of distance per pixel across the border, and within the unit circle."""
-    table = shapes.distance_table()
-    ticks = (np.arange(shapes.TABLE_SIZE) + 0.5) / shapes.TABLE_SIZE * 2 * shapes.TABLE_EXTENT - shapes.TABLE_EXTENT
-    radius = np.hypot(*np.meshgrid(ticks, ticks))
-    step = 2 * shapes.TABLE_EXTENT / shapes.TABLE_SIZE
-    for name, distance in zip(shapes.NAMES, table, strict=True):
-        assert (distance < 0).mean() > 0.05, name
-        assert (distance - (radius - 1.06) / 2)[radius > 1.06].min() > 0, name  # what `render` cuts off is empty
-        near = np.abs(distance) < 0.1
-        slope = np.hypot(*np.gradient(distance, step))[near]
-        assert 0.7 < np.median(slope) < 1.1 and slope.max() < 2.5, name
-
-
 SIGN = {"left": (0, -1), "right": (0, 1), "above": (1, -1), "below": (1, 1)}
 
 
@@ -253,22 +224,3 @@ def test_command_writes_shards_that_can_be_indexed(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.count("12 examples in 1 shards") == 2
     with Image.open(sheet) as picture:
         assert picture.width > 1000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "--output"),
-        (("--output", "x"), "--num_examples"),
-        (("--output", "x", "--num_examples", "0"), "at least 1"),
-        (("--output", "/proc/x", "--num_examples", "1", "--workers", "1"), "cannot write"),
-        (("--preview", "/proc/x.png"), "cannot write"),
-        (("--preview", "x.png", "--image_size", "5"), "16 to 4096"),
-        (("--preview", "x.png", "--image_size", "9999"), "16 to 4096"),
-        (("--preview", "x.png", "--seed=-1"), "seed"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(DataError, match=message) as caught:
-        main(["synthetic", *arguments])
-    assert "\n" not in str(caught.value)

@@ -11,7 +11,6 @@ from privacy.checkpoints.read import AVERAGE, Checkpoint, newest_whole
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.step.engine import Engine, GradShard
 from tests.distributed.ranks import ROOT, run_ranks
-from tests.distributed.test_optimizers import gradients, model
 from tests.trainer import test_optimizers as whole
 from trainer.config.machine import load_machine_settings
 from trainer.engines import build_engine
@@ -24,6 +23,22 @@ ALL = [*REDUCED, ("deepspeed", 1), ("deepspeed", 2), ("fsdp", 3), ("fairscale", 
 SECTION = whole.section("adamw")
 
 Whole = dict[str, Tensor]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(7, 11), nn.LayerNorm(11), nn.Linear(11, 3), nn.Linear(3, 1, bias=False))
+    with torch.no_grad():
+        made[1].weight.add_(0.1 * torch.randn(11))
+    return made
+
+
+def gradients() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        {n: 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in model().named_parameters()}
+        for _ in range(whole.STEPS)
+    ]
 
 
 def new_engine(name: str, stage: int, module: nn.Module, device: torch.device) -> Engine:

@@ -4,40 +4,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT, free_port, quiet_environment
 from tests.e2e import test_launches as lost
 from tests.e2e.launch import TRAIN, count, kill_group
 from tests.faults.runs import FAILING, exit_codes
 from tests.hosts.hosts import Network, wait_until
-from tests.hosts.launchers import BIN, needs, openmpi, pdsh, tiny
+from tests.hosts.launchers import needs, openmpi, pdsh, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_under_mpirun_ends_all(tmp_path: Path, victim: int) -> None:
-    run_dir = tmp_path / "run"
-    command = [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u", TRAIN, *tiny(run_dir, steps=4000)]
-    environment = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        lost.wait_for_steps(run_dir, launcher, tmp_path / "log")
-        ranks = {rank: pid for pid, rank in ranks_of(run_dir)}
-        assert set(ranks) == {0, 1}, (tmp_path / "log").read_text()
-        os.kill(ranks[victim], signal.SIGKILL)
-        assert launcher.wait(timeout=60) != 0
-        wait_until(lambda: not ranks_of(run_dir), "the end of all ranks", within=10)
-    finally:
-        for pid, _ in ranks_of(run_dir):
-            os.kill(pid, signal.SIGKILL)
-        kill_group(launcher)
 
 
 def ranks_of(run_dir: Path) -> list[tuple[int, int]]:

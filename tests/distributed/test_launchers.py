@@ -3,18 +3,13 @@
 `make test` keeps one of them; `make test-cluster` runs all.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT, free_port, quiet_environment
-from tests.e2e.launch import TRAIN
 from tests.hosts.hosts import Network, wait_until
 from tests.hosts.launchers import (
-    BIN,
     WITHIN,
     check,
     deepspeed_slurm,
@@ -79,18 +74,3 @@ def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path, measured: Callable[..., 
         check(run_dir, said, 0)
 
     measured("sbatch slurm.sbatch (srun)", "node1, node2", run)
-
-
-@pytest.mark.cluster
-def test_mpirun_without_root(tmp_path: Path, measured: Callable[..., None]) -> None:
-    """The mpich wheel on this machine alone."""
-
-    def run() -> None:
-        command = [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u", TRAIN, *tiny(tmp_path / "run")]
-        environment = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-        result = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WITHIN, check=False
-        )
-        check(tmp_path / "run", result.stdout + result.stderr, result.returncode, num_hosts=1)
-
-    measured("mpirun (mpich wheel)", "1", run)

@@ -151,19 +151,6 @@ def test_steps_in_shards_are_those_of_whole_weights_also_after_a_resume(
     assert all(torch.allclose(p, alone[-1][name], rtol=0, atol=1e-6) for name, p in whole_weights(model).items())
 
 
-def rank_goes_on(device: torch.device, folder: str) -> list[dict[str, Tensor]]:
-    return steps_of(sharded(), Path(folder) / "run")
-
-
-@pytest.mark.full
-def test_what_one_rank_began_whole_two_end_in_shards(tmp_path: Path) -> None:
-    alone = steps_of(Reader(), tmp_path / "alone")
-    steps_of(Reader(), tmp_path / "run", leave_at=1)
-    for seen in run_ranks(f"{__name__}:rank_goes_on", 2, folder=str(tmp_path)):
-        for mine, theirs in zip(seen, alone[1:], strict=True):
-            assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-6) for name in theirs)
-
-
 class Counting(SystemNoise):
     """Counts what is drawn."""
 
@@ -215,33 +202,6 @@ def test_each_coordinate_is_noised_once_by_one_owner_with_the_deviation_of_the_p
     assert abs(float(every.square().mean()) / expected - 1) < 6 * math.sqrt(2 / every.numel())
     correlated = every.T @ every / NOISY_STEPS / expected
     assert float((correlated - correlated.diag().diag()).abs().max()) < 0.8  # no two share a draw
-
-
-def rank_claim(device: torch.device, folder: str) -> Any:
-    """A run that loses two steps and goes on, with the real accountant."""
-    run_dir = Path(folder) / "run"
-    model = sharded()
-    loop = opened(model, run_dir, adam(model), save_every=1)
-    loop.step()
-    for _ in range(2):
-        loop._saved = 2  # as if killed after the charge and before the checkpoint
-        loop.step()
-        loop.close()
-        model = sharded()
-        loop = opened(model, run_dir, adam(model), save_every=1)
-        assert loop.steps_done == 1
-    with loop:
-        list(loop)
-    return loop.epsilon, loop.delta
-
-
-@pytest.mark.full
-def test_epsilon_of_a_run_that_lost_steps_is_the_verifier_s(tmp_path: Path) -> None:
-    first, second = run_ranks(f"{__name__}:rank_claim", 2, folder=str(tmp_path))
-    assert first == second
-    assert read_ledger(tmp_path / "run/ledger.jsonl").num_charged == 5
-    code, found = verify.verify(tmp_path / "run", None)
-    assert code == 0 and found["epsilon"] == pytest.approx(first[0], rel=1e-9)
 
 
 class Holder(nn.Module):

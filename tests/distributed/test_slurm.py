@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from privacy.ledger.records import read_ledger
-from tests.e2e import test_launches as lost
-from tests.e2e.launch import TRAIN, count, kill_group, ledger_lines, train_arguments
+from tests.e2e.launch import TRAIN, count, ledger_lines, train_arguments
 from tests.hosts.hosts import network, wait_until, why_not
 from tests.hosts.slurm import PROGRAMS, Slurm
 from tests.privacy.ledger_epsilon import recompute
@@ -113,20 +112,6 @@ def expanded(node_list: str) -> set[str]:
     return names
 
 
-def test_the_batch_host_is_lost(slurm: Slurm, tmp_path: Path) -> None:
-    """With rank 0, the store and the batch script."""
-    steps, log, run_dir = 30, tmp_path / "job.log", tmp_path / "run"
-    number = submit(slurm, log, BATCH, *arguments(run_dir, steps))
-    done_beyond(slurm, number, run_dir, 3, log)
-    lost = next(h for h in slurm.nodes if h.name == slurm.job(number)["BatchHost"])
-    lost.kill()
-    assert ends(slurm, number, log) == "COMPLETED", text(log)
-    assert slurm.job(number)["Restarts"] == "1"
-    is_whole(run_dir, steps)
-    slurm.restart_node(lost)
-    slurm.wait_for_nodes()
-
-
 def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
     """Slurm looks every half minute: the signal comes early."""
     steps, log, run_dir = 4000, tmp_path / "job.log", tmp_path / "run"
@@ -198,22 +183,6 @@ def ranks_of(run_dir: Path) -> list[int]:
         if is_rank and b"\0SLURM_PROCID=1\0" in environment and str(run_dir).encode() in command:
             found.append(int(folder.name))
     return found
-
-
-def test_a_lost_srun(slurm: Slurm, tmp_path: Path) -> None:
-    """An interactive srun that is killed: its own watchdog kills the ranks, as any crash does, and nobody is left behind."""
-    log, run_dir = tmp_path / "srun.log", tmp_path / "run"
-    settings = arguments(run_dir, 4000, "train.checkpoint_every=1")
-    command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", sys.executable, "-u", TRAIN, *settings]
-    srun = slurm.popen(*command, output=log, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    try:
-        wait_until(lambda: count(run_dir, "done") >= 2 or srun.poll() is not None, "two steps", within=WITHIN)
-        os.kill(min(pid for pid, words in lost.processes(run_dir).items() if words[0] == "srun"), 9)
-        wait_until(lambda: not lost.ranks_of(run_dir), f"the end of all ranks\n{text(log)[-3000:]}", within=60)
-    finally:
-        kill_group(srun)
-    state = read_ledger(run_dir / "ledger.jsonl")
-    assert state.num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1
 
 
 def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:

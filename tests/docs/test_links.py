@@ -208,12 +208,3 @@ def test_pages_that_the_code_names_exist() -> None:
     assert len(named) > 10
     wrong = [f"{name} names {page}" for name, page in sorted(named) if not (ROOT / page).is_file()]
     assert not wrong, wrong
-
-
-@pytest.mark.parametrize("picture", sorted(path.name for path in (ROOT / "docs/pictures").glob("*.svg")))
-def test_pictures_name_what_there_is(picture: str) -> None:
-    """What a picture sets in the font of code is a file or folder of the project; some page shows the picture."""
-    text = (ROOT / "docs/pictures" / picture).read_text()
-    paths = re.findall(r"<text[^>]*monospace[^>]*>([^<]+)</text>", text)
-    assert paths and all((ROOT / path).exists() for path in paths), [p for p in paths if not (ROOT / p).exists()]
-    assert any(f"pictures/{picture})" in read(page) for page in GUIDES)

@@ -1,9 +1,7 @@
 """Tables of measured numbers say what the newest record in benchmarks/results says."""
 
-import csv
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,23 +166,6 @@ def test_the_quickstart_beats_what_sees_no_picture() -> None:
     assert all(run["heldout_loss"] <= 0.5 * run["blind_loss"] and run["captions_right"] > 0.5 for run in found["runs"])
 
 
-def test_private_heads() -> None:
-    found, table = record("-private-heads-digits.json"), rows("docs/models.md", "epsilon")
-    found["accuracy"] = [one for one in found["accuracy"] if one["method"] in table]
-    for method, cells in table.items():
-        accuracy = {one["epsilon"]: one["accuracy"] for one in found["accuracy"] if one["method"] == method}
-        expected = [accuracy[epsilon] for epsilon in (0.1, 0.5, 1, 2, 5, 10)] + [found["without_noise"][method]]
-        assert cells == [f"{value:.2f}" for value in expected], method
-    half_widths = {
-        smallest: max(2.2622 * one["std"] / 10**0.5 for one in found["accuracy"] if one["epsilon"] >= smallest)
-        for smallest in (0.1, 1)
-    }
-    page = " ".join(read("docs/models.md").split())
-    assert f"at most {half_widths[0.1]:.2f} to both sides, from epsilon 1 on {half_widths[1]:.2f}." in page
-    best = max(one["accuracy"] for one in found["accuracy"] if one["epsilon"] == 1)
-    assert results("private linear head")[0] == f"accuracy {best:.2f}, the best of four methods" and len(table) == 4
-
-
 def test_the_small_captioner_of_the_readme() -> None:
     models = record("-shapes.json")["models"]
     tests = [("choice: colour", "right colour"), ("choice: shape", "right shape")]
@@ -198,44 +179,3 @@ def test_the_small_captioner_of_the_readme() -> None:
         f"guessing {' and '.join(chance)}; best of eight untrained models {' and '.join(shares['untrained'])}; "
         f"without privacy {' and '.join(shares['non-private'])}",
     ]
-
-
-@pytest.mark.parametrize(("column", "model"), [(1, "non-private"), (2, "epsilon 8")])
-def test_what_a_small_captioner_sees(column: int, model: str) -> None:
-    results = record("-shapes.json")["models"][model]["results"]
-    names = {
-        "zero-shot, colour and shape": "zero-shot", "zero-shot, colour alone": "zero-shot colour",
-        "zero-shot, shape alone": "zero-shot shape", "one colour of two shapes": "choice: colour",
-        "one shape of two": "choice: shape", "relation, and who has which colour": "choice: relation",
-        "order of three": "choice: order",
-    }  # fmt: skip
-    table = rows("docs/models.md", "| ways | without privacy | epsilon 7.95")
-    assert set(table) == set(names)
-    for name, key in names.items():
-        assert table[name][0] == str(results[key]["ways"])
-        assert abs(float(table[name][column].removesuffix(" %")) - 100 * results[key]["accuracy"]) <= 0.051, name
-
-
-STUDIES = sorted((ROOT / "benchmarks/results").glob("*-study-*"))
-
-
-@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
-def test_a_study_s_record_names_the_blind_line_and_says_what_is_above_it(folder: Path) -> None:
-    """Pages say what their tables say, and which groups are above the blind line."""
-    name = folder.name.partition("-study-")[2].replace("-", "_")
-    page = (folder / "README.md").read_text()
-    assert f"studies/{name}.toml" in page and (ROOT / "studies" / f"{name}.toml").exists()
-    with (folder / "groups.csv").open() as file:
-        groups = list(csv.DictReader(file))
-    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
-    for group, row in zip(groups, rows, strict=True):
-        assert f"**Blind line: {float(group['blind_loss']):.3f}**" in page
-        mean, least, largest = (float(group[f"final_heldout_loss_{which}"]) for which in ("mean", "min", "max"))
-        below = float(group["below_blind"])
-        words = f"{below:.3f}" if below > 0 else f"**above it** by {-below:.3f}"
-        assert f"| {mean:.3f} ({least:.3f} to {largest:.3f}) | {words} |" in row
-        assert int(group["seeds_done"]) >= 3
-    assert float(groups[0]["blind_loss"]) > min(float(group["final_heldout_loss_max"]) for group in groups)
-    assert ("All groups lie below it" in page) <= all(float(group["below_blind"]) > 0 for group in groups)
-    for word in ("The publications: ", "Seen here: ", "Agreement: "):
-        assert f"\n- {word}" in page

@@ -37,7 +37,7 @@ NOT_RUN = {
 }
 """Commands that match are not run here, and why."""
 PYTHON_NOT_RUN = {
-    r"^docs/extending.md": "tests/privacy/clipping/test_rules.py runs the rule; the reader completes the last block",
+    r"^docs/extending.md": "tests/privacy/clipping/test_rules.py runs the rule; the reader completes the last block"
 }
 PAGES = ["README.md", *(f"docs/{name}.md" for name in ("correlated_noise", "guarantee", "planning", "running"))]
 """The commands of docs/data.md and docs/models.md have tests of their own in tests/launch_scripts and tests/evaluation."""

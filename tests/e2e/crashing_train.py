@@ -1,8 +1,10 @@
 """launch_scripts/train.py that kills itself at a named point: crashing_train.py POINT COUNT TRAIN_ARGUMENTS...
 
-It dies by SIGKILL at the COUNT-th passage of POINT (on the rank that passes it; rank 0 for all but `before_noise`).
+It dies by SIGKILL at the COUNT-th passage of POINT (on the rank that passes it; rank 0 for all but `before_noise`). At the
+POINT `full_disk` it lives on: its COUNT-th write to the ledger finds no space.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -15,6 +17,7 @@ import torch  # noqa: E402
 
 from launch_scripts import train  # noqa: E402
 from privacy.checkpoints import write as checkpoint_writer  # noqa: E402
+from privacy.ledger import chain, durable  # noqa: E402
 from privacy.ledger.chain import AppendOnly  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
 from privacy.run.ledger import MembersLog  # noqa: E402
@@ -58,11 +61,29 @@ class DyingNoise(RecordingNoise):
         return super().rounded_normal(deviation, count, device)
 
 
+class FullDisk:
+    """The file layer as the ledger sees it."""
+
+    def __init__(self, countdown: Countdown) -> None:
+        self._countdown = countdown
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(durable, name)
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        if self._countdown.passed():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        durable.write(descriptor, data)
+
+
 def arm(point: str, count: int) -> RecordingNoise:
     """Puts the crash in place; returns the noise source."""
     countdown = Countdown(count)
     if point == "before_noise":
         return DyingNoise(countdown)
+    if point == "full_disk":
+        chain.durable = FullDisk(countdown)  # type: ignore[assignment]
+        return RecordingNoise()
     owner, name = {
         "before_intent": (Ledger, "intent"),
         "before_mark": (MembersLog, "mark"),

@@ -57,13 +57,6 @@ def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
     )
 
 
-@pytest.mark.full
-def test_mechanism_with_the_parameters_of_a_run(finished: tuple[Path, Path]) -> None:
-    found = report("mechanism", finished[0], 0, "--engine", "local")
-    names = {check["name"] for check in found["checks"]}
-    assert {"sensitivity", "noise_variance", "dealt_members"} <= names
-
-
 def test_canaries_of_a_small_run_refute_nothing(finished: tuple[Path, Path]) -> None:
     run_dir, canaries = finished
     found = report("run", run_dir, 0, "--canaries", str(canaries))
@@ -100,14 +93,3 @@ def test_bad_input_is_one_line(arguments: list[str], says: str) -> None:
     result = alone(arguments, script=AUDIT)
     assert result.returncode == 2 and says in result.stderr, result.stderr
     assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
-
-
-@pytest.mark.full
-def test_members_reused_at_a_retry_are_found_in_a_real_run(tmp_path: Path) -> None:
-    run_dir, script = tmp_path / "run", "tests/e2e/reusing_train.py"
-    arguments = ["--engine", "local", *train_arguments(run_dir, "heldout.num_captions=0")]
-    assert alone(arguments, script=script, DIE_AT="3").returncode == 9
-    assert alone(arguments, script=script).returncode == 0
-    found = report("schedule", run_dir, 5)
-    assert found["violated_checks"] == ["trained_members"] and found["attempts_charged"] == 5
-    assert report("ledger", run_dir, 0)["attempts_charged"] == 5

@@ -1,15 +1,11 @@
 """Bad input ends in one clear line and the exit code of the design; nothing is lost."""
 
-import json
-import shutil
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT
-from tests.e2e.launch import alone, count, kill_group, launch, start_ranks, train_arguments, train_together
+from tests.e2e.launch import alone, kill_group, start_ranks, train_arguments, train_together
 
 
 def refused(arguments: list[str], code: int, *words: str) -> None:
@@ -48,39 +44,6 @@ def test_the_same_command_on_a_finished_run_says_so_and_another_one_is_refused(t
 
 
 @pytest.mark.full
-def test_a_stop_file_saves_and_exits_7_and_the_run_resumes(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    arguments = train_arguments(run_dir, "train.num_steps=20", "train.checkpoint_every=1000")
-    first = start_ranks(arguments, 1, tmp_path / "log")[0]
-    try:
-        deadline = time.monotonic() + 120
-        while count(run_dir, "done") < 2:
-            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.01)
-        (run_dir / "STOP").touch()
-        assert first.wait(timeout=60) == 7, (tmp_path / "log").read_text()
-    finally:
-        kill_group(first)
-    done = count(run_dir, "done")
-    assert done < 20
-    assert json.loads((run_dir / "checkpoints" / f"step-{done:08d}" / "manifest.json").read_text())["step"] == done
-    assert alone(arguments).returncode == 0
-    assert count(run_dir, "intent") == 20
-
-
-def test_training_shards_are_no_public_heldout_data(tmp_path: Path) -> None:
-    refused(
-        train_arguments(tmp_path / "run", "heldout.shards=data/demo/train-00000.tar", "heldout.is_public=true"),
-        2,
-        "heldout",
-    )
-    copy = tmp_path / "elsewhere.tar"
-    shutil.copy(ROOT / "data/demo/train-00000.tar", copy)
-    copied_shard = [f"heldout.shards={copy}", "heldout.is_public=true"]
-    refused(train_arguments(tmp_path / "copied", *copied_shard), 2, "has the bytes of a training shard")
-
-
-@pytest.mark.full
 def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     ranks = start_ranks(train_arguments(tmp_path / "run", "privacy.expected_batch_size=3001"), 2, log)
@@ -90,14 +53,6 @@ def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
         for rank in ranks:
             kill_group(rank)
     assert log.read_text().count("error: ") == 1 and "Traceback" not in log.read_text()
-
-
-@pytest.mark.full
-def test_an_error_under_the_launcher_keeps_its_exit_code(tmp_path: Path) -> None:
-    result = launch(train_arguments(tmp_path / "run", "privacy.expected_batch_size=3001"))
-    assert result.returncode == 2
-    assert result.stderr.count("error: ") == 1
-    assert "Traceback" not in result.stderr
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:

@@ -36,21 +36,6 @@ def test_a_signal_while_ranks_set_up_ends_all_with_7(tmp_path: Path, number: sig
             kill_group(rank)
 
 
-@pytest.mark.full
-def test_a_signal_while_a_rank_waits_for_another(tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    ranks = start_ranks(train_arguments(run_dir), 2, log)
-    try:
-        kill_group(ranks[1])
-        time.sleep(8)  # imports, and then the rendezvous
-        os.kill(ranks[0].pid, signal.SIGTERM)
-        assert ranks[0].wait(timeout=10) == 7, log.read_text()
-    finally:
-        for rank in ranks:
-            kill_group(rank)
-    assert not run_dir.exists()
-
-
 @pytest.mark.parametrize(
     ("engine", "ds_config", "words"),
     [

@@ -53,26 +53,6 @@ def crash_at(points: tuple[str, ...], run_dir: Path, *changes: str) -> None:
 
 
 @pytest.mark.full
-def test_contract_9_crashes_inside_a_ledger_write_and_inside_a_checkpoint(tmp_path: Path) -> None:
-    crash_at(("in_ledger_write", "in_checkpoint"), tmp_path / "run")
-
-
-@pytest.mark.full  # tests/crashes does the same on a simulated disk
-def test_contract_9_a_kill_between_the_record_of_an_attempt_and_its_intent(tmp_path: Path) -> None:
-    """The last attempt of the first session lacks its charge, honestly: the run goes on and both audits are content."""
-    run_dir, noise = tmp_path / "run", str(tmp_path / "run.noise")
-    done = alone(["before_intent", "2", *arguments(run_dir, 3, 20)], script=CRASHING, NOISE_LOG=noise)
-    assert done.returncode == -9 and count(run_dir, "intent") == 1
-    assert (run_dir / "private" / "members.jsonl").read_text().count('"step":') == 2
-    done = alone(arguments(run_dir, 3, 20), script=RECORDING, NOISE_LOG=noise)
-    assert done.returncode == 0, done.stderr[-2000:]
-    check_account(run_dir, 3)
-    for report in (ledger_audit(run_dir), schedule_audit(run_dir)):
-        assert "violated" not in report.verdict, report.to_text()
-        assert {check.name: check.outcome for check in report.checks}["attempts"] == "ok"
-
-
-@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("bands", [1, 3])
 def test_contract_9_a_crash_at_every_point(tmp_path: Path, bands: int) -> None:

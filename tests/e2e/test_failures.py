@@ -1,13 +1,10 @@
 """Failures with real ranks: all end within a minute, with one readable error that names the rank; the same command resumes."""
 
-import json
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT, free_port, quiet_environment, rank_environment
-from tests.e2e.launch import count, kill_group, ledger_lines, start_ranks, train_arguments
+from tests.e2e.launch import count, kill_group, start_ranks, train_arguments
 from tests.processes import Forked
 
 FAILING = "tests/e2e/failing_train.py"
@@ -130,44 +126,6 @@ def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
     resumes(run_dir)
 
 
-@pytest.mark.full
-def test_a_rank_that_never_comes(tmp_path: Path) -> None:
-    run_dir, port = tmp_path / "run", str(free_port())
-    options = [*arguments(run_dir), "--rendezvous_seconds", "3"]
-    ranks = [start_one(r, 3, port, options, log_of(run_dir)) for r in (0, 2)]
-    try:
-        assert ends(ranks, run_dir) == [2, 2]
-    finally:
-        for rank in ranks:
-            kill_group(rank)
-    said = errors(run_dir)
-    assert len(said) == 1 and "rank 1 of 3 did not come to 127.0.0.1" in said[0], said
-    assert not (run_dir / "ledger.jsonl").exists()
-
-
-def start_one(rank: int, world_size: int, port: str, options: list[str], log: Path) -> Forked:
-    return Forked(["launch_scripts/train.py", *options], stdout=log, env=rank_environment(rank, world_size, port))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("listens", [True, False], ids=["a port in use", "nobody there"])
-def test_an_unreachable_rendezvous(tmp_path: Path, listens: bool) -> None:
-    """Rank 1 alone meets something that is no store, or nothing."""
-    run_dir = tmp_path / "run"
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        if listens:
-            other.listen()
-        port = str(other.getsockname()[1])
-        rank = start_one(1, 2, port, [*arguments(run_dir), "--rendezvous_seconds", "2"], log_of(run_dir))
-        try:
-            assert ends([rank], run_dir) == [2]
-        finally:
-            kill_group(rank)
-    said = errors(run_dir)
-    assert len(said) == 1 and said[0].startswith(f"error on rank 1: no rendezvous at 127.0.0.1:{port} (MASTER_ADDR")
-
-
 class TestStop:
     @pytest.mark.full
     def test_a_step_before_its_intent_is_dropped_and_costs_nothing(self, tmp_path: Path) -> None:
@@ -196,35 +154,6 @@ class TestStop:
         assert said.count("stopped: a step did not end within 2 s of SIGTERM or SIGINT") == 1 and "error" not in said
         assert count(run_dir, "intent") == 3 and count(run_dir, "done") == 2
         assert (run_dir / "checkpoints" / "LATEST").read_text() == "step-00000002\n"
-
-    @pytest.mark.full
-    def test_max_minutes(self, tmp_path: Path) -> None:
-        run_dir = tmp_path / "run"
-        with running(run_dir, more=("train.max_minutes=0.02", "train.checkpoint_every=1000")) as ranks:
-            assert ends(ranks, run_dir, within=240) == [7, 7]
-        done = count(run_dir, "done")
-        assert done < 400
-        assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n"
-
-
-@pytest.mark.full
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with running(run_dir) as ranks:
-        wait_for(run_dir, lambda: count(run_dir, "done") >= 5, ranks)
-        os.kill(ranks[0].pid, signal.SIGUSR1)
-        assert ends(ranks, run_dir) == [7, 7]
-    newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "LATEST").read_text().strip()
-    file = next(newest.glob("rank-00001-*"))
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 4
-    file.write_bytes(content)
-    resumes(run_dir)
-    said = log_of(run_dir).read_text()
-    assert said.count(f"damaged checkpoint: {file} is missing or damaged") == 1
-    steps = [line["step"] for line in ledger_lines(run_dir) if line["type"] == "intent"]
-    assert len(steps) > len(set(steps)), "the steps since the one before are charged twice"
-    assert (run_dir / "checkpoints" / f"set-aside-{newest.name}").is_dir()
 
 
 @pytest.mark.full
@@ -274,57 +203,3 @@ def test_a_collective_that_one_rank_never_joins(tmp_path: Path, step: int, monke
     ), said
     assert re.search(r"rank 0 \(host \S+\) in \w+ \(privacy/step/collectives\.py:\d+\)", said), said
     assert count(run_dir, "done") == max(0, step - 1), "the step is neither charged nor taken"
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_a_slow_rank_only_draws_a_warning(tmp_path: Path) -> None:
-    """Two minutes in one step, without a word to the others."""
-    run_dir = tmp_path / "run"
-    with running(run_dir, "before_intent", "1", "3", "130") as ranks:
-        wait_for(run_dir, lambda: count(run_dir, "done") >= 5, ranks, within=500)
-        os.kill(ranks[0].pid, signal.SIGUSR1)
-        assert ends(ranks, run_dir) == [7, 7]
-    said = log_of(run_dir).read_text()
-    assert "warning: rank 1 (host" in said and "slow" in said and errors(run_dir) == []
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_under_a_launcher(tmp_path: Path, launcher: str, victim: int) -> None:
-    run_dir = tmp_path / "run"
-    folder, port = Path(sys.executable).parent, str(free_port())
-    command = {
-        "deepspeed": [str(folder / "deepspeed"), "--num_gpus", "2", "--master_port", port],
-        "torchrun": [str(folder / "torchrun"), "--nproc_per_node", "2", "--master_port", port],
-    }[launcher]
-    with log_of(run_dir).open("w") as log:
-        started = subprocess.Popen(
-            [*command, FAILING, "kill", str(victim), "3", "0", *arguments(run_dir)],
-            cwd=ROOT, env=quiet_environment(), stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    try:
-        wait_for(run_dir, lambda: count(run_dir, "done") >= 2, [started])
-        assert started.wait(timeout=WITHIN) != 0
-    finally:
-        kill_group(started)
-    resumes(run_dir)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("engine", ["local", "deepspeed", "fsdp", "fairscale"])
-def test_ten_kills_at_random_points(tmp_path: Path, engine: str) -> None:
-    run_dir, chance = tmp_path / "run", random.Random(engine)
-    for kill in range(10):
-        done = count(run_dir, "done")
-        with running(run_dir, more=("privacy.reserved_attempts=60",), engine=engine) as ranks:
-            wait_for(run_dir, lambda so_far=done: count(run_dir, "done") >= so_far + 1, ranks)  # type: ignore[misc]
-            time.sleep(chance.random() * 0.5)
-            victim = chance.randint(0, 1)
-            os.kill(ranks[victim].pid, signal.SIGKILL)
-            assert ends(ranks, run_dir)[1 - victim] == 1, (kill, log_of(run_dir).read_text()[-3000:])
-        assert f"rank {victim} (host" in errors(run_dir)[-1]
-    assert json.loads((run_dir / "ledger.jsonl").read_text().splitlines()[0])["type"] == "open"

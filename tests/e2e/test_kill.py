@@ -109,11 +109,6 @@ def test_contract_9_kills(tmp_path: Path, kills: int) -> None:
 
 
 @pytest.mark.full
-def test_contract_9_without_a_reserve_the_run_stops_at_its_budget(tmp_path: Path) -> None:
-    kill_without_reserve(tmp_path, kills=3, seed=2)
-
-
-@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(3, 5))
 def test_contract_9_ten_kills(tmp_path: Path, seed: int) -> None:

@@ -119,18 +119,6 @@ def test_moving_between_engines_and_world_sizes(tmp_path: Path) -> None:
     assert count(run_dir, "intent") == count(run_dir, "done") == 60
 
 
-@pytest.mark.full
-def test_a_model_built_in_shards_stops_and_resumes(tmp_path: Path) -> None:
-    run_dir, config = tmp_path / "run", "ds_configs/zero3_init_bf16.json"
-    more = ["train.num_steps=60", "heldout.num_captions=0", "train.checkpoint_every=1000"]
-    stopped_after(run_dir, 2, [], ["--ds_config", config, *more])
-    result = launch(train_arguments(run_dir, *more, ds_config=config))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "resuming after step" in result.stdout
-    assert count(run_dir, "session") == 2
-    assert count(run_dir, "intent") == count(run_dir, "done") == 60
-
-
 def stopped_after(run_dir: Path, world_size: int, options: list[str], more: list[str]) -> None:
     """Runs until two more steps are done, then asks rank 0 to stop by SIGUSR1."""
     log, before = run_dir.with_suffix(".log"), count(run_dir, "done")
@@ -154,18 +142,6 @@ def test_contract_11_and_12_a_run_without_noise_says_so(tmp_path: Path, off: str
     manifest = json.loads((run_dir / "checkpoints" / "step-00000004" / "manifest.json").read_text())
     assert manifest["formal_guarantee"] is False and manifest["reasons"]
     assert "epsilon" not in (run_dir / "metrics.jsonl").read_text()
-
-
-@pytest.mark.full
-def test_two_pass_and_per_layer_clipping_from_the_recipe(tmp_path: Path) -> None:
-    more = ["privacy.clipping_mode=two_pass", "privacy.clipping_function=per_layer"]
-    result = launch(train_arguments(tmp_path / "run", *more))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert all(
-        line["releases"] == [{"name": "gradient", "sensitivity": pytest.approx(1.0), "std": pytest.approx(4.0)}]
-        for line in ledger_lines(tmp_path / "run")
-        if line["type"] == "intent"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -353,17 +329,3 @@ def test_a_lost_mpirun(tmp_path: Path, number: signal.Signals) -> None:
         mpirun.send_signal(number)
         wait_for(lambda: not ranks_of(run_dir), run_dir, WITHIN)
     assert read_ledger(run_dir / "ledger.jsonl").num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1
-
-
-@pytest.mark.full
-def test_a_shell_that_ends_is_no_launcher(tmp_path: Path) -> None:
-    """`nohup deepspeed ... &`, and the terminal is closed."""
-    run_dir = tmp_path / "run"
-    background = ["bash", "-c", 'nohup "$@" & sleep 600', "bash", *command("deepspeed", run_dir)]
-    with launched(run_dir, background) as shell:
-        os.killpg(shell.pid, signal.SIGHUP)
-        assert shell.wait(10) == -signal.SIGHUP
-        done = count(run_dir, "done")
-        time.sleep(5)
-        wait_for(lambda: count(run_dir, "done") >= done + 5, run_dir, WITHIN)
-        assert len(ranks_of(run_dir)) == 2 and "the launcher is gone" not in log_of(run_dir).read_text()

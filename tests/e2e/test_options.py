@@ -98,13 +98,3 @@ def test_compiled_blocks_and_a_vocabulary_by_chunks_on_two_ranks(tmp_path: Path)
     result = launch(train_arguments(run_dir, *more, ds_config="ds_configs/zero1.json"), timeout=1400)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     assert [line["type"] for line in ledger_lines(run_dir)].count("done") == 4
-
-
-@needs_compiler
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_compiled_blocks_without_privacy(tmp_path: Path) -> None:
-    arguments = train_arguments(tmp_path / "run", COMPILE, "privacy.enabled=false", ds_config="ds_configs/zero2.json")
-    result = alone(["--engine", "local", *arguments], timeout=800)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    assert "done: 4 steps, no formal guarantee" in result.stdout

@@ -172,20 +172,6 @@ def test_folders_files_and_shards(folder: Path, tmp_path: Path) -> None:
     assert [len(b.examples) for b in batches] == [4, 2] and all(e.captions for b in batches for e in b.examples)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("images:/nowhere/x.png", "no file"),
-        ("folder:/nowhere", "no images"),
-        ("x.png", "names no images"),
-        ("arrays:x.npz", "names no images"),
-    ],
-)
-def test_sources_that_are_not_there(text: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        open_source(text, CaptionedOptions())
-
-
 def test_metrics_without_package_or_java(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pycocoevalcap", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[captions\]'"):

@@ -1,7 +1,6 @@
 """Masks and boxes against what is drawn, scores by hand, and evaluate.py dense on shapes, ADE20K's folders and COCO's file."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,10 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
-from evaluation.dense.heads import (
-    Detections,
-    average_precision,
-    boxes_of,
-    cell_targets,
-    confusion,
-    pixel_scores,
-)
+from evaluation.dense.heads import Detections, average_precision, boxes_of, cell_targets, confusion, pixel_scores
 from evaluation.dense.sources import IGNORED, Coco, Objects, SyntheticShapes, open_dense
 from tests.evaluation.commands import evaluate
 from tests.trainer.trained_runs import recipe, trained
-from trainer.errors import ConfigError
 
 SIDE = 48
 Dense = Callable[..., dict[str, Any]]
@@ -91,12 +82,6 @@ def test_cells_and_boxes_are_inverse() -> None:
     order = np.argsort(found.classes_M)
     assert found.classes_M[order].tolist() == [0, 1, 2] and (found.scores_M > 0.9).all()
     assert found.boxes_M4[order] == pytest.approx(truth.boxes_M4[[1, 0, 2]], abs=1e-3)
-
-
-def test_detection_without_pycocotools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "pycocotools", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[evaluation\]'"):
-        open_dense(f"coco:{tmp_path}/i.json:{tmp_path}", 16)
 
 
 @pytest.fixture(scope="module")
@@ -227,18 +212,3 @@ def test_damaged_instances_are_one_line(tmp_path: Path, change: Callable[[Any], 
     with pytest.raises(Exception, match=message) as caught:
         Coco(path, path.parent).read(0)
     assert caught.value.exit_code in (1, 2) and "\n" not in str(caught.value)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--train", "synthetic:1", "--test", "synthetic:2:1"), "names no pictures"),
-        (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--epochs", 0), "at least 1"),
-        (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--lr", -1), "--lr must be above 0"),
-        (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--image_size", 50), "no whole number of patches"),
-    ],
-)
-def test_refused(dense: Dense, arguments: tuple[object, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        dense("--task", "segmentation", *arguments)
-    assert caught.value.exit_code == 2  # type: ignore[attr-defined]

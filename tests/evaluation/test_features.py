@@ -16,7 +16,6 @@ from evaluation.encoder import check_options, encoder_of, features, token_maps
 from evaluation.features import Features, extract, read_features
 from evaluation.options import FeatureOptions, LabelledOptions
 from evaluation.sources import Arrays, encode_png, open_source
-from models.layers import image_sincos_table, resized_positions
 from tests.distributed.ranks import run_ranks
 from tests.evaluation.tiny_models import SIZE, opened_autoencoder, opened_captioner, pictures
 from trainer.errors import ConfigError
@@ -215,15 +214,3 @@ def test_two_ranks_share_the_images(tmp_path: Path) -> None:
 def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=match):
         open_source(text, LabelledOptions(cache=tmp_path))
-
-
-def test_interpolated_positions() -> None:
-    """Near the fixed table of the finer grid at the same places; a constant stays what it is."""
-    table = image_sincos_table(14, 32)[None].float()
-    assert torch.equal(resized_positions(table, (14, 14), (14, 14))[:, :1], table[:, :1])
-    twice = resized_positions(table, (14, 14), (28, 28))[0, 1:].view(28, 28, 32)
-    own = table[0, 1:].view(14, 14, 32)
-    middle = (twice[2:-2:2, 2:-2:2] + twice[3:-1:2, 3:-1:2]) / 2  # around the centre of each old patch
-    assert (middle - own[1:-1, 1:-1]).abs().max() < 0.15
-    constant = resized_positions(torch.ones(1, 10, 4), (3, 3), (5, 2))
-    assert constant.shape == (1, 11, 4) and torch.allclose(constant, torch.ones(()))

@@ -15,7 +15,7 @@ from data.errors import DataError
 from data.examples.transforms import train_image
 from evaluation.encoder import features
 from evaluation.features import compute
-from evaluation.few_shot import Shots, few_shot_probe, split, unit_rows
+from evaluation.few_shot import few_shot_probe, split, unit_rows
 from evaluation.linear_probe import cross_validated_regression, fold_of, lars_probe, regression
 from evaluation.options import FeatureOptions
 from evaluation.sources import Arrays, Augmentation
@@ -168,13 +168,6 @@ def test_a_split_has_k_of_every_class_and_more_shots_contain_fewer() -> None:
         split(np.array([0, 0, 0, 1, 1]), 3, 0)
 
 
-def test_the_interval_is_students() -> None:
-    found = Shots(5, (0.5, 0.6, 0.7))
-    assert found.mean == pytest.approx(0.6)
-    assert found.half_width == pytest.approx(4.302652729911275 * 0.1 / 3**0.5)  # t with 2 degrees of freedom
-    assert np.isnan(Shots(5, (0.5,)).half_width)
-
-
 def test_the_probe_is_regression_on_unit_rows() -> None:
     """scikit-learn's, with DP-Cap's ridge, on rows that are centred and of length one."""
     x, y, x_test, y_test = digits()
@@ -194,20 +187,3 @@ def test_few_shot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     one, ten = (record["scalars"][f"probe/{k}-shot/accuracy"] for k in (1, 10))
     assert 0.4 < one < ten and ten > 0.85 and record["scalars"]["probe/10-shot/interval_half_width"] > 0
     assert len(record["details"]["accuracies"]["10"]) == 3 and record["formal_guarantee"] is False
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--train", "folder:x", "--test", "features:y"], "--train names images: give --checkpoint"),
-        (["--train", "features:/nowhere", "--test", "features:y"], "neither a cache of features nor"),
-        (["--train", "features:x"], "arguments are required: --test"),
-        (["--train", "folder:x", "--test", "folder:y", "--checkpoint", "/nowhere"], "neither a checkpoint nor a run"),
-    ],
-)
-def test_refused(
-    arguments: list[str], match: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[Any]
-) -> None:
-    with pytest.raises(ValueError, match=match) as caught:
-        evaluate(monkeypatch, capsys, "linear-probe", *arguments)
-    assert caught.value.exit_code == 2  # type: ignore[attr-defined]

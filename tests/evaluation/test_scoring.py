@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from evaluation.scoring import PrefixTree, encoded_captions, own_log_probs, tree_log_probs
+from evaluation.scoring import PrefixTree, own_log_probs, tree_log_probs
 from models.captioner import Captioner
 from tests.models.tiny import tiny_captioner
 
@@ -62,23 +61,6 @@ def test_own_captions_score_as_one_forward_per_caption() -> None:
         for row, captions in enumerate(own):
             expected = plain(model, images[row : row + 1], captions)[0]
             torch.testing.assert_close(found[row], expected, atol=5e-5, rtol=0)
-
-
-@pytest.mark.parametrize("captions", [[], [(1,)], [(1, 2), (3, 2)]])
-def test_captions_without_a_common_start_are_refused(captions: list[tuple[int, ...]]) -> None:
-    with pytest.raises(ValueError, match="same token"):
-        PrefixTree.of(captions)
-
-
-def test_a_caption_that_does_not_fit_is_refused() -> None:
-    tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
-    (encoded,) = encoded_captions(tokenizer, ["a red circle"], 12)
-    assert encoded[0] == tokenizer.bos_id and encoded[-1] == tokenizer.eos_id
-    assert tokenizer.decode(encoded) == "a red circle"
-    with pytest.raises(DataError, match="at most 4"):
-        encoded_captions(tokenizer, ["a red circle"], 4)
-    with pytest.raises(DataError, match="no captions"):
-        encoded_captions(tokenizer, [], 4)
 
 
 def test_scores_that_are_no_numbers_are_refused() -> None:

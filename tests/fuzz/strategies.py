@@ -14,9 +14,7 @@ from unittest import mock
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from trainer.config.machine import CHECKPOINTING_KEYS, MACHINE_KEYS, OFFLOAD_KEYS, RECIPE_KEYS, ZERO_KEYS
 from trainer.config.recipe import RunConfig
-from trainer.studies.grid import StudyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("train", "plan", "prepare", "evaluate", "export", "audit", "report", "study", "shared_ledger")
@@ -129,31 +127,7 @@ STUDY: dict[str, Any] = {
     "axis": {"batch": {"privacy": {"expected_batch_size": [24, 48]}}},
     "tan": {"reference_batch_size": 24, "reference_noise_multiplier": 1.2},
 }  # fmt: skip
-recipes, studies = changed(TINY, RunConfig), changed(STUDY, StudyConfig)
 overrides = settings(RunConfig).map(lambda setting: f"{'.'.join(setting[0])}={word(setting[1])}")
-
-
-@st.composite
-def machines(draw: st.DrawFn) -> dict[str, Any]:
-    """A ds_config with something of DeepSpeed's, of the recipe's or of nobody's."""
-    value = draw(values)
-    key, stages = draw(st.sampled_from([(key, stages) for key, (stages, _) in ZERO_KEYS.items()]))
-    offload = {draw(st.sampled_from([*OFFLOAD_KEYS])): draw(st.just(value) | st.sampled_from(["cpu", "none", True]))}
-    zero = {"stage": draw(st.sampled_from([1, *stages]))}
-    return draw(
-        st.sampled_from(
-            [
-                {draw(st.sampled_from([*MACHINE_KEYS, *RECIPE_KEYS, "é", "nosuch"])): value, "zero_optimization": zero},
-                {"zero_optimization": zero | {draw(st.sampled_from(["offload_optimizer", "offload_param"])): offload}},
-                {
-                    "zero_optimization": zero,
-                    "activation_checkpointing": {draw(st.sampled_from([*CHECKPOINTING_KEYS])): value},
-                },
-                {"zero_optimization": zero, draw(st.sampled_from(["bf16", "fp16"])): {"enabled": value}},
-                {"zero_optimization": zero | {key: draw(st.just(value) | integers | st.just(True))}},
-            ]
-        )
-    )
 
 
 @st.composite

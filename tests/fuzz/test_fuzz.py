@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.fuzz import strategies as made
 from tests.processes import run_python
-from trainer.config.machine import load_machine_settings, resolve
+from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.studies.grid import load_study
@@ -54,20 +54,6 @@ def written(path: Path, content: bytes) -> Path:
 def test_recipes(folder: Path, tree: dict[str, Any], overrides: list[str]) -> None:
     recipe = written(folder / "recipe.toml", made.toml_file(tree))
     ends_well(lambda: load_config(recipe, overrides))
-
-
-@MANY
-@given(tree=made.machines())
-def test_machines(folder: Path, tree: dict[str, Any]) -> None:
-    machine = written(folder / "machine.json", made.to_json(tree).encode(errors="surrogatepass"))
-    ends_well(lambda: resolve(load_machine_settings(machine), micro_batch_size=4, world_size=2))
-
-
-@MANY
-@given(tree=made.studies)
-def test_studies(folder: Path, tree: dict[str, Any]) -> None:
-    study = written(folder / "study.toml", made.toml_file(tree))
-    ends_well(lambda: load_study(study))
 
 
 TINY = ROOT / "recipes" / "tiny.toml"

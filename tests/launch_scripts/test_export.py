@@ -21,7 +21,6 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from models.adapters import without_adapters
-from models.converters.weights import without_wrappers
 from privacy.accounting.rounding import rounded_up
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
@@ -308,15 +307,6 @@ def test_official_files_as_they_may_come(way: str, command: Run, tmp_path: Path)
     if way == "half precision":
         expected = expected.bfloat16().float()
     assert torch.equal(own["encoder.blocks.1.mlp.up.weight"], expected)
-
-
-def test_a_prefix_of_some_names_is_none(command: Run, tmp_path: Path) -> None:
-    """Only what all names share is a wrapper's."""
-    state = {"module.a": torch.ones(1), "b": torch.ones(1)}
-    assert without_wrappers(state).keys() == state.keys() and without_wrappers({}) == {}
-    assert without_wrappers({"module.module.a": torch.ones(1)}).keys() == {"a"}
-    save_file({f"module.{name}": value for name, value in vip_file().items()}, tmp_path / "vip.safetensors")
-    command("--import", "vip", tmp_path / "vip.safetensors", tmp_path / "out", *arguments("vip"))
 
 
 class Payload:

@@ -1,30 +1,22 @@
 """The prepare command as a user runs it."""
 
-import dataclasses
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from data.errors import DataError
-from data.importers.convert import Settings
 from launch_scripts.prepare import (
-    COMMANDS,
     ImportOptions,
     IndexOptions,
     SyntheticOptions,
     VerifyOptions,
     import_pairs,
     index,
-    main,
-    parse_args,
     synthetic,
     verify,
 )  # fmt: skip
@@ -95,17 +87,6 @@ def test_a_folder_holds_its_own_index(tmp_path: Path) -> None:
     assert done.stderr == "2 shards are excluded\n"
 
 
-def test_what_the_index_passed_over_is_said(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "s.tar", "w") as tar:
-        for name in ("a.txt", "b.txt", "a.txt", "README"):
-            tar.addfile(tarfile.TarInfo(name))
-    done = prepare("index", tmp_path / "s.tar", "--output", tmp_path / "index", "--workers", 1)
-    assert done.returncode == 0 and done.stdout.startswith("3 examples in 1 shards")
-    first, second = done.stderr.splitlines()
-    assert first.startswith("1 examples repeat a key of their shard; 1 members belong to no example (")
-    assert second.startswith("0 of 3 examples have a picture without caption or label, 3 have no picture")
-
-
 def test_every_command_is_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A notebook makes pictures, imports, indexes and verifies them without a command line."""
     shards, clean = tmp_path / "shards", tmp_path / "clean"
@@ -129,59 +110,3 @@ def test_every_command_is_a_function(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("5 of ")
     with pytest.raises(DataError, match="--output"):
         index(IndexOptions(shards=str(clean / "*.tar"), workers=1))
-
-
-def test_options_of_the_command_line_are_those_of_the_models() -> None:
-    line = "import pairs.csv --from csv --output clean --format webp --max_per_owner 3 --owner_field who --workers 2"
-    assert parse_args(line.split()) == ImportOptions(
-        source="pairs.csv", source_format="csv", output=Path("clean"), image_format="webp", max_per_owner=3,
-        owner_field="who", workers=2,
-    )  # fmt: skip
-    assert len({model for model, _ in COMMANDS.values()}) == len(COMMANDS)
-    options = ImportOptions(source="x", source_format="csv", output=Path("y"))
-    settings = Settings("csv")
-    for field in dataclasses.fields(Settings):
-        assert getattr(options, field.name) == getattr(settings, field.name)
-
-
-def calls_of(function: Callable[[], object]) -> int:
-    """Calls of Python functions, comparisons of paths and items of sums among them."""
-    count = 0
-
-    def profile(_frame: object, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        with suppress(DataError):
-            function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize("what", ["index", "index of missing", "verify", "repack", "repack of missing"])
-def test_work_grows_linearly_with_the_list_of_shards(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counted at three sizes, of which the second half may not cost more than twice the first."""
-    (tmp_path / "shards").mkdir()
-    for number in range(64):
-        with tarfile.open(tmp_path / "shards" / f"{number:03d}.tar", "w") as tar:
-            for name in (f"a{number}.txt", f"b{number}.jpg"):
-                tar.addfile(tarfile.TarInfo(name))
-    counts = []
-    for size in (8, 16, 32, 64):  # the first loads what is loaded once
-        folder, out = "gone" if "missing" in what else "shards", tmp_path / f"{what}-{size}"
-        shards = f"{tmp_path}/{folder}/{{000..{size - 1:03d}}}.tar"
-        options: dict[str, Callable[[], object]] = {
-            "index": lambda: index(IndexOptions(shards=shards, output=out, workers=1)),  # noqa: B023
-            "verify": lambda: verify(VerifyOptions(shards=shards, index=out, workers=1)),  # noqa: B023
-            "repack": lambda: main(["repack", shards, "--output", str(out)]),  # noqa: B023
-        }
-        if what == "verify":
-            options["index"]()
-        counts.append(calls_of(options[what.split()[0]]))
-    first, second = counts[2] - counts[1], counts[3] - counts[2]
-    assert 0 < second <= 2 * first + 6 * 64, counts  # sorting compares a little more often

@@ -256,40 +256,6 @@ def test_a_changed_configuration_is_no_traceback(run: Path, text: str) -> None:
     assert "config.toml" in said and "\n" not in said if said.startswith("refused") else json.loads(said)
 
 
-def test_audits_that_are_none_are_unreadable(run: Path) -> None:
-    contents = [
-        b"[" * 100000 + b"]" * 100000, b'{"audit": "\\ud800", "verdict": "consistent"}', b"\xff", b"5", b"[]", b"",
-        b'{"audit": {}, "verdict": 1e999}', b'{"audit": "run", "verdict": "consistent", "violated_checks": 1}',
-    ]  # fmt: skip
-    for number, content in enumerate(contents):
-        (run / f"report/audit-{number}.json").write_bytes(content)
-    card = build_card(run)
-    card.to_json()
-    assert [audit.verdict for audit in card.audits] == ["unreadable"] * (len(contents) + 1), "and that of PLAIN"
-
-
-def test_numbers_and_names_that_no_format_holds(run: Path) -> None:
-    huge = "9" * 400
-    lines = [
-        f'{{"step": {huge}, "loss": 1.0}}', f'{{"step": 1, "loss": {huge}}}', '{"step": 2, "loss": -1e400}', '{"step": -1}',
-        "[" * 5000, '{"step": 3, "loss": "\\ud800"}', '{"step": 4, "loss": true}', f'{{"step": 5, "loss": {"9" * 5000}}}',
-    ]  # fmt: skip
-    (run / "evaluation/heldout.jsonl").write_text("\n".join(lines) + "\n")
-    (run / "report" / os.fsdecode(b"audit-\xff.json")).write_text("{}")
-    manifest = run / CHECKPOINT / "manifest.json"
-    for initialisation in (
-        5,
-        [],
-        {"kind": 5},
-        {"kind": "checkpoint", "at_random": 5},
-        {"kind": "checkpoint", "start": "x"},
-    ):
-        manifest.write_text(json.dumps({"initialisation": initialisation}))
-        card = build_card(run)
-        assert [(point.step, point.loss) for point in card.utility.heldout_loss] == [(1, None), (2, None), (4, None)]
-    write_card(run, card)
-
-
 def test_a_report_takes_no_lock_and_repairs_nothing(tmp_path: Path) -> None:
     """A shared ledger whose last line is torn, or being written, stays as it is; another program has its lock."""
     owner = SharedLedger.create(tmp_path / "owner.jsonl", epsilon=5.0, delta=1e-4)

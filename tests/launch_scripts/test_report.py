@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from privacy.card.folder import write_card
-from privacy.card.model import HeldoutLoss, PrivacyCard, Samples
+from privacy.card.model import PrivacyCard, Samples
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
@@ -54,23 +54,6 @@ def _write_ledger(run, manifest, fields=None, **changes):
         ledger.checkpoint(2, "step-00000002", hashlib.sha256(manifest).hexdigest())
         ledger.close("finished")
     return plan
-
-
-@pytest.mark.full
-def test_baselines_stand_beside_the_held_out_loss(run_dir):
-    """As a run's public file has them; lines of older runs have none."""
-    path = run_dir / "evaluation" / "heldout.jsonl"
-    before = path.read_text()
-    path.write_text(before + '{"step": 3, "loss": 0.25, "blind_loss": 0.75, "shuffled_loss": 1.5}\n')
-    try:
-        assert _report(run_dir).returncode == 0
-        page = (run_dir / "report" / "privacy_card.md").read_text()
-    finally:
-        path.write_text(before)
-    (line,) = [line for line in page.splitlines() if line.startswith("| 3 |")]
-    assert [cell.strip() for cell in line.strip("|").split("|")] == ["3", "0.2500", "0.7500", "1.5000"]
-    (first,) = [line for line in page.splitlines() if line.startswith("| 0 |") and "8.5000" in line]
-    assert first.count("|") == line.count("|") and "without looking" in page
 
 
 def test_json_is_one_object_and_equals_the_file(run_dir):
@@ -155,14 +138,6 @@ def test_newest_picture_of_public_samples_is_in_the_page_and_private_ones_are_no
     assert base64.b64encode(b"secret").decode() not in page and "samples-00000009" not in page
 
 
-def test_broken_lines_are_left_out(run_dir):
-    with (run_dir / "evaluation/heldout.jsonl").open("a") as file:
-        file.write('{"step": 2, "loss": NaN}\n[1]\n')
-    card = build_card(run_dir)
-    assert card.utility.heldout_loss[-1] == HeldoutLoss(step=2, loss=None)
-    assert "NaN" not in card.to_json()
-
-
 def test_changed_manifest_is_noticed(run_dir):
     (run_dir / "checkpoints/step-00000002/manifest.json").write_text('{"initialisation": {"kind": "imported"}}')
     card = build_card(run_dir)
@@ -208,16 +183,6 @@ def test_post_processing_is_stated(run_dir):
     _, markdown, html = write_card(run_dir, card)
     for said in ("DP-AdamBC, Tang et al. 2023", "moving average of the weights (decay at most 0.999)"):
         assert said in markdown.read_text() and said in html.read_text()
-
-
-@pytest.mark.full
-def test_what_the_recipe_states_is_shown_as_not_attested(run_dir):
-    assert "does not state how hyper-parameters were chosen" in write_card(run_dir, build_card(run_dir))[2].read_text()
-    (run_dir / "config.toml").write_text('[data]\ndeduplication = "by <hash>"\n[privacy]\ntuning = "eight runs"\n')
-    card = build_card(run_dir)
-    assert card.unit_of_privacy.deduplication.attested is False
-    page = write_card(run_dir, card)[2].read_text()
-    assert "by &lt;hash&gt; (<code>config.toml</code>, <strong>not attested</strong>)" in page and "eight runs" in page
 
 
 def test_contract_12_private_heldout_is_said_to_be_private(run_dir):

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import yaml
@@ -59,10 +58,3 @@ def test_the_workflow_calls_what_the_readme_says() -> None:
     assert two is not None
     assert {line.split()[1] for line in two.group(1).splitlines()} | {"docs", "examples"} == targets
     assert all(words[0] in ("make", "docker") for words in called)
-
-
-def test_the_citation_names_this_version() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text()).get("project", {}).get("version")
-    assert stated is None or citation["version"] == stated
-    assert citation["license"] == "Apache-2.0" and citation["cff-version"] == "1.2.0"

@@ -1,6 +1,5 @@
 """Recomputing the blocks changes no clipped sum, in either mode, and saves memory in both."""
 
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
 from trainer.engines.blocks import checkpoint_blocks
-from trainer.errors import ConfigError
+from trainer.run.memory_estimate import MemoryTimeline
 
 MODES = ["bookkeeping", "two_pass"]
 WAYS: dict[str, Any] = {
@@ -28,35 +25,6 @@ WAYS: dict[str, Any] = {
 def checkpointed(module: nn.Module, way: str) -> nn.Module:
     checkpoint_blocks(module, SimpleNamespace(path=Path("machine.json"), **WAYS[way]))  # type: ignore[arg-type]
     return module
-
-
-class PeakMemory(TorchDispatchMode):
-    """The most bytes that tensors made inside held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.held += size
-        self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.held -= size
 
 
 def captioner(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -98,25 +66,12 @@ def peak(mode: str, way: str) -> int:
     """Sixteen examples, so that activations weigh more than the fp64 sums, which every mode holds."""
     model, batch = checkpointed(captioner(), way), inputs(B=16)
     clipped = ClippedSum(model, 0.05, mode=mode, self_check=False)  # type: ignore[arg-type]
-    with PeakMemory() as memory:
+    with MemoryTimeline() as memory:
         clipped.add_micro_batch(model, batch, torch.zeros(16, dtype=torch.bool))
-    return memory.peak
+    return max(memory.live_bytes)
 
 
 def test_peak_memory_falls() -> None:
     """two_pass keeps one block's activations; bookkeeping saves what lies between the linear layers only."""
     assert peak("two_pass", "on") < 0.4 * peak("two_pass", "off")
     assert peak("bookkeeping", "on") < 0.9 * peak("bookkeeping", "off")
-
-
-def test_without_gradients_nothing_is_recomputed() -> None:
-    model = checkpointed(captioner(), "on")
-    with torch.no_grad():
-        expected = captioner()(**inputs())
-        torch.testing.assert_close(model(**inputs()), expected)
-
-
-def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"machine.json.*blocks\(\).*Linear has none"):
-        checkpointed(nn.Linear(2, 2), "on")
-    checkpointed(nn.Linear(2, 2), "off")

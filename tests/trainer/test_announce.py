@@ -1,15 +1,9 @@
 """Warnings at the start."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.distributed.ranks import ROOT, quiet_environment
-from tests.e2e.launch import TRAIN, train_arguments
 from trainer.run.announce import _claim, warn_of_few_cpus
 
 
@@ -22,21 +16,6 @@ def test_too_few_name_the_worst_rank_and_both_numbers(
     warn_of_few_cpus(8)
     said = capsys.readouterr().out
     assert "rank 2 on b may use 1 CPU for its 8 data workers: give" in said and "--cpus-per-task=8" in said
-
-
-@pytest.mark.full
-def test_the_affinity_counts(tmp_path: Path) -> None:
-    """What Slurm sets with one CPU for each task."""
-    command = [sys.executable, TRAIN, *train_arguments(tmp_path / "run", "data.num_workers=2", "train.num_steps=1")]
-    first = min(os.sched_getaffinity(0))
-    done = subprocess.run(
-        [*command, "heldout.num_captions=0"], cwd=ROOT, env=quiet_environment(), capture_output=True, text=True, timeout=240,
-        check=False, preexec_fn=lambda: os.sched_setaffinity(0, {first}),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "warning: the warm-up takes 2 steps and the run 1" in done.stdout
-    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: rank")]
-    assert len(warnings) == 1 and "may use 1 CPU for its 2 data workers:" in warnings[0], done.stdout
 
 
 @pytest.mark.parametrize(("delta", "is_useless"), [(0.0025, True), (0.002, False)])

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.claim import claim_of, read_copies
+from privacy.ledger.claim import read_copies
 from privacy.ledger.records import read_ledger
 from tests.privacy.published import read_metrics
 from trainer.audit.canaries import write_canaries
@@ -39,7 +38,6 @@ from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card
 from trainer.run import start as training
-from trainer.studies.collect import told_apart_by
 from trainer.weights.export import export
 from trainer.weights.open_model import open_model
 from trainer.weights.parent_ledgers import ledgers_of
@@ -154,14 +152,6 @@ def test_declared_disjoint_the_larger_side_counts_and_the_declaration_is_named(
     assert "declared disjoint" in page and "Declared, not attested" in page
     found = verified(folder, tmp_path, capsys, with_card=True)
     assert found["epsilon"] == pytest.approx(card.epsilon, abs=1e-6)
-
-
-def test_a_study_tells_a_run_from_its_twin_on_data_declared_disjoint(chain: dict[str, Path]) -> None:
-    state = read_ledger(chain["second"] / "ledger.jsonl")
-    twin = replace(state, opened=state.opened | {"disjoint_from_start": True})
-    disjoint, overlapping = claim_of(chain["second"], twin), claim_of(chain["second"], state)
-    assert disjoint is not None and overlapping is not None and disjoint[0] < overlapping[0]
-    assert told_apart_by(twin) != told_apart_by(state) == told_apart_by(read_ledger(chain["second"] / "ledger.jsonl"))
 
 
 def verified(run_dir: Path, tmp_path: Path, capsys: Any, *, with_card: bool) -> dict[str, Any]:

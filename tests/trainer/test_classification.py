@@ -241,29 +241,3 @@ def test_the_encoder_of_either_model_starts_a_classifier(make: Any, mode: str, t
         is_excepted = except_adapters if is_adapter(name) else name.partition(".")[0] in parts
         assert is_source != is_excepted, f"{name}: {said}"
         assert (name in fresh) == (name.startswith("head.") or is_adapter(name))
-
-
-def test_positions_of_another_image_size_are_interpolated(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, *captioner(encoder_position="learned"))
-    larger = build_classifier(tiny(image_size=32, encoder_position="learned", trainable="last_layer"))
-    load_start(checkpoint, ENCODER, larger)
-    table = larger.encoder.position.table
-    assert table.shape == (1, 17, 24) and torch.equal(
-        table[:, 0], checkpoint.full("param", "encoder.position.table")[:, 0]
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "changes", "message"),
-    [
-        (autoencoder, {}, "has encoder.blocks.0.attention.qkv.bias, for which the model has no place"),
-        (captioner, {"encoder_num_heads": 3}, "encoder's num_heads is 2, the model's is 3"),
-        (captioner, {"encoder_qkv_bias": True}, "encoder's qkv_bias is False, the model's is True"),
-        (captioner, {"encoder_norm_eps": 1e-5}, "encoder's norm_eps is 1e-06"),
-        (captioner, {"encoder_depth": 1}, "has encoder.blocks.1"),
-    ],
-)
-def test_another_encoder_is_refused(make: Any, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, *make())
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_start(checkpoint, ENCODER, build_classifier(tiny(**changes)))

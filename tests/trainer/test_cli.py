@@ -14,7 +14,7 @@ from rich.console import Console
 
 from evaluation.results import Results, publish
 from privacy.errors import PrivacyStateRefused, say
-from trainer.config.cli import MAX_NUMBER, Parser, run_command
+from trainer.config.cli import Parser, run_command
 from trainer.errors import ConfigError, RemoteError, in_one_line
 from trainer.planner.tables import _empty_table
 
@@ -105,17 +105,6 @@ def test_what_is_said_of_files_is_printable(capsys: pytest.CaptureFixture[str]) 
     assert "verify: consistent" not in [line[: len("verify: consistent")] for line in shown.splitlines()]
     say(json.dumps({"text": LOUD}))
     assert json.loads(capsys.readouterr().out) == {"text": LOUD}
-
-
-@given(st.integers() | st.floats())
-def test_numbers_of_options(number: float) -> None:
-    parser = Parser(add_help=False)
-    parser.add_argument("--x", type=type(number), nargs="+")
-    if abs(number) < MAX_NUMBER:
-        assert parser.parse_args([f"--x={number}"]).x == [number]
-    else:
-        with pytest.raises(ConfigError, match="--x"):
-            parser.parse_args([f"--x={number}"])
 
 
 @pytest.mark.parametrize("word", ["\udcff", "caf\udce9", "data.caption_field=\udcff"])

@@ -83,40 +83,24 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("train.nmu_steps=4", "unknown key train.nmu_steps"),
-        ("trian.num_steps=4", "unknown key trian"),
-        ("privacy.sigma=1.0", "unknown key privacy.sigma"),
         ("seed=1", "unknown key seed"),
         ("train.num_steps=many", "train.num_steps"),
-        ('train.num_steps="4"', "train.num_steps"),
         ("train.num_steps=true", "train.num_steps"),
-        ("train.num_steps=4.5", "train.num_steps"),
         ("train.num_steps=0", "train.num_steps"),
-        ('optimizer.peak_lr="1e-3"', "optimizer.peak_lr"),
         ("optimizer.peak_lr=0", "optimizer.peak_lr"),
-        ("optimizer.peak_lr=inf", "optimizer.peak_lr"),
         ("optimizer.peak_lr=nan", "optimizer.peak_lr"),
-        ("optimizer.betas=[0.9]", "optimizer.betas"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
-        ("optimizer.betas=[-0.1, 0.9]", "optimizer.betas"),
         ("optimizer.name=adagrad", "optimizer.name"),
-        ("privacy.target_delta=1", "privacy.target_delta"),
         ("privacy.max_grad_norm=0", "privacy.max_grad_norm"),
-        ("privacy.noise_multiplier=-1", "privacy.noise_multiplier"),
         ("privacy.enabled=1", "privacy.enabled"),
         ("privacy.bands=0", "privacy.bands"),
-        ("privacy.bands=5000", "privacy.bands"),
         ("privacy.strategy=best", "privacy.strategy"),
-        ("privacy.epsilonn=8", "unknown key privacy.epsilonn"),
         ("privacy.target_epsilonn=8", "unknown key privacy.target_epsilonn; did you mean target_epsilon?"),
         ("data.remote.timeout=3", "unknown key data.remote.timeout; did you mean timeout_seconds?"),
-        ("init.checkpiont=x", "did you mean checkpoint?"),
         ("trian.num_steps=8", "unknown key trian; did you mean train?"),
         ("model.kind=captionner", "did you mean captioner?"),
         ("privacy.sampling=poison", "did you mean poisson?"),
         ("privacy.target_epsilon=8", "exactly one of noise_multiplier and target_epsilon"),
-        ("schedule.final_fraction=1.5", "schedule.final_fraction"),
-        ("data.num_workers=-1", "data.num_workers"),
-        ("data.shards=7", "data.shards"),
         ("data.streaming=true", "privacy.enabled = false"),
         ("privacy.max_examples_per_owner=0", "privacy.max_examples_per_owner"),
         ("name=a/b", "name"),
@@ -127,11 +111,6 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
 def test_refused(recipe: Path, override: str, expected: str) -> None:
     line = refusal(recipe, override)
     assert expected in line and str(recipe) in line
-
-
-def test_nothing_is_proposed_where_nothing_is_like_it(recipe: Path) -> None:
-    for override in ("model.kind=zebra", "privacy.xyz=1", "train.num_steps=many"):
-        assert "did you mean" not in refusal(recipe, override)
 
 
 def test_noise_must_be_stated(recipe: Path) -> None:
@@ -188,12 +167,6 @@ class TestSchedule:
     def test_a_shorter_run_keeps_its_warm_up(self) -> None:
         """`train.num_steps=4` is how launches are tried out, whatever the recipe's warm-up."""
         assert load_config(QUICKSTART, ["train.num_steps=4"]).train.num_steps == 4
-
-
-def test_quickstart_is_what_the_readme_says() -> None:
-    config = load_config(QUICKSTART)
-    assert config.privacy.target_epsilon == 8.0 and math.isclose(config.privacy.target_delta or 0, 1e-5)
-    assert config.heldout is not None and config.heldout.is_public
 
 
 NUMBERS = [path for path, kind in leaves(RunConfig) if {int, float} & set(flat(kind))]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from privacy import verify
 from privacy.audit.folder import ledger_audit, schedule_audit
-from privacy.card.folder import write_card
 from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.records import read_ledger
@@ -27,7 +26,6 @@ from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.engines.local import LocalEngine
 from trainer.planner import privacy as planned_privacy
-from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card
 from trainer.run import start as training
@@ -182,20 +180,6 @@ def test_optimised_coefficients_are_computed_once(tmp_path: Path, monkeypatch: p
     assert watch.start(folder, "privacy.strategy=optimised") == 0
     check_noise(folder, watch)
     assert verify.read_ledger(folder / "ledger.jsonl").plan["strategy"] == "optimised"
-
-
-@pytest.mark.full
-def test_card_and_verifier_say_the_same(watched: tuple[Path, Watch], tmp_path: Path, capsys: Any) -> None:
-    folder, _ = watched
-    card = build_card(folder)
-    write_card(folder, card)
-    assert card.plan["correlated"]["bands"] == BANDS and card.sampling.turns_charged == 4
-    page = (folder / "report/privacy_card.md").read_text()
-    assert "3 bands" in page and "whose turn it is" in page
-    publish(folder, tmp_path / "published", card.provenance.ledger)
-    assert verify.main([str(tmp_path / "published"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["epsilon"] == pytest.approx(card.epsilon, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -121,14 +121,6 @@ def test_baseline_of_a_masked_autoencoder(table: ExampleTable, one_rank: torch.d
         assert list(found) == ["blind_loss"] and found["blind_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_mode_of_the_model_is_restored(table: ExampleTable, task: CaptioningTask, engine: LocalEngine) -> None:
-    for training in (True, False):
-        engine.module.train(training)
-        heldout(table, task, 2, 2).loss(engine)
-        heldout(table, task, 2, 2).means_and_baselines(engine)
-        assert engine.module.training is training
-
-
 @pytest.mark.parametrize("count", [1, 5])
 def test_captions(table: ExampleTable, task: CaptioningTask, engine: LocalEngine, count: int) -> None:
     samples = heldout(table, task, None, 2).samples(engine, count)

@@ -1,7 +1,6 @@
 """Who owns which coordinate under each engine, from shapes alone; real engines compare themselves with it at every start."""
 
 import random
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from privacy.step.engine import Piece, ShardLayout, runs
+from privacy.step.engine import Piece, ShardLayout
 from privacy.step.row_shards import row_shard
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.optimizer import OptimizerSection
@@ -59,17 +58,6 @@ def test_rows_are_cut_as_torch_cuts_them(shape: tuple[int, ...], num_shards: int
         offset, length = row_shard(whole.shape, index, num_shards)
         expected = chunks[index].flatten() if index < len(chunks) else whole.new_empty(0)
         assert torch.equal(whole.flatten()[offset : offset + length], expected)
-
-
-def concatenation(pieces: list[Piece], values: Mapping[str, list[int]]) -> list[int]:
-    return [x for p in pieces for x in values[p.name][p.offset : p.offset + p.length]]
-
-
-def test_runs_put_together_are_what_was_cut() -> None:
-    values = {"a": [1, 2, 3, 4, 5], "b": [6, 7], "c": [8, 9, 10]}
-    pieces = [Piece("a", 1, 4), Piece("b", 0, 2), Piece("c", 1, 2)]
-    found = [concatenation(run, values) for run in runs(pieces, [0, 3, 3, 7, 20])]
-    assert found == [[2, 3, 4], [], [5, 6, 7, 9], [10]]
 
 
 @pytest.mark.parametrize(

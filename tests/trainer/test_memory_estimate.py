@@ -64,13 +64,3 @@ def test_the_least_of_machine_and_control_groups_is_available(tmp_path: Path) ->
     assert available_memory(CPU, proc, cgroups) == 200000
     (cgroups / "job" / "memory.stat").write_text("anon 5\ninactive_file 30000\n")
     assert available_memory(CPU, proc, cgroups) == 230000
-
-
-def test_control_groups_of_version_1_and_of_a_container(tmp_path: Path) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    write(proc, meminfo=MEMINFO, self__cgroup="5:cpu,cpuacct:/\n4:memory:/docker/0123\n0::/\n")
-    # The container sees its own group at the root, not under the host's path.
-    write(cgroups / "memory", **{"memory.limit_in_bytes": "250000", "memory.usage_in_bytes": "100000"})
-    assert available_memory(CPU, proc, cgroups) == 150000
-    write(cgroups / "memory" / "docker" / "0123", **{"memory.limit_in_bytes": "9" * 19, "memory.usage_in_bytes": "1"})
-    assert available_memory(CPU, proc, cgroups) == 150000

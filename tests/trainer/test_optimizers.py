@@ -10,7 +10,6 @@ from privacy.step.noise_variance import NoiseVariance
 from trainer.config.recipe import OptimizerSection
 from trainer.optimizers import (
     fresh_state,
-    is_matrix,
     make_optimizer,
     moments,
     parameter_groups,
@@ -151,14 +150,6 @@ def test_fresh_state_continues_where_the_moments_were(kind: str) -> None:
         return parameter.detach()
 
     assert torch.equal(run(False), run(True))
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((8, 4), True), ((16, 3, 8, 8), True), ((1, 10, 8), True), ((8,), False), ((1, 1, 8), False), ((), False)],
-)
-def test_weight_decay_is_for_matrices(shape: tuple[int, ...], expected: bool) -> None:
-    assert is_matrix(torch.Size(shape)) is expected
 
 
 def test_each_parameter_is_in_one_group_and_full_shapes_decide() -> None:

@@ -40,25 +40,6 @@ def test_what_is_slow_says_what_it_does_and_for_how_long(capsys: pytest.CaptureF
     )
 
 
-def test_a_slow_loop_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = []
-    for number in track(range(30), "numbers", 30):
-        seen.append(number)
-        time.sleep(0.02)
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    assert out == "" and seen == list(range(30)) and 2 <= len(lines) <= 7
-    done = [int(line.removeprefix("numbers: ").removesuffix(" of 30 done")) for line in lines]
-    assert done == sorted(done) and 0 < done[0] < 30
-
-
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with working("counting", shows=False):
-        for _ in track(range(3), "numbers", 3, shows=False):
-            time.sleep(0.1)
-    assert capsys.readouterr() == ("", "")
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

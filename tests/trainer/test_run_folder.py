@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import stat
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,12 +57,6 @@ def test_private_is_private(tmp_path: Path) -> None:
     assert folder.checkpoints.is_dir() and folder.evaluation.is_dir()
 
 
-def test_no_place_for_a_run_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run folder .*file"):
-        RunFolder(tmp_path / "file").create()
-
-
 def test_one_trainer_at_a_time(start: Callable[[str], Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused with exit code 2; SIGKILL of the first frees the folder."""
     monkeypatch.setattr("privacy.step.folder.LOCK_PATIENCE", 0.2)
@@ -76,15 +68,6 @@ def test_one_trainer_at_a_time(start: Callable[[str], Forked], tmp_path: Path, m
     first.kill()
     first.wait()
     RunFolder(tmp_path / "run").lock()
-
-
-def test_a_lock_that_is_about_to_be_free(start: Callable[[str], Forked], tmp_path: Path) -> None:
-    """A process that ends keeps its lock until its memory is freed; a start within that time waits."""
-    first, second = start(HOLDER), RunFolder(tmp_path / "run")
-    threading.Timer(0.5, os.kill, (first.pid, signal.SIGKILL)).start()
-    second.create()
-    second.lock()
-    assert first.wait() == -signal.SIGKILL
 
 
 def test_children_do_not_keep_the_lock(start: Callable[[str], Forked], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from trainer.tasks import make_task
 from trainer.tasks.base import pixels
 from trainer.tasks.blind import ADDED, CaptionFrequencies, ClassFrequencies, MeanPicture, Tokens, caption_losses
 from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
-from trainer.tasks.pictures import GAP, SIDE, picture_grid
+from trainer.tasks.pictures import GAP, SIDE
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 0
@@ -55,35 +55,9 @@ def test_a_recipe_override_makes_cappa() -> None:
     assert (stated["parallel_share"], stated["tied_head"]) == (0.75, True)
 
 
-def test_without_it_nothing_changes() -> None:
-    plain = task()
-    assert "is_parallel" not in plain.make_example(train=True).padding()
-    assert "is_parallel_B" not in plain.synthetic_inputs(2)
-    names = dict(plain.build(torch.Generator().manual_seed(0)).named_parameters())
-    assert "decoder.mask_embedding.weight" not in names and "decoder.head.weight" in names
-
-
 def cell(picture_HWC: np.ndarray, row: int, column: int) -> np.ndarray:
     top, left = TOP + row * (SIDE + GAP), GAP + column * (SIDE + GAP)
     return picture_HWC[top : top + SIDE, left : left + SIDE]
-
-
-def test_rows_columns_titles_and_borders() -> None:
-    shades = np.arange(6).reshape(2, 3) * 40
-    rows = [[np.full((40, 40, 3), shade, np.uint8) for shade in row] for row in shades]
-    picture = picture_grid(("masked", "predicted", "original"), rows)
-    assert picture.dtype == np.uint8 and picture.shape == (TOP + 2 * (SIDE + GAP), GAP + 3 * (SIDE + GAP), 3)
-    for row in range(2):
-        for column in range(3):
-            assert (cell(picture, row, column) == shades[row, column]).all()
-    assert (picture[:, :GAP] == 255).all() and (picture[TOP + SIDE : TOP + SIDE + GAP] == 255).all()
-    titles = [picture[:TOP, GAP + c * (SIDE + GAP) :][:, :SIDE] for c in range(3)]
-    assert all((title < 128).any() for title in titles) and (titles[0] != titles[2]).any()
-    assert picture_grid(("a",), []).shape == (0, 0, 3)
-    small = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
-    assert (cell(picture_grid(("a",), [[small]]), 0, 0) == small.repeat(5, 0).repeat(5, 1)).all(), (
-        "small ones keep pixels"
-    )
 
 
 @pytest.mark.parametrize("normalise", [False, True])

@@ -85,8 +85,8 @@ class Examples:
     num_shards: int | None = None
 
 
-def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> Examples:
-    """The examples by the option, else by the recipe's index or that of its folder of shards, else by assumption.
+def examples(config: RunConfig, root: Path) -> Examples:
+    """The examples by the recipe's index or that of its folder of shards, else by assumption.
 
     Raises:
         DataError: the index is damaged, or that of a folder is of other shards than there are now.
@@ -99,15 +99,10 @@ def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> 
         shards = find_shards(config.data.shards, root)
         index, table = str(own), ExampleTable.open(own, shards.root)
         table.require_shards(shards)
-    count = config.data.num_examples if table is None else len(table)
-    num_shards = None if table is None else len(table.entries)
-    if bytes_per_example is not None:
-        return Examples(count, bytes_per_example, "--bytes_per_example", num_shards)
-    if table is None or len(table) == 0:
-        return Examples(count, BYTES_PER_EXAMPLE, "assumed: no index; --bytes_per_example says better")
-    step = -(-len(table) // SAMPLED)
-    lengths = table.extents(np.arange(0, len(table), step)).lengths
-    return Examples(count, float(lengths.mean()), f"index {index}", num_shards)
+    if table is None:
+        return Examples(config.data.num_examples, BYTES_PER_EXAMPLE, "assumed: there is no index")
+    lengths = table.extents(np.arange(0, len(table), -(-len(table) // SAMPLED))).lengths
+    return Examples(len(table), float(lengths.mean()), f"index {index}", len(table.entries))
 
 
 def staged_bytes(examples: Examples, count: int, world_size: int, ranks_per_node: int) -> float:

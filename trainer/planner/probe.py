@@ -121,13 +121,7 @@ class Probe:
     """
 
     def __init__(
-        self,
-        task: TrainingTask,
-        machine: MachineSettings,
-        plan: PrivacyPlan,
-        *,
-        rows: int,
-        weights_of_one_pass: bool,
+        self, task: TrainingTask, machine: MachineSettings, plan: PrivacyPlan, *, rows: int, weights_of_one_pass: bool
     ) -> None:
         self.model = task.skeleton()
         """The model on the meta device, in fp32, without activation checkpointing; for counting."""

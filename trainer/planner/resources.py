@@ -37,8 +37,6 @@ class Cluster:
         gpu: None leaves out everything that depends on it.
         efficiency: share of the peak, see EFFICIENCY.
         gpus_per_node: in place of the reference system's.
-        decoded_per_second: examples that one core decodes.
-        store_gbits: Gb/s that each node has to the place of the shards.
     """
 
     engine: EngineName
@@ -46,8 +44,6 @@ class Cluster:
     gpu: Gpu | None = None
     efficiency: float = EFFICIENCY
     gpus_per_node: int | None = None
-    decoded_per_second: float = DECODED_PER_SECOND
-    store_gbits: float = 10.0
 
     @property
     def ranks_per_node(self) -> int:
@@ -68,12 +64,7 @@ def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str
 
 
 def plan_resources(
-    config: RunConfig,
-    machine: MachineSettings,
-    cluster: Cluster,
-    examples: Examples,
-    plan: PrivacyPlan,
-    root: Path,
+    config: RunConfig, machine: MachineSettings, cluster: Cluster, examples: Examples, plan: PrivacyPlan, root: Path
 ) -> dict[str, Any]:
     """Everything that `plan.py` prints but the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
 
@@ -110,7 +101,6 @@ def plan_resources(
     flops //= size  # padding rows cost as much as others
     memory = replace(memory, activations=activations)
     sample = min(size, PLAIN_SAMPLE)
-    staged = staged_bytes(examples, plan.num_examples, world_size, cluster.ranks_per_node)
     result: dict[str, Any] = {
         "engine": engine,
         "zero_stage": machine.stage,
@@ -138,8 +128,7 @@ def plan_resources(
             "bytes_per_example": examples.mean_bytes,
             "source": examples.source,
             "bytes_per_step": examples.mean_bytes * expected,
-            "staged_bytes_per_node": staged,
-            "staging_seconds": staged * 8 / (cluster.store_gbits * 1e9),
+            "staged_bytes_per_node": staged_bytes(examples, plan.num_examples, world_size, cluster.ranks_per_node),
         },
         "notes": notes,
     }
@@ -157,7 +146,7 @@ def plan_resources(
     compute = flops * number * size / (peak_rate * cluster.efficiency)
     step = compute + lattice
     hours, per_second = step * config.train.num_steps / 3600, expected / step
-    cores = per_second / world_size / cluster.decoded_per_second
+    cores = per_second / world_size / DECODED_PER_SECOND
     result["time"] = {
         "compute_seconds_per_step": compute,
         "lattice_seconds_per_step": lattice,
@@ -171,7 +160,7 @@ def plan_resources(
     result["assumptions"] = {
         "efficiency": cluster.efficiency,
         "peak_flop_per_second": peak_rate,
-        "decoded_per_second_and_core": cluster.decoded_per_second,
+        "decoded_per_second_and_core": DECODED_PER_SECOND,
         "left_out": "communication, decoding, noise, optimizer step, checkpoints, held-out evaluation, stragglers, failures",
     }
     if cores > config.data.num_workers:
