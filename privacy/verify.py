@@ -61,8 +61,7 @@ from typing import Any, NamedTuple, NoReturn
 CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
 MOST, MOST_COUNTS = 10**12, 20
-USELESS = "; a delta of 1/n or more protects nobody"
-TORN = b" #torn"
+USELESS, TORN = "; a delta of 1/n or more protects nobody", b" #torn"
 HAIR, FP32 = 1e-9, 1e-7
 """How much two machines' rounding of one computation may differ, and that to fp32, as which metrics are published."""
 LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
@@ -770,8 +769,8 @@ def check_order(folder: Folder) -> str:
     spent = f"{ledger.charged()} attempts are charged where {most} are allowed"
     require(bool(ledger.plan.reasons) or ledger.charged() <= most, spent)
     require(folder.head in (None, *ledger.hashes), f"the ledger lacks the line {folder.head}: it was cut or replaced")
-    state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on, or its end was cut off"
     counts = f"{len(ledger.hashes)} lines, {len(ledger.nonces)} starts, {len(ledger.done)} steps done"
+    state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on, or its end was cut off"
     return f"{counts}, {ledger.torn} torn lines; {spent}; {state}"
 
 
@@ -1195,10 +1194,8 @@ def to_text(found: dict[str, Any]) -> str:
     if "attested" in found:
         lines += ["attested by the ledger's chain; believe this, and no page that says something else:"]
         lines += [f"  {name}: {value}" for name, value in found["attested"].items()]
-        lines += [
-            "declared, and checked by nothing:",
-            *(f"  {what}: {said}" for what, said in found["declared"].items()),
-        ]
+        lines += ["declared, and checked by nothing:"]
+        lines += [f"  {what}: {words}" for what, words in found["declared"].items()]
         if not found["head_known"]:
             lines += [
                 "without a hash from elsewhere (--head), a folder that was forged as a whole looks like a true one"
