@@ -61,8 +61,7 @@ from typing import Any, NamedTuple, NoReturn
 CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
 MOST, MOST_COUNTS = 10**12, 20
-USELESS = "; a delta of 1/n or more protects nobody"
-TORN = b" #torn"
+USELESS, TORN = "; a delta of 1/n or more protects nobody", b" #torn"
 HAIR, FP32 = 1e-9, 1e-7
 """How much two machines' rounding of one computation may differ, and that to fp32, as which metrics are published."""
 LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
@@ -697,8 +696,8 @@ def renyi(groups: tuple[Group, ...], delta: float) -> float:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Renyi orders that are left out keep the bound sound
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     for group in groups:
-        release = dp_event.PoissonSampledDpEvent(group.rate, dp_event.GaussianDpEvent(group.sigma))
-        accountant.compose(release, group.releases)
+        gaussian = dp_event.GaussianDpEvent(group.sigma)
+        accountant.compose(dp_event.PoissonSampledDpEvent(group.rate, gaussian), group.releases)
     return float(accountant.get_epsilon(delta)) if groups else 0.0
 
 
@@ -769,10 +768,9 @@ def check_order(folder: Folder) -> str:
     ledger, most = folder.ledger, folder.ledger.plan["most_charges"]
     spent = f"{ledger.charged()} attempts are charged where {most} are allowed"
     require(bool(ledger.plan.reasons) or ledger.charged() <= most, spent)
-    lost = folder.head is not None and folder.head not in ledger.hashes
-    require(not lost, f"the ledger lacks the line {folder.head} that you were told: it was cut or replaced")
-    state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on, or its end was cut off"
+    require(folder.head in (None, *ledger.hashes), f"the ledger lacks the line {folder.head}: it was cut or replaced")
     counts = f"{len(ledger.hashes)} lines, {len(ledger.nonces)} starts, {len(ledger.done)} steps done"
+    state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on, or its end was cut off"
     return f"{counts}, {ledger.torn} torn lines; {spent}; {state}"
 
 
@@ -915,8 +913,7 @@ def value_at(tree: Any, place: str) -> Any:
 def compare(what: str, stated: Any, expected: Any, place: str) -> str:
     """What is wrong with a stated field; "" where it is the expected one but for rounding, or a bound that is larger."""
     if isinstance(expected, float) and type(stated) in (int, float):
-        larger = isinstance(expected, Bound) and stated > expected
-        right = larger or math.isclose(stated, expected, rel_tol=HAIR)
+        right = math.isclose(stated, expected, rel_tol=HAIR) or (isinstance(expected, Bound) and stated > expected)
     else:  # JSON has no infinity
         right = equal(stated, expected) or (isinstance(expected, Bound) and math.isinf(expected) and stated is None)
     return "" if right else f"{what}'s {place} is {shown(stated)}, and the ledger gives {shown(expected)}"
@@ -986,8 +983,7 @@ def check_checkpoints(folder: Folder) -> str:
         unlisted = sorted({*os.listdir(place)} - {"manifest.json", *files})
         require(not unlisted, f"{name} holds {shown_list(unlisted[:9])}, which its manifest does not list")
         for file, listed in files.items():
-            plain = re.fullmatch(r"[A-Za-z0-9._-]{1,200}", file) is not None and file not in (".", "..")
-            require(plain, f"{name} lists no file names")
+            require(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", file) is not None, f"{name} lists odd files")
             if not folder.has(f"checkpoints/{name}/{file}"):
                 undecided.append(f"{name}: {file} is missing")
                 continue
@@ -1152,14 +1148,13 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
     """
     if not path.is_dir():
         raise BadInput(f"{shown(path)}: is no folder")
-    checks: list[tuple[str, str, str]] = []
     try:
         ledger = read_ledger(path / "ledger.jsonl")
     except Violated as error:
         broken = {"name": "ledger", "outcome": "violated", "sentence": printable(str(error))}
         return VIOLATED, {"verdict": "violated", "exit_code": VIOLATED, "checks": [broken]}
     folder = Folder(path, ledger, head)
-    checks.append(("chain", "ok", f"{len(ledger.hashes)} lines are canonical and chained by their hashes"))
+    checks = [("chain", "ok", f"{len(ledger.hashes)} lines are canonical and chained by their hashes")]
     for judge in CHECKS:
         name = judge.__name__.removeprefix("check_")
         try:
@@ -1220,16 +1215,21 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(shown(message))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Verifies one folder, prints, and returns the exit code; for anything that the folder may hold, errors are one line."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; a bad argument is bad input."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--head", help="hash of a line that the ledger had, as the end of the run printed it")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Verifies one folder, prints, and returns the exit code; for anything that the folder may hold, errors are one line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        options = parser.parse_args(arguments)
+        options = parse_args(arguments)
         head = None if options.head is None else options.head.strip().lower()
         if head is not None and not is_hex(head):
             raise BadInput("--head is 64 hexadecimal digits")

@@ -6,6 +6,7 @@ record, which is written by the next start. When the repair is torn as well, the
 counts them all. This module only reads; privacy/ledger/ledger.py writes.
 """
 
+import functools
 import json
 import math
 from bisect import bisect_right
@@ -40,10 +41,11 @@ FORMAT_VERSION = 1
 CLOSE_REASONS = ("finished", "budget_spent", "stopped")
 RESTARTED = "restarted_from_step_0"
 """A `session` with this field begins the run again at step 0, by permission: the checkpoints that the ledger knows were gone."""
+_close = functools.partial(math.isclose, rel_tol=1e-9)
 _STEP: dict[str, Kind] = {"step": is_count, "attempt": is_count}
 
 
-def _is_share(value: object) -> bool:
+def _is_share(value: Any) -> bool:
     """The owner of coordinates with the smallest norm beside its noise, of several (privacy/noise_seen.py)."""
     whole = isinstance(value, dict) and value.keys() == {"owners", "coordinates", "norm"}
     return whole and is_positive(value["owners"]) and is_positive(value["coordinates"]) and is_number(value["norm"])
@@ -180,7 +182,8 @@ class LedgerState(ChainState):
                     recorded = PrivacyPlan.from_frozen(record["plan"]).frozen_fields()
                 except PrivacyConfigError as error:
                     raise LineRefused(f"the frozen plan is refused: {error}") from error
-                require(_text_of(recorded) == _text_of(record["plan"]), "a number of the frozen plan has another type")
+                one, other = (json.dumps(plan, sort_keys=True) for plan in (recorded, record["plan"]))
+                require(one == other, "a number of the frozen plan has another type")  # as 1, 1.0 and true have
             case "session":
                 require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
                 named = ("shared_seq" in record) == ("shared_hash" in record)
@@ -303,16 +306,11 @@ def noise_multiplier_of(releases: object) -> float:
     return joint_noise_multiplier(ratios)
 
 
-def _text_of(fields: Mapping[str, Any]) -> str:
-    """JSON that differs where types differ, as 1, 1.0 and true do."""
-    return json.dumps(fields, sort_keys=True)
-
-
 def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
     """A step releases what the plan says, to rounding: less noise breaks the claim, and more would lower epsilon unearned."""
     plan, sigma = opened["plan"], noise_multiplier_of(releases)
     if "head" in opened:  # statistics of other names and sensitivities; together they are worth the planned noise
-        require(_is_equal(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
+        require(_close(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
         return
     bound, adaptive = plan["max_grad_norm"], plan["adaptive_clipping"]
     if adaptive is not None:  # C moves
@@ -324,11 +322,7 @@ def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
     require([r["name"] for r in releases] == names, f"a step of this plan releases {' and '.join(names)}")
     for stated, expected in zip(releases, planned, strict=True):
         require(
-            _is_equal(stated["std"], expected["std"]) and _is_equal(stated["sensitivity"], expected["sensitivity"]),
+            _close(stated["std"], expected["std"]) and _close(stated["sensitivity"], expected["sensitivity"]),
             f"{stated['name']} states noise of {stated['std']:g} for a sensitivity of {stated['sensitivity']:g}, where the "
             f"plan has {expected['std']:g} for {expected['sensitivity']:g}",
         )
-
-
-def _is_equal(stated: float, planned: float) -> bool:
-    return math.isclose(stated, planned, rel_tol=1e-9)

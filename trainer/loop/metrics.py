@@ -11,18 +11,18 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from privacy.boundary import Private, Public, Reason, reason_of
 from privacy.ledger.durable import torn_line_end
 
-Box = TypeVar("Box", Public[Any], Private[Any])
+T = TypeVar("T")
 
 
-class _Sinks(Generic[Box]):
-    """JSON lines and TensorBoard in one folder; `Box` is the only kind of value that goes there.
+class _Sinks:
+    """JSON lines and TensorBoard in one folder.
 
     Args:
         times: whether lines and events say when they were written; only in a private folder. TensorBoard shows the step number
@@ -38,62 +38,73 @@ class _Sinks(Generic[Box]):
         self._lines.write(torn_line_end(self._lines.fileno()).decode())
         self._board = _EventFile(folder / "tensorboard")
 
-    def _opened(self, name: str, value: Box) -> Any:
-        """What is in a box, for the sinks that may have it under this name."""
-        raise NotImplementedError
-
     def close(self) -> None:
         self._lines.close()
         self._board.close()
 
-    def scalars(self, step: int, values: Mapping[str, Box]) -> None:
-        """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
-        opened = {name: self._opened(name, value) for name, value in values.items()}
+    def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
         when = {"time_unix": round(time.time(), 3)} if self._times else {}
-        self._lines.write(json.dumps({"step": step, **when, **opened}) + "\n")
+        self._lines.write(json.dumps({"step": step, **when, **values}) + "\n")
         self._lines.flush()
-        for name, value in opened.items():
-            self._add(step, self._summary.scalar(name, value))
+        for name, value in values.items():
+            self._board.add(self._summary.scalar(name, value), step, self._walltime(step))
 
-    def text(self, step: int, name: str, markdown: Box) -> None:
-        self._add(step, self._summary.text(name, self._opened(name, markdown)))
+    def _write_text(self, step: int, name: str, markdown: str) -> None:
+        self._board.add(self._summary.text(name, markdown), step, self._walltime(step))
 
-    def picture(self, step: int, name: str, image_HWC: Box) -> None:
-        self._add(step, self._summary.image(name, self._opened(name, image_HWC), dataformats="HWC"))
+    def _write_picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+        self._board.add(self._summary.image(name, image_HWC, dataformats="HWC"), step, self._walltime(step))
 
-    def _add(self, step: int, summary: Any) -> None:
-        self._board.add(summary, step, time.time() if self._times else float(step))
+    def _walltime(self, step: int) -> float:
+        return time.time() if self._times else float(step)
 
 
-class PublicMetrics(_Sinks[Public[Any]]):
+class PublicMetrics(_Sinks):
     """Takes what is known to be public under its name in `PUBLISHED`, rounds it to fp32 and writes no time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, times=False)
         self._settings: dict[str, object] = {}
 
-    def _opened(self, name: str, value: Public[Any]) -> Any:
-        """ValueError, before anything is written, unless it is published for the reason that its name has."""
+    def scalars(self, step: int, values: Mapping[str, Public[float]]) -> None:
+        """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
+        self._write_scalars(step, {name: as_fp32(self._listed(name, value)) for name, value in values.items()})
+
+    def text(self, step: int, name: str, markdown: Public[str]) -> None:
+        self._write_text(step, name, self._listed(name, markdown))
+
+    def picture(self, step: int, name: str, image_HWC: Public[np.ndarray]) -> None:
+        self._write_picture(step, name, self._listed(name, image_HWC))
+
+    def _listed(self, name: str, value: Public[T]) -> T:
+        """The value, if it is published for the reason that its name has; ValueError otherwise, before anything is written."""
         if reason_of(name) is not value.because:
             raise ValueError(
                 f"{name} is not published because {value.because.value}: see PUBLISHED in privacy/boundary.py"
             )
         if value.because is Reason.SETTINGS and self._settings.setdefault(name, value.value) != value.value:
             raise ValueError(f"{name} is called a setting, and changes from step to step")
-        return as_fp32(value.value)
+        return value.value
 
 
-class PrivateMetrics(_Sinks[Private[Any]]):
-    """Writes into a folder inside the trust boundary, in full precision; lines and events say when they were written."""
+class PrivateMetrics(_Sinks):
+    """Writes into a folder inside the trust boundary; lines and events say when they were written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, times=True)
 
-    def _opened(self, name: str, value: Private[Any]) -> Any:
-        return value.inside()
+    def scalars(self, step: int, values: Mapping[str, Private[float]]) -> None:
+        """As `PublicMetrics.scalars`, in full precision."""
+        self._write_scalars(step, {name: value.inside() for name, value in values.items()})
+
+    def text(self, step: int, name: str, markdown: Private[str]) -> None:
+        self._write_text(step, name, markdown.inside())
+
+    def picture(self, step: int, name: str, image_HWC: Private[np.ndarray]) -> None:
+        self._write_picture(step, name, image_HWC.inside())
 
 
-def as_fp32(value: Any) -> Any:
+def as_fp32(value: float) -> float:
     """A float as published: the shortest decimal that reads as its fp32 neighbour. Whole numbers stay as they are."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
