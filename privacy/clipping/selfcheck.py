@@ -190,8 +190,8 @@ def check_at_size(
             if wrong_B.any():
                 row = int(wrong_B.nonzero()[0])
                 raise PrivacyConfigError(
-                    f"{where}the norm of row {row} is {float(norm_B[row]):.3g}, and {norm:.3g} for the same example alone: does a "
-                    "layer, or the rule of one, depend on the number of rows or on the dtype?"
+                    f"{where}the norm of row {row} is {float(norm_B[row]):.3g}, and {norm:.3g} for the same example alone: does "
+                    "a layer, or the rule of one, depend on the number of rows or on the dtype?"
                 )
             for sums, counts_B in zip(expected, (torch.ones_like(last_B), last_B), strict=True):
                 share = float(factor_B[counts_B & (row_B == i)].sum())
