@@ -2,7 +2,6 @@
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -95,8 +94,7 @@ def test_garbage_is_refused_by_name(environment: dict[str, str], line: str) -> N
 def test_nothing_is_used_after_an_error_of_nccl(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked by a private name of torch. Gloo raises by itself and is not asked."""
     group, gpu = dist.group.WORLD, torch.device("cuda")
-    backend: Any = group._get_backend(one_rank)  # type: ignore[union-attr]
-    assert callable(backend.get_error) and {"SUCCESS", "COMM_ERROR"} <= set(ErrorType.__members__)
+    assert group is not None and group._get_backend(one_rank) is not None
     collectives.require_sound(gpu)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     for error in (ErrorType.SUCCESS, ErrorType.COMM_ERROR, ErrorType.TIMEOUT):
