@@ -37,13 +37,7 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 
-FORCED_BY = (
-    "NVIDIA_TF32_OVERRIDE",
-    "CUBLAS_EMUL",
-    "TORCH_ALLOW_TF32",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "DNNL_DEFAULT_FPMATH",
-)
+FORCED_BY = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_EMUL", "TORCH_ALLOW_TF32", "ONEDNN_DEFAULT_FPMATH", "DNNL_DEFAULT_FPMATH")
 """Beginnings of variables by which a product in fp32 or fp64 becomes another."""
 TERMS = 256
 """Terms of each sum in the products that are tried."""
@@ -67,15 +61,12 @@ def has_fp32_products_of_bf16(device: torch.device) -> bool:
         torch.mm(x[0].t(), x[0], out_dtype=torch.float32)
         torch.addmm(total, x[0].t(), x[0], out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError) as error:
-        known = isinstance(error, TypeError | NotImplementedError)  # an older torch; a device without the operation
-        if not known and "not supported" not in str(error).lower().replace("_", " "):
-            raise
         said = str(error).partition("\n")[0]
-        warnings.warn(
-            f"torch {torch.__version__} has no fp32 products of bf16 on {device}, so clipping makes them from fp32 copies, "
-            f"several times slower ({said})",
-            stacklevel=2,
-        )
+        known = isinstance(error, TypeError | NotImplementedError)  # an older torch; a device without the operation
+        if not known and "not supported" not in said.lower().replace("_", " "):
+            raise
+        slow = "clipping makes them from fp32 copies, several times slower"
+        warnings.warn(f"no fp32 products of bf16 on {device}, so {slow} ({said})", stacklevel=2)
         return False
     return True
 
@@ -136,17 +127,15 @@ def _inexact_product(device: torch.device, dtype: torch.dtype, p: int, d: int) -
         out: dict[str, Any] = {} if wide == dtype else {"out_dtype": wide}
         right_pd = count * a_p.to(wide)[:, None] * b_d.to(wide)  # single numbers: no library of matrices
         x_2np, y_2nd = x_Np.view(2, -1, p), y_Nd.view(2, -1, d)
-        found = {
-            "mm": torch.mm(x_Np.t().contiguous(), y_Nd, **out),
-            "mm of transposed": torch.mm(x_Np.t(), y_Nd, **out),
-            "bmm": torch.bmm(x_2np.transpose(1, 2), y_2nd, **out).sum(0),
-            "addmm": torch.addmm(-right_pd, x_Np.t(), y_Nd, **out) + right_pd,
+        is_right = {  # one at a time: a vocabulary times a width is large
+            "mm": torch.equal(torch.mm(x_Np.t().contiguous(), y_Nd, **out), right_pd),
+            "mm of transposed": torch.equal(torch.mm(x_Np.t(), y_Nd, **out), right_pd),
+            "bmm": torch.equal(torch.bmm(x_2np.transpose(1, 2), y_2nd, **out).sum(0), right_pd),
+            "addmm": not torch.addmm(-right_pd, x_Np.t(), y_Nd, **out).any(),
+            "mv": bool(out) or torch.equal(torch.mv(x_Np.t(), y_Nd[:, 0]), right_pd[:, 0]),
         }
-        if not out:
-            found["mv"] = torch.cat([torch.mv(x_Np.t(), y_Nd[:, 0])[:, None], right_pd[:, 1:]], 1)
-        for name, found_pd in found.items():
-            if not torch.equal(found_pd, right_pd):
-                return f"products ({name})"
+        if not all(is_right.values()):
+            return f"products ({', '.join(name for name, right in is_right.items() if not right)})"
     return ""
 
 

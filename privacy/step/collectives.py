@@ -134,21 +134,16 @@ def reduce_to_main(values: Tensor) -> Tensor:
 
 def require_sound(device: torch.device) -> None:
     """Call it when the device has ended a reduction and before its result is used: after an error what was received may be
-    incomplete, and NCCL says so only to who asks. Gloo raises by itself.
+    incomplete, and NCCL says so only to who asks, where torch lets one ask. Gloo raises by itself.
 
     Raises:
         RuntimeError: NCCL reports an error or a timeout.
     """
-    if is_alone() or "nccl" not in dist.get_backend_config() or device.type != "cuda":
+    if is_alone() or device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return
-    if said := communicator_error(device):
+    ask = getattr(dist.group.WORLD._get_backend(device), "get_error", None)  # type: ignore[union-attr]  # no public way
+    if ask is not None and (said := ask().name) != "SUCCESS":
         raise RuntimeError(f"NCCL reports {said}: what was received may be incomplete, so nothing of it is used")
-
-
-def communicator_error(device: torch.device) -> str:
-    """What the communicator of all ranks reports for this device; empty where all is well. Torch has no public way to ask."""
-    found = dist.group.WORLD._get_backend(device).get_error()  # type: ignore[union-attr]
-    return "" if found.name == "SUCCESS" else str(found.name)
 
 
 class Traffic:

@@ -283,7 +283,6 @@ def test_a_step_of_ten_times_the_longest_is_waited_for(
         world.ranks[1].note()
         time.sleep(seconds)
         assert not world.ends
-    world.all_end(0, 1, 2)
 
 
 def test_where_the_main_thread_stands() -> None:

@@ -1,7 +1,14 @@
 """Who am I, by each launcher's environment. (Talking to other ranks: tests/distributed.)"""
 
-import pytest
+import contextlib
+from types import SimpleNamespace
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+
+from privacy.step import collectives
 from trainer.errors import ConfigError
 from trainer.ranks.discovery import Ranks, discover_ranks, first_host
 
@@ -82,3 +89,17 @@ def test_garbage_is_refused_by_name(environment: dict[str, str], line: str) -> N
     with pytest.raises(ConfigError, match=line) as caught:
         discover_ranks(environment)
     assert caught.value.exit_code == 2
+
+
+def test_nothing_is_used_after_an_error_of_nccl(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked by a private name of torch. Gloo raises by itself and is not asked."""
+    group, gpu = dist.group.WORLD, torch.device("cuda")
+    assert group is not None and group._get_backend(one_rank) is not None
+    collectives.require_sound(gpu)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    for error in (ErrorType.SUCCESS, ErrorType.COMM_ERROR, ErrorType.TIMEOUT):
+        answer = SimpleNamespace(get_error=lambda error=error: error)
+        monkeypatch.setattr(type(group), "_get_backend", lambda self, device, answer=answer: answer)
+        expected = pytest.raises(RuntimeError, match=f"NCCL reports {error.name}: .*nothing of it is used")
+        with contextlib.nullcontext() if error == ErrorType.SUCCESS else expected:
+            collectives.require_sound(gpu)

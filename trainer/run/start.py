@@ -204,7 +204,7 @@ class TrainerStart:
         """
         seed, inputs = self.config.train.seed, self.task.synthetic_inputs(2)
         self.twin = self.task.build(torch.Generator().manual_seed(seed), one_block=True)
-        if kinds(self.twin) != kinds(self.task.skeleton()):
+        if kinds(self.twin) != kinds(self.task.skeleton()):  # blocks that differ
             self.twin = self.task.build(torch.Generator().manual_seed(seed))
 
         def check() -> None:
