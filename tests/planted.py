@@ -153,7 +153,7 @@ MISTAKES = [
         "data/reading/reader.py",
         "raise ReadError(f\"{where} does not fit its index ({error}); index again\") from error",
         "yield RawExample(None, {})",
-        "tests/data/test_changed_shards.py",
+        "tests/data/test_index.py",
     ),
     Mistake(
         "an autoencoder is judged by the patches that it sees",

@@ -127,6 +127,7 @@ STUDY: dict[str, Any] = {
     "axis": {"batch": {"privacy": {"expected_batch_size": [24, 48]}}},
     "tan": {"reference_batch_size": 24, "reference_noise_multiplier": 1.2},
 }  # fmt: skip
+recipes = changed(TINY, RunConfig)
 overrides = settings(RunConfig).map(lambda setting: f"{'.'.join(setting[0])}={word(setting[1])}")
 
 
