@@ -79,6 +79,10 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     if last is not None and last.name is not None:
         matches, public, warning = _read_manifest(run_dir, last, start)
         last, warnings = last.updated(manifest_matches=matches), [*warnings, *warning]
+    if recipe and "model" not in recipe and public.file is None:  # of a loop of one's own
+        said = recipe.get("init", {}).get("starts_from", "unsaid")
+        kind = said if said in ("public", "unsaid") else "runs"
+        public = PublicData(statement=STATEMENTS[f"starts_from_{kind}"])
     summary, warning = _read_shared_ledger(recipe, snapshot)
     audits = read_audits(run_dir)
     warnings += [*warning, *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent")]

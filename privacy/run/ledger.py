@@ -71,11 +71,16 @@ class RunLedger:
         self.charged_before = 0
         """Attempts that were charged when the session began, on every rank."""
 
-        def recorded() -> tuple[dict[int, int], bool, int | None]:
+        def recorded() -> tuple[dict[int, int], bool, int | None, list[Any]]:
             state = self._on_main.state
-            return dict(state.attempts), state.closed is not None, state.checkpointed_step
+            return (
+                dict(state.attempts),
+                state.closed is not None,
+                state.checkpointed_step,
+                state.opened.get("behind", []),
+            )
 
-        self.attempts, self.is_closed, self.checkpointed_step = collectives.on_main(recorded)
+        self.attempts, self.is_closed, self.checkpointed_step, self.behind = collectives.on_main(recorded)
 
     @classmethod
     def open(

@@ -1,0 +1,99 @@
+"""The sandbox of an audit for a loop of one's own: its reader, its engine and its start, with the optimizer that the run had."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..card.folder import read_recipe
+from ..loop.fields import Example, floats, integers
+from ..loop.opening import OwnStart
+from ..loop.reading import Reader
+from ..plan import PrivacyPlan
+from ..plan_request import PlanRequest
+from ..step.folder import RunFolder
+from .canary_model import EMBEDDING, KEY_BITS, PLACES, Canaries, CanaryModel, made_up
+from .report import AuditReport
+from .sandbox import Settings, audited_plan, in_processes, ranks_of, run_sandbox
+
+ENORMOUS = 2.0**40
+ALIKE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 1.0},
+    "RMSprop": {"lr": ENORMOUS, "eps": ENORMOUS, "alpha": 0.0},
+    "Adam": {"lr": ENORMOUS, "eps": ENORMOUS, "betas": (0.0, 0.0)},
+    "AdamW": {"lr": ENORMOUS, "eps": ENORMOUS, "betas": (0.0, 0.0), "weight_decay": 0.0},
+}
+"""Settings that make a step w -= gradient, up to rounding; for other optimizers SGD stands in."""
+
+
+def is_of_a_loop(run_dir: Path) -> bool:
+    """Whether a loop of one's own wrote the folder: its config.toml has no model."""
+    return "model" not in read_recipe(run_dir)
+
+
+def loop_audit(run_dir: Path, *, ranks: int | None = None, timeout: float = 600) -> AuditReport:
+    """Audits the mechanism of a loop of one's own; see `trainer.audit.sandbox.mechanism_audit`."""
+    plan, config = audited_plan(run_dir), read_recipe(run_dir)
+    work = partial(_rank, plan, config["train"]["micro_batch_size"], config["optimizer"]["name"])
+    return in_processes(ranks or ranks_of(run_dir), work, timeout)
+
+
+def _rank(
+    plan: PrivacyPlan, micro_batch_size: int, optimizer: str, rank: int, ranks: int, port: int, folder: Path
+) -> AuditReport | None:
+    """One process of the sandbox."""
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    settings = Settings.of(plan, micro_batch_size, ranks, f"a loop with {optimizer}")
+    return run_sandbox(settings, LoopSide(optimizer), folder)
+
+
+class LoopSide:
+    """See `privacy.audit.sandbox.Side`."""
+
+    def __init__(self, optimizer: str) -> None:
+        self._kind = optimizer if optimizer in ALIKE else "SGD"
+
+    @contextmanager
+    def start(self, folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int) -> Iterator[OwnStart]:
+        model = CanaryModel()
+        number = integers(EMBEDDING)
+        example = {
+            "gains_BG": floats(len(PLACES)), "rows_B": number, "columns_B": number, "canaries_B": integers(len(canaries)),
+            "keys_B": integers(KEY_BITS),
+        }  # fmt: skip
+        start = OwnStart(
+            model=model, optimizer=getattr(torch.optim, self._kind)(model.parameters(), **ALIKE[self._kind]),
+            reader=Reader(Items(canaries), Example(example), micro_batch_size), loss=partial(_loss, model),
+            folder=RunFolder(folder / "run"), request=PlanRequest(
+                num_examples=plan.num_examples, expected_batch_size=plan.expected_batch_size, num_steps=plan.num_steps
+            ),
+            made_up=made_up(4), learning_rate=None, num_workers=0, save_every=None, data_version="canaries", mirror=None,
+            unit="one canary", may_restart=False, starts_from=[],
+        )  # fmt: skip
+        with start.undone:
+            yield start
+
+
+def _loss(model: CanaryModel, **inputs: Tensor) -> Tensor:
+    loss_B: Tensor = model(**inputs)
+    return loss_B
+
+
+class Items:
+    """The canaries as a data set: an item's key is what the reader has seeded torch's random numbers with."""
+
+    def __init__(self, canaries: Canaries) -> None:
+        self._canaries = canaries
+
+    def __len__(self) -> int:
+        return len(self._canaries)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = self._canaries.item(index, torch.initial_seed())
+        return dict(zip(("gains_BG", "rows_B", "columns_B", "canaries_B", "keys_B"), item.values(), strict=True))
