@@ -17,18 +17,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 EMBEDDING = 64  # rows and columns
 WIDTH = 32
 PLACES = ("embedding", "matrix", "matrix_again", "offset", "norm", "conv", "raw", "quiet")
 """What a gain belongs to; no canary has one for "quiet", so some parameters get noise alone. Made-up examples have them all."""
-USED = PLACES[:-1]
 SIZES = (0.75, 3.0, 12.0, 48.0)
 """Norms over C: below it and above it, also where adaptive clipping moves C by powers of two."""
 PARTIAL = 0.9
 """This part of C is below the bound by itself: only the whole gradient of such a canary has to be clipped."""
-CROWD_BITS = 18
+CROWD = 1 - 2.0**-18
 """Digits of a crowd's gain: 64 of them add up in single precision without rounding, and a hundred do not."""
+KEY_BITS = 2**63 - 1
 
 
 class Block(nn.Module):
@@ -36,8 +37,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.matrix = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.matrix, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)
 
     def forward(self, one_hot_BK: Tensor, x_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.matrix(one_hot_BK), self.matrix(one_hot_BK), self.norm(x_BK)
@@ -59,11 +59,8 @@ class CanaryModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(EMBEDDING, EMBEDDING)
-        self.block = Block()
-        self.offset = nn.Linear(1, WIDTH)
-        self.conv = nn.Conv2d(1, WIDTH, 1, bias=False)
-        self.positions = Raw()
+        self.embedding, self.block, self.offset = nn.Embedding(EMBEDDING, EMBEDDING), Block(), nn.Linear(1, WIDTH)
+        self.conv, self.positions = nn.Conv2d(1, WIDTH, 1, bias=False), Raw()
         self.quiet = nn.Linear(EMBEDDING, 2 * EMBEDDING, bias=False)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -72,36 +69,22 @@ class CanaryModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return [self.block]
 
-    def forward(
-        self,
-        gains_BG: Tensor,
-        rows_B: Tensor,
-        columns_B: Tensor,
-        canaries_B: Tensor | None = None,
-        keys_B: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, gains_BG: Tensor, rows_B: Tensor, columns_B: Tensor, **_who: Tensor) -> Tensor:
         """loss_B = sum over places of gain * one coordinate of the place's output; who it is, and its key, change nothing."""
-        inside_B, q_B1 = rows_B % WIDTH, gains_BG[:, -1:]
-        row_BK = nn.functional.one_hot(inside_B, WIDTH).to(gains_BG.dtype)
-        column_BK = nn.functional.one_hot(columns_B % WIDTH, WIDTH).to(gains_BG.dtype)
-        far_BK = nn.functional.one_hot(columns_B, EMBEDDING).to(gains_BG.dtype)
+        inside_B, q_B1, kind = rows_B % WIDTH, gains_BG[:, -1:], gains_BG.dtype
+        row_BK, column_BK = (one_hot(index_B, WIDTH).to(kind) for index_B in (inside_B, columns_B % WIDTH))
         # Zeros and ones as inputs make a layer's output one of its weights, or its offset alone.
         matrix_BK, again_BK, norm_BK = self.block(column_BK, q_B1 * row_BK)
-        outputs = (
-            _pick(self.embedding(rows_B), columns_B),
-            _pick(matrix_BK, inside_B),
-            _pick(again_BK, inside_B),
-            _pick(self.offset(q_B1), inside_B),
-            _pick(norm_BK, inside_B),
-            _pick(self.conv(torch.ones_like(q_B1)[:, :, None, None]).flatten(1), inside_B),
-            _pick(self.positions(torch.zeros_like(row_BK)), inside_B),
-            _pick(self.quiet(far_BK), rows_B),
-        )
-        return (gains_BG * torch.stack(outputs, dim=1)).sum(dim=1)
+        conv_BK = self.conv(torch.ones_like(q_B1)[:, :, None, None]).flatten(1)
+        inside = (matrix_BK, again_BK, self.offset(q_B1), norm_BK, conv_BK, self.positions(torch.zeros_like(row_BK)))
+        picked = [_pick(output_BK, inside_B) for output_BK in inside]
+        quiet_B = _pick(self.quiet(one_hot(columns_B, EMBEDDING).to(kind)), rows_B)
+        outputs_BG = torch.stack([_pick(self.embedding(rows_B), columns_B), *picked, quiet_B], dim=1)
+        return (gains_BG * outputs_BG).sum(dim=1)
 
 
 def _pick(output_BK: Tensor, index_B: Tensor) -> Tensor:
-    return (output_BK * nn.functional.one_hot(index_B, output_BK.shape[1])).sum(dim=1)
+    return (output_BK * one_hot(index_B, output_BK.shape[1])).sum(dim=1)
 
 
 def made_up(count: int) -> dict[str, Tensor]:
@@ -123,7 +106,7 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Canaries:
-    """The sandbox's data set.
+    """The sandbox's data set; called as the trainer's data room calls what makes its examples.
 
     Attributes:
         gains_NG, rows_N, columns_N: the model's inputs, one row per example.
@@ -137,18 +120,16 @@ class Canaries:
     crowd_N: NDArray[np.bool_]
     hostile_N: NDArray[np.bool_]
 
+    def item(self, canary: int, key: int) -> dict[str, NDArray[Any]]:
+        """The model's inputs, without a batch dimension; of the key the 63 bits that an int64 has room for."""
+        values = self.rows_N[canary], self.columns_N[canary], canary, key & KEY_BITS
+        row, column, who, key_ = (np.array(value, dtype=np.int64) for value in values)
+        return {"gains_G": self.gains_NG[canary], "rows": row, "columns": column, "canaries": who, "keys": key_}
+
     def __len__(self) -> int:
         return len(self.rows_N)
 
-    def item(self, canary: int, key: int) -> dict[str, NDArray[Any]]:
-        """The model's inputs, without a batch dimension; of the key the 63 bits that an int64 has room for."""
-        row, column, who = (np.array(n) for n in (self.rows_N[canary], self.columns_N[canary], canary))
-        return {
-            "gains_G": self.gains_NG[canary], "rows": row, "columns": column, "canaries": who, "keys": np.array(key & KEY_BITS),
-        }  # fmt: skip
-
     def __call__(self, raw: Any, key: int, /) -> dict[str, NDArray[Any]]:
-        """The inputs of a stored canary, and `padding` of none, as the trainer's data room asks for them."""
         return self.item(int(raw.fields["txt"]), key)
 
     def padding(self) -> dict[str, NDArray[Any]]:
@@ -156,48 +137,39 @@ class Canaries:
 
     def entries(self, dtype: torch.dtype) -> Entries:
         """Gradients of a model that computes in `dtype`."""
-        gains_NG = torch.from_numpy(self.gains_NG).to(dtype).double().numpy()
-        inside_N = self.rows_N % WIDTH
-        matrix = ("block.matrix.weight", inside_N * WIDTH + self.columns_N % WIDTH, gains_NG[:, 1] + gains_NG[:, 2])
-        found = [
-            ("embedding.weight", self.rows_N * EMBEDDING + self.columns_N, gains_NG[:, 0]), matrix,
-            ("offset.bias", inside_N, gains_NG[:, 3]), ("block.norm.bias", inside_N, gains_NG[:, 4]),
-            ("conv.weight", inside_N, gains_NG[:, 5]), ("positions.raw", inside_N, gains_NG[:, 6]),
-        ]  # fmt: skip
-        columns = []
-        for name, index_N, gains_N in found:
+        gains_GN = torch.from_numpy(self.gains_NG).to(dtype).double().numpy().T
+        inside_N, columns = self.rows_N % WIDTH, list[Any]()
+        for name, index_N, gains_N in (
+            ("embedding.weight", self.rows_N * EMBEDDING + self.columns_N, gains_GN[0]),
+            ("block.matrix.weight", inside_N * WIDTH + self.columns_N % WIDTH, gains_GN[1] + gains_GN[2]),
+            *zip(("offset.bias", "block.norm.bias", "conv.weight", "positions.raw"), [inside_N] * 4, gains_GN[3:7], strict=True),
+        ):  # fmt: skip
             canaries = np.flatnonzero(gains_N)  # NaN is not zero
             columns.append((np.full(len(canaries), name), index_N[canaries], canaries, gains_N[canaries]))
         return Entries(*map(np.concatenate, zip(*columns, strict=True)))
 
 
-KEY_BITS = 2**63 - 1
-
-
-def make_canaries(num_single: int, max_grad_norm: float) -> Canaries:
+def make_canaries(num_single: int, bound: float) -> Canaries:
     """`num_single` canaries of one embedding coordinate each, some in every other place, and a crowd as large as all of them."""
+    spread, part = PLACES[:-1], PARTIAL * bound
     kinds: list[tuple[dict[str, float], int, int]] = [
-        ({"embedding": SIZES[i % len(SIZES)] * max_grad_norm}, i // EMBEDDING, i % EMBEDDING) for i in range(num_single)
+        ({"embedding": SIZES[i % len(SIZES)] * bound}, i // EMBEDDING, i % EMBEDDING) for i in range(num_single)
     ]
-    for place, column in (("offset", 0), ("norm", 0), ("conv", 0), ("raw", 0), ("matrix", 0)):
-        kinds += [({place: 12 * max_grad_norm}, i, column) for i in range(6)]
-    # Each call alone stays below C: only their sum has to be clipped.
-    kinds += [({"matrix": PARTIAL * max_grad_norm, "matrix_again": PARTIAL * max_grad_norm}, i, 1) for i in range(6)]
-    # Each place alone stays below C too.
-    kinds += [(dict.fromkeys(USED, PARTIAL * max_grad_norm), WIDTH + i, 2) for i in range(8, 14)]
+    kinds += [({place: 12 * bound}, i, 0) for place in ("offset", "norm", "conv", "raw", "matrix") for i in range(6)]
+    # Each call alone stays below C, and so does each place: only their sum has to be clipped.
+    kinds += [({"matrix": part, "matrix_again": part}, i, 1) for i in range(6)]
+    kinds += [(dict.fromkeys(spread, part), WIDTH + i, 2) for i in range(8, 14)]
     # Not finite; finite until it is squared in single precision; finite even then, and far beyond C.
-    hostile = [float("nan"), 1e38, 1e15 * max_grad_norm]
-    kinds += [(dict.fromkeys(USED, gain), WIDTH + 16 + i, 2) for i, gain in enumerate(hostile)]
-    first_hostile, first_of_crowd = len(kinds) - len(hostile), len(kinds)
-    small = math.ldexp(1 - 2.0**-CROWD_BITS, math.floor(math.log2(max_grad_norm)) - 5)  # five of them stay below C / 8
-    gain = dict.fromkeys(("matrix", "offset", "norm", "conv", "raw"), small)
-    kinds += [(gain, WIDTH - 1, WIDTH - 1)] * first_of_crowd
-    gains, rows, columns = zip(*kinds, strict=True)
-    crowd_N = np.arange(len(kinds)) >= first_of_crowd
+    first_hostile = len(kinds)
+    kinds += [(dict.fromkeys(spread, gain), WIDTH + 16 + i, 2) for i, gain in enumerate((math.nan, 1e38, 1e15 * bound))]
+    first_of_crowd, small = (
+        len(kinds),
+        math.ldexp(CROWD, math.floor(math.log2(bound)) - 5),
+    )  # five of them stay below C / 8
+    crowd = dict.fromkeys(("matrix", "offset", "norm", "conv", "raw"), small)
+    gains, rows, columns = zip(*kinds, *[(crowd, WIDTH - 1, WIDTH - 1)] * first_of_crowd, strict=True)
+    gains_NG = np.array([[gain.get(place, 0.0) for place in PLACES] for gain in gains], dtype=np.float32)
+    crowd_N = np.arange(len(gains)) >= first_of_crowd
     return Canaries(
-        np.array([[gain.get(place, 0.0) for place in PLACES] for gain in gains], dtype=np.float32),
-        np.array(rows),
-        np.array(columns),
-        crowd_N,
-        (np.arange(len(kinds)) >= first_hostile) & ~crowd_N,
+        gains_NG, np.array(rows), np.array(columns), crowd_N, (np.arange(len(gains)) >= first_hostile) & ~crowd_N
     )

@@ -34,8 +34,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 CLOSE = 0.01
-"""How far, relatively, an example's contribution may be from what clipping leaves of it: bounds of norms lie above the norms, and
-lower precision rounds. It moves no more than the bound in any case."""
+"""How far, relatively, an example's contribution may be from what clipping leaves of it, for rounding in lower precision."""
 
 
 class Sandbox(NamedTuple):
@@ -65,299 +64,259 @@ class Sandbox(NamedTuple):
     hostile_N: Flags
 
 
-class Expected:
-    """What clipping leaves of the canaries' gradients, hostile ones apart.
-
-    Attributes:
-        owner_D: the canary that alone touches a coordinate, -1 for nobody, and -2 for the crowd.
-        unknown_D: coordinates of hostile canaries.
-    """
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._entries = entries = sandbox.entries
-        pieces, start = [piece for owned in sandbox.layout.pieces for piece in owned], 0
-        self.size = sum(piece.length for piece in pieces)
-        self.names_D, coordinate_K = np.empty(self.size, dtype=object), np.full(len(entries.index_K), -1)
-        for name, offset, length in pieces:
-            here_K = (entries.names_K == name) & (entries.index_K >= offset) & (entries.index_K < offset + length)
-            coordinate_K[here_K] = entries.index_K[here_K] - offset + start
-            self.names_D[start : start + length] = name
-            start += length
-        self._make, self._names = FUNCTIONS[sandbox.plan.clipping_function], list(sandbox.names)
-        group_of = self._make(self._names, 1.0).group_of
-        self._group_K = np.array([group_of[name] for name in entries.names_K.tolist()])
-        self.num_examples, self._coordinate_K = len(sandbox.present_N), coordinate_K
-        self._known_K = ~sandbox.hostile_N[entries.canaries_K]
-        self.owner_D, self.unknown_D = np.full(self.size, -1), np.zeros(self.size, dtype=bool)
-        self.owner_D[coordinate_K] = np.where(sandbox.crowd_N[entries.canaries_K], -2, entries.canaries_K)
-        self.unknown_D[coordinate_K[~self._known_K]] = True
-
-    def weights(self, bound: float) -> tuple[Floats, Floats]:
-        """((K,) factors of the entries, (N,) norms of whole gradients)."""
-        function, count = self._make(self._names, bound), self.num_examples
-        groups, squares = len(function.bounds), np.where(self._known_K, self._entries.gains_K, 0.0) ** 2
-        place = self._entries.canaries_K * groups + self._group_K
-        norms_NG = np.sqrt(np.bincount(place, squares, minlength=count * groups).reshape(count, groups))
-        columns = [
-            function.weight(torch.from_numpy(norms_NG[:, g]), one).numpy() for g, one in enumerate(function.bounds)
-        ]
-        factors_NG = np.stack(columns, axis=1)
-        return factors_NG[self._entries.canaries_K, self._group_K], np.sqrt((norms_NG**2).sum(axis=1))
-
-    def sums(self, included_N: Flags, bound: float) -> tuple[Floats, Floats]:
-        """(D,) the sum, and how far it may be from that: not at all where nothing was clipped, and CLOSE elsewhere."""
-        factors_K, _ = self.weights(bound)
-        here = self._known_K & included_N[self._entries.canaries_K]
-        values = factors_K[here] * self._entries.gains_K[here]
-        loose = np.where(factors_K[here] == 1, 1e-9, CLOSE) * np.abs(values)
-        at = self._coordinate_K[here]
-        return np.bincount(at, values, self.size), np.bincount(at, loose, self.size)
-
-
 def audit_mechanism(sandbox: Sandbox, **facts: str) -> AuditReport:
     """All checks of one sandbox run."""
-    plan, by_attempt = sandbox.plan, list(zip(*(attempts for attempts, _ in sandbox.tapes), strict=True))
-
-    def beside(name: str) -> Floats:
-        """(A, D): coordinates in the order of their owners."""
-        return np.stack([np.concatenate([noted[name] for noted in ranks]) for ranks in by_attempt])
-
-    def durable(path: Path) -> list[tuple[int, int]]:
-        status = path.stat()
-        events = itertools.chain(*(fsyncs for _, fsyncs in sandbox.tapes))
-        return [(at, size) for device, inode, at, size in events if (device, inode) == (status.st_dev, status.st_ino)]
-
-    first_A = [ranks[0] for ranks in by_attempt]
-    steps, records = [noted["step"] for noted in first_A], sandbox.ledger.read_bytes()
-    bounds_A, num_silent = np.array([n["bound"] for n in first_A]), sum(n["silent"] for n in first_A)
-    before_AD, after_AD = beside("before"), beside("after")
-    if not np.isfinite(after_AD).all():
+    judge = _Judge(sandbox)
+    if not np.isfinite(judge.after_AD).all():
         sentence = "the weights of the sandbox are not finite: a hostile example reached them"
         return AuditReport.of("mechanism", [fact("weights", False, sentence)])
-    included_AN = np.zeros((len(steps), plan.num_examples), dtype=bool)
-    for included_N, ranks in zip(included_AN, by_attempt, strict=True):
-        included_N[np.concatenate([noted["ids"] for noted in ranks])] = True
-    included_AN &= sandbox.present_N
-    # The step rule is w -= released sum / public batch size. Weights are stored in fp32, which limits what differences show.
-    sums_AD, expected = beside("handed") * plan.expected_batch_size, Expected(sandbox)
-    moved_AD = (before_AD - after_AD) * plan.expected_batch_size
-    resolution_A = np.maximum(np.abs(before_AD), np.abs(after_AD)).max(axis=1) * 2.0**-23 * plan.expected_batch_size
-    beyond = float((np.abs(moved_AD - sums_AD).max(axis=1) / np.maximum(resolution_A, 1e-300)).max())
-    follow = f"the weights move by what the optimizer got, which is off by at most {beyond:.2g} roundings of a weight"
-    checks = [
-        fact("weights_follow", beyond <= 4, follow, statistic=beyond, threshold=4),
-        *_silent(sandbox, expected, sums_AD[:num_silent], included_AN[:num_silent], bounds_A),
-        *_dealt(sandbox, records, by_attempt),
-        *_noise(sandbox, expected, sums_AD, included_AN, bounds_A, beside("draws"), by_attempt, num_silent),
-        *charge_checks(
-            records,
-            steps,
-            [min(noted["released_at"] for noted in ranks) for ranks in by_attempt],
-            durable(sandbox.ledger),
-            [at for at, _ in durable(sandbox.ledger.parent)],
-            min(noted["least_entropy"] for noted in itertools.chain(*by_attempt)),
-        ),
-        _stated(sandbox.run, records),
-    ]
-    if plan.adaptive_clipping is not None:
-        checks += _counts(sandbox, expected, first_A, included_AN, num_silent)
-    return AuditReport.of("mechanism", checks, **facts)
+    return AuditReport.of("mechanism", judge.checks(), **facts)
 
 
-def _silent(sandbox: Sandbox, expected: Expected, sums_SD: Floats, included_SN: Flags, bounds_A: Floats) -> list[Check]:
-    """Clip, divisor, reduction and membership in silent steps, without noise in the way.
+def _none(name: str, count: int, sentence: str) -> Check:
+    return fact(name, count == 0, sentence, statistic=count, threshold=0)
 
-    Args:
-        sums_SD: what was released, times the public batch size.
-        included_SN: chosen by the sampler and in the data.
+
+def _at_most(name: str, value: float, limit: float, sentence: str) -> Check:
+    return fact(name, value <= limit, sentence, statistic=value, threshold=limit)
+
+
+class _Judge:
+    """Lays what was noted beside what is expected; hostile canaries are known to be within the bound, and no more.
+
+    Attributes:
+        ranks_A: of each attempt what each rank noted; `first_A` what rank 0 did.
+        sums_AD: what the optimizer got, times the public batch size: released sums, in fp64.
+        included_AN: chosen by the sampler and in the data.
+        owner_D: the canary that alone touches a coordinate, -1 for nobody, and -2 for the crowd.
     """
-    plan, own_D = sandbox.plan, expected.owner_D >= 0
-    honest_N = ~(sandbox.hostile_N | sandbox.crowd_N)
-    largest, where, furthest, mismatches, whole, stray = 0.0, "", 0.0, 0, 0.0, 0.0
-    for sum_D, included_N, bound in zip(sums_SD, included_SN, bounds_A, strict=False):
+
+    def __init__(self, box: Sandbox) -> None:
+        self.box, self.plan, self.entries = box, box.plan, box.entries
+        self.ranks_A = list(zip(*(attempts for attempts, _ in box.tapes), strict=True))
+        self.first_A = [ranks[0] for ranks in self.ranks_A]
+        self.records, self.silent = box.ledger.read_bytes(), sum(noted["silent"] for noted in self.first_A)
+        self.bounds_A = np.array([noted["bound"] for noted in self.first_A])
+        self.before_AD, self.after_AD = self.beside("before"), self.beside("after")
+        self.sums_AD = self.beside("handed") * self.plan.expected_batch_size
+        self.included_AN = np.zeros((len(self.ranks_A), self.plan.num_examples), dtype=bool)
+        for included_N, ranks in zip(self.included_AN, self.ranks_A, strict=True):
+            included_N[np.concatenate([noted["ids"] for noted in ranks])] = True
+        self.included_AN &= box.present_N
+        names_K, index_K, canaries_K, _ = self.entries
+        self.size, start, self.at_K = self.sums_AD.shape[1], 0, np.zeros_like(index_K)
+        for name, offset, length in itertools.chain(*box.layout.pieces):
+            here_K = (names_K == name) & (index_K >= offset) & (index_K < offset + length)
+            self.at_K[here_K] = index_K[here_K] - offset + start
+            start += length
+        self.known_K, self.owner_D = ~box.hostile_N[canaries_K], np.full(self.size, -1)
+        self.owner_D[self.at_K] = np.where(box.crowd_N[canaries_K], -2, canaries_K)
+        self.slack = 0.0 if self.plan.lattice is None else self.plan.num_examples * 2.0**-self.plan.lattice.exponent
+
+    def beside(self, name: str) -> Floats:
+        """(A, D): coordinates in the order of their owners."""
+        return np.stack([np.concatenate([noted[name] for noted in ranks]) for ranks in self.ranks_A])
+
+    def factors(self, bound: float) -> tuple[Floats, Floats]:
+        """(K,) factors of the entries; (N,) norms of whole gradients."""
+        names, count = list(self.box.names), self.plan.num_examples
+        function = FUNCTIONS[self.plan.clipping_function](names, bound)
+        group_K = np.array([function.group_of[name] for name in self.entries.names_K.tolist()])
+        squares_K = np.where(self.known_K, self.entries.gains_K, 0.0) ** 2
+        factors_K, total_N = np.zeros(len(group_K)), np.zeros(count)
+        for group, of_group in enumerate(function.bounds):
+            in_K = group_K == group
+            squared_N = np.bincount(self.entries.canaries_K[in_K], squares_K[in_K], count)
+            weight_N = function.weight(torch.from_numpy(np.sqrt(squared_N)), of_group).numpy()
+            factors_K[in_K], total_N = weight_N[self.entries.canaries_K[in_K]], total_N + squared_N
+        return factors_K, np.sqrt(total_N)
+
+    def due(self, included_N: Flags, bound: float) -> tuple[Floats, Floats]:
+        """(D,) the clipped sum, and how far it may be from that: not at all where nothing was clipped, and CLOSE elsewhere."""
+        factors_K, _ = self.factors(bound)
+        here = self.known_K & included_N[self.entries.canaries_K]
+        values = factors_K[here] * self.entries.gains_K[here]
+        loose = np.where(factors_K[here] == 1, 1e-9, CLOSE) * np.abs(values)
+        return np.bincount(self.at_K[here], values, self.size), np.bincount(self.at_K[here], loose, self.size)
+
+    def checks(self) -> list[Check]:
+        # The step rule is w -= released sum / public batch size. Weights are stored in fp32, which limits what differences show.
+        size, moved_AD = self.plan.expected_batch_size, self.before_AD - self.after_AD
+        resolution_A = np.maximum(np.abs(self.before_AD), np.abs(self.after_AD)).max(axis=1) * 2.0**-23 + 1e-300
+        off = float((np.abs(moved_AD - self.sums_AD / size).max(axis=1) / resolution_A).max())
+        follow = f"the weights move by what the optimizer got, which is off by at most {off:.2g} roundings of a weight"
+        fsyncs = [one for _, fsyncs in self.box.tapes for one in fsyncs]
+
+        def durable(path: Path) -> list[tuple[int, int]]:
+            place = path.stat().st_dev, path.stat().st_ino
+            return [(at, size) for device, inode, at, size in fsyncs if (device, inode) == place]
+
+        released = [min(noted["released_at"] for noted in ranks) for ranks in self.ranks_A]
+        entropy = min(noted["least_entropy"] for ranks in self.ranks_A for noted in ranks)
+        steps, folder = [noted["step"] for noted in self.first_A], [at for at, _ in durable(self.box.ledger.parent)]
+        charges = charge_checks(self.records, steps, released, durable(self.box.ledger), folder, entropy)
+        counts = self.counts() if self.plan.adaptive_clipping is not None else []
+        checks = [
+            *self.clipping(),
+            *self.dealt(),
+            *self.noise(),
+            *charges,
+            _stated(self.box.run, self.records),
+            *counts,
+        ]
+        return [_at_most("weights_follow", off, 4, follow), *checks]
+
+    def clipping(self) -> list[Check]:
+        """Clip, divisor, reduction and membership in silent steps, without noise in the way."""
+        count, own_D, crowd_D = self.plan.num_examples, self.owner_D >= 0, self.owner_D == -2
+        honest_N = ~(self.box.hostile_N | self.box.crowd_N)
 
         def norms(values_D: Floats) -> Floats:
             """(N,) of canaries that own their coordinates."""
-            squares = values_D[own_D] ** 2
-            return np.sqrt(np.bincount(expected.owner_D[own_D], squares, minlength=plan.num_examples))
+            return np.sqrt(np.bincount(self.owner_D[own_D], values_D[own_D] ** 2, count))
 
-        all_D, loose_D = expected.sums(np.ones_like(included_N), bound)
-        due_D, _ = expected.sums(included_N, bound)
-        norms_N, all_N = norms(sum_D), np.maximum(norms(all_D), 1e-300)
-        worst = int(norms_N.argmax())
-        if norms_N[worst] / bound > largest:
-            largest, where = float(norms_N[worst] / bound), str(expected.names_D[expected.owner_D == worst][0])
-        mismatches += int(((norms_N > all_N / 2) != included_N)[honest_N].sum())
-        furthest = max(furthest, float((norms(sum_D - due_D) / all_N)[honest_N].max()))
-        crowd_D = expected.owner_D == -2
-        allowed = loose_D[crowd_D] + (0.0 if plan.lattice is None else included_N.sum() * 2.0**-plan.lattice.exponent)
-        whole = max(whole, float((np.abs(sum_D - due_D)[crowd_D] / allowed).max()))
-        stray = max(stray, float(np.abs(sum_D[expected.owner_D == -1]).max()))
-    limit = 1 + plan.sensitivity_slack + 1e-6
-    moves = f"without noise one example moves the sum by at most {largest:.6g} C (in {where}), {limit:.6g} C is allowed"
-    divided = (
-        f"times the public batch size {plan.expected_batch_size}, canaries contribute what clipping leaves of them, but for at "
-        f"most {furthest:.2g} of it"
-    )
-    chosen = (
-        f"{mismatches} of {int(honest_N.sum()) * len(sums_SD)} (step, canary) pairs contribute although the sampler did not "
-        "choose them, or were chosen and do not contribute"
-    )
-    exact = f"sums of a crowd that is not clipped differ from their exact value by at most {whole:.2g} times what may be lost"
-    still = f"without noise, coordinates without any gradient move by {stray:.2g}"
-    return [
-        fact("sensitivity", largest <= limit, moves, statistic=largest, threshold=limit),
-        fact("divisor", furthest <= CLOSE, divided, statistic=furthest, threshold=CLOSE),
-        fact("membership", mismatches == 0, chosen, statistic=mismatches, threshold=0),
-        fact("whole_sums", whole <= 1, exact, statistic=whole, threshold=1),
-        fact("stray_gradient", stray == 0, still, statistic=stray, threshold=0),
-    ]
+        largest, furthest, mismatches, whole, stray = 0.0, 0.0, 0, 0.0, 0.0
+        for index in range(self.silent):
+            sum_D, included_N, bound = self.sums_AD[index], self.included_AN[index], self.bounds_A[index]
+            (due_D, loose_D), all_N = self.due(included_N, bound), norms(self.due(np.ones_like(included_N), bound)[0])
+            norms_N, apart_D = norms(sum_D), np.abs(sum_D - due_D)
+            largest = max(largest, float(norms_N.max() / bound))
+            mismatches += int(((norms_N > all_N / 2) != included_N)[honest_N].sum())
+            furthest = max(furthest, float((norms(apart_D)[honest_N] / all_N[honest_N]).max()))
+            whole = max(whole, float((apart_D[crowd_D] / (loose_D[crowd_D] + self.slack + 1e-300)).max()))
+            stray = max(stray, float(np.abs(sum_D[self.owner_D == -1]).max()))
+        limit = 1 + self.plan.sensitivity_slack + 1e-6
+        moves = f"without noise one example moves the sum by at most {largest:.6g} C, and {limit:.6g} C is allowed"
+        size = self.plan.expected_batch_size
+        divided = (
+            f"times {size}, canaries contribute what clipping leaves of them, but for at most {furthest:.2g} of it"
+        )
+        chosen = f"{mismatches} times a canary contributes that was not chosen, or does not and was"
+        exact = f"sums of a crowd that is not clipped are off by at most {whole:.2g} times what may be lost"
+        return [
+            _at_most("sensitivity", largest, limit, moves),
+            _at_most("divisor", furthest, CLOSE, divided),
+            _none("membership", mismatches, chosen),
+            _at_most("whole_sums", whole, 1, exact),
+            _at_most(
+                "stray_gradient", stray, 0, f"without noise, coordinates without any gradient move by {stray:.2g}"
+            ),
+        ]
 
+    def dealt(self) -> list[Check]:
+        """Who reached the model on each rank, in which order and with which keys, is what a second sampler says."""
+        plan, secret = self.plan, self.box.key.read_bytes()
+        second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
+        lines = [json.loads(line) for line in self.records.splitlines()]
+        nonces = [bytes.fromhex(line["nonce"]) for line in lines if line["type"] == "session"]
+        others, other_keys, before = [], 0, Counter[int]()
+        # Attempts are counted by what the sandbox did, and not by what its ledger says.
+        for index, ranks in enumerate(self.ranks_A):
+            step, session = ranks[0]["step"], ranks[0]["session"]
+            attempt, size = Attempt(nonces[session], step, before[step], index), self.box.micro_batches[session]
+            before[step] += 1
+            num_rows = size * math.ceil(plan.max_batch_size / len(ranks) / size)
+            dealt = second.deal(attempt, second.members(attempt)[1], num_rows, len(ranks))
+            for (ids, rows), noted in zip(dealt, ranks, strict=True):
+                others += [] if np.array_equal(ids[rows.argsort()], noted["ids"]) else [step]
+                other_keys += int(((second.keys(attempt, noted["ids"]) & np.uint64(KEY_BITS)) != noted["keys"]).sum())
+        where = f" (first at step {others[0]})" if others else ""
+        members = f"{len(others)} times others reached a rank than a second sampler says, or in another order{where}"
+        keys = f"{other_keys} examples came with another key than that of their identity, step and attempt"
+        return [_none("dealt_members", len(others), members), _none("example_keys", other_keys, keys)]
 
-def _dealt(sandbox: Sandbox, ledger: bytes, by_attempt: Sequence[Sequence[dict[str, Any]]]) -> list[Check]:
-    """Who reached the model on each rank, in which order and with which keys, is what a second sampler says."""
-    plan = sandbox.plan
-    second = SecondSampler(sandbox.key.read_bytes(), plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
-    lines = [json.loads(line) for line in ledger.splitlines()]
-    nonces = [bytes.fromhex(line["nonce"]) for line in lines if line["type"] == "session"]
-    other_members, other_keys, before = [], 0, Counter[int]()
-    # Attempts are counted by what the sandbox did, and not by what its ledger says.
-    for index, ranks in enumerate(by_attempt):
-        step, session = ranks[0]["step"], ranks[0]["session"]
-        attempt = Attempt(nonces[session], step, before[step], index)
-        before[step] += 1
-        size = sandbox.micro_batches[session]
-        rows = size * math.ceil(plan.max_batch_size / len(ranks) / size)
-        dealt = second.deal(attempt, second.members(attempt)[1], rows, len(ranks))
-        pairs = zip(dealt, ranks, strict=True)
-        if not all(np.array_equal(ids[rows.argsort()], noted["ids"]) for (ids, rows), noted in pairs):
-            other_members.append(step)
-        for noted in ranks:
-            other_keys += int(((second.keys(attempt, noted["ids"]) & np.uint64(KEY_BITS)) != noted["keys"]).sum())
-    where = f" (first at step {other_members[0]})" if other_members else ""
-    members = (
-        f"in {len(other_members)} of {len(by_attempt)} attempts other examples reached the model than the coins say by an "
-        f"independent derivation, or in another order{where}"
-    )
-    others = f"{other_keys} examples came with another key than that of their identity, step and attempt"
-    return [
-        fact("dealt_members", not other_members, members, statistic=len(other_members), threshold=0),
-        fact("example_keys", other_keys == 0, others, statistic=other_keys, threshold=0),
-    ]
-
-
-def _noise(
-    sandbox: Sandbox,
-    expected: Expected,
-    sums_AD: Floats,
-    included_AN: Flags,
-    bounds_A: Floats,
-    draws_AD: Floats,
-    by_attempt: Sequence[Sequence[dict[str, Any]]],
-    num_silent: int,
-) -> list[Check]:
-    """Every number that the source gave is in the released sum once, with the stated scale, is new, and is a Gaussian one.
-
-    Args:
-        sums_AD: what was released, times the public batch size, in fp64.
-        draws_AD: what the source drew for each coordinate, in silent steps too; NaN where it was asked for another number.
-    """
-    plan, coefficients = sandbox.plan, sandbox.plan.noise_strategy.coefficients
-    # The noise is judged by what the audited run states, never by what the sandbox says that it used.
-    sigma, adaptive = sandbox.run.noise_multiplier, sandbox.run.adaptive_clipping
-    if adaptive is not None:
-        sigma = adaptive.gradient_noise_multiplier(sigma)
-    std_A1, sessions_T = sigma * bounds_A[:, None], np.array([r[0]["session"] for r in by_attempt[num_silent:]])
-
-    def fresh(rows_TX: Floats) -> Floats:
-        """sum_k c_k row_{t-k} within each session: of correlated noise the fresh part. Rows before it are silent."""
+    def fresh(self, rows_TX: Floats) -> Floats:
+        """sum_k c_k row_{t-k} within each session: of correlated noise the fresh part. Rows before these are silent."""
+        sessions_T = np.array([noted["session"] for noted in self.first_A[self.silent :]])
         total = np.zeros_like(rows_TX)
         for session in np.unique(sessions_T):
             at = np.flatnonzero(sessions_T == session)
-            for k, c in enumerate(coefficients[: len(at)]):
+            for k, c in enumerate(self.plan.noise_strategy.coefficients[: len(at)]):
                 total[at[k:]] += c * rows_TX[at[: len(at) - k]]
         return total
 
-    quiet_D, drawn_TD = expected.owner_D == -1, draws_AD[num_silent:]
-    z = fresh(sums_AD[num_silent:, quiet_D] / std_A1[num_silent:])
-    num_draws = [sum(noted["num_draws"] for noted in ranks) for ranks in by_attempt]
-    size, fewest, most = draws_AD.shape[1], min(num_draws), max(num_draws)
-    ratio, stated = float(np.sqrt((z**2).mean())), sigma * plan.max_grad_norm
-    whole = f"the released noise has {ratio:.5f} times the planned standard deviation sigma C = {stated:.6g} ({z.size} values)"
-    asked = f"the noise source was asked for {fewest} to {most} numbers a step over all ranks, for {size} coordinates"
-    asked_well = fewest == most == size and not np.isnan(draws_AD).any()
-    checks = [
-        random_check("noise_variance", float(st.variance_p((z**2).sum(), z.size)), whole, statistic=ratio),
-        random_check("noise_shape", st.kolmogorov_p(z), "the noise is Gaussian (Kolmogorov-Smirnov)"),
-        random_check("noise_tails", st.tail_p(z), "as many values lie beyond 2.5 to 5 deviations as a Gaussian has"),
-        fact("one_draw_per_coordinate", asked_well, asked, statistic=float(most), threshold=size),
-    ]
-    if not asked_well:
-        return checks
-    due = [
-        expected.sums(included_N, bound)
-        for included_N, bound in zip(included_AN[num_silent:], bounds_A[num_silent:], strict=True)
-    ]
-    due_TD, loose_TD = (np.stack(column) / std_A1[num_silent:] for column in zip(*due, strict=True))
-    lattice = 0.0 if plan.lattice is None else included_AN.shape[1] * 2.0**-plan.lattice.exponent / std_A1.min()
-    apart_TD = np.abs(fresh(sums_AD[num_silent:] / std_A1[num_silent:] - due_TD) - drawn_TD)
-    beyond_TD = (apart_TD - fresh(loose_TD) - lattice - 1e-6)[:, ~expected.unknown_D]
-    difference = float(beyond_TD.max(initial=0.0))
-    reach = f"what is released is sums and sigma C times the numbers drawn, on every coordinate, but for {difference:.2g} sigma C"
-    # The numbers of silent steps did not reach the weights, but they must not come again either. Of doubles none are equal by
-    # chance; of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are, but for the sign.
-    duplicates, disguised = st.count_duplicates(np.abs(draws_AD)), st.single_precision_fraction(drawn_TD)
-    spacing = 0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier)
-    chance = draws_AD.size**2 * spacing / (2 * math.sqrt(math.pi))
-    most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
-    equal = f"{duplicates} of {draws_AD.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
-    single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
-    # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, where single precision errs by 6e-8.
-    # Where past noise cancels in what is left, its own rounding does not.
-    noise, least = drawn_TD[:, quiet_D], 1e-300 if plan.bands == 1 else 1e-3
-    rounded = float((np.abs(z - noise) / np.maximum(np.abs(noise), least)).max())
-    double = f"what the optimizer gets differs from noise added in double precision by {rounded:.2g} of itself"
-    return [
-        *checks,
-        fact("added_in_double", rounded <= 1e-10, double, statistic=rounded, threshold=1e-10),
-        fact("draws_reach_the_weights", difference <= 0, reach, statistic=difference, threshold=0),
-        fact("draws_are_new", duplicates <= most_by_chance, equal, statistic=duplicates, threshold=most_by_chance),
-        fact("double_precision", disguised < 1e-3, single, statistic=disguised, threshold=1e-3),
-    ]
+    def noise(self) -> list[Check]:
+        """Every number that the source gave is in the released sum once, with the stated scale, is new, and is a Gaussian one."""
+        # The noise is judged by what the audited run states, never by what the sandbox says that it used.
+        plan, sigma, adaptive = self.plan, self.box.run.noise_multiplier, self.box.run.adaptive_clipping
+        sigma = sigma if adaptive is None else adaptive.gradient_noise_multiplier(sigma)
+        noisy, quiet_D, draws_AD = slice(self.silent, None), self.owner_D == -1, self.beside("draws")
+        std_T1, sums_TD = sigma * self.bounds_A[noisy, None], self.sums_AD[noisy]
+        z = self.fresh(sums_TD[:, quiet_D] / std_T1)
+        num_draws = [sum(noted["num_draws"] for noted in ranks) for ranks in self.ranks_A]
+        ratio, fewest, most = float(np.sqrt((z**2).mean())), min(num_draws), max(num_draws)
+        whole = (
+            f"the released noise has {ratio:.5f} times the planned standard deviation {sigma:.6g} C ({z.size} values)"
+        )
+        asked = f"the noise source was asked for {fewest} to {most} numbers a step over all ranks, for {self.size} coordinates"
+        asked_well = fewest == most == self.size and not np.isnan(draws_AD).any()
+        checks = [
+            random_check("noise_variance", float(st.variance_p((z**2).sum(), z.size)), whole, statistic=ratio),
+            random_check("noise_shape", st.kolmogorov_p(z), "the noise is Gaussian (Kolmogorov-Smirnov)"),
+            random_check(
+                "noise_tails", st.tail_p(z), "as many values lie beyond 2.5 to 5 deviations as a Gaussian has"
+            ),
+            fact("one_draw_per_coordinate", asked_well, asked, statistic=float(most), threshold=self.size),
+        ]
+        if not asked_well:
+            return checks
+        found = [self.due(*pair) for pair in zip(self.included_AN[noisy], self.bounds_A[noisy], strict=True)]
+        due_TD, loose_TD = (np.stack(column) for column in zip(*found, strict=True))
+        drawn_TD, is_hostile_D = draws_AD[noisy], np.bincount(self.at_K[~self.known_K], minlength=self.size) > 0
+        apart_TD = np.abs(self.fresh((sums_TD - due_TD) / std_T1) - drawn_TD)
+        beyond_TD = apart_TD - self.fresh((loose_TD + self.slack) / std_T1) - 1e-6
+        beyond = float(beyond_TD[:, ~is_hostile_D].max())
+        reach = (
+            f"on every coordinate sums and the numbers drawn are released, and {max(beyond, 0.0):.2g} sigma C besides"
+        )
+        # The numbers of silent steps did not reach the weights, but they must not come again either. Of doubles none are equal by
+        # chance; of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are, but for the sign.
+        duplicates, disguised = st.count_duplicates(np.abs(draws_AD)), st.single_precision_fraction(drawn_TD)
+        spacing = 0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier)
+        chance = draws_AD.size**2 * spacing / (2 * math.sqrt(math.pi))
+        most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
+        equal = (
+            f"{duplicates} of {draws_AD.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
+        )
+        single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
+        # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, where single precision errs by 6e-8.
+        # Where past noise cancels in what is left, its own rounding does not.
+        numbers, least = drawn_TD[:, quiet_D], 1e-300 if plan.bands == 1 else 1e-3
+        rounded = float((np.abs(z - numbers) / np.maximum(np.abs(numbers), least)).max())
+        double = f"what the optimizer gets differs from noise added in double precision by {rounded:.2g} of itself"
+        return [
+            *checks,
+            _at_most("added_in_double", rounded, 1e-10, double),
+            _at_most("draws_reach_the_weights", beyond, 0, reach),
+            _at_most("draws_are_new", duplicates, most_by_chance, equal),
+            _at_most("double_precision", disguised, 1e-3, single),
+        ]
 
+    def counts(self) -> list[Check]:
+        """Released counts are centred, of members alone, and noised once, with the stated deviation; C follows them.
 
-def _counts(
-    sandbox: Sandbox, expected: Expected, noted_A: Sequence[dict[str, Any]], included_AN: Flags, num_silent: int
-) -> list[Check]:
-    """Released counts of adaptive clipping are centred, of members alone, and noised once, with the stated deviation; C follows.
-
-    What an attempt notes is the noised centred count, the number drawn for it (NaN where the source was not asked exactly once),
-    the fraction that was published, and C after it.
-    """
-    adaptive = sandbox.run.adaptive_clipping
-    assert adaptive is not None
-    std, draws, wrong, still = adaptive.unclipped_num_std, [], np.zeros(len(noted_A), dtype=bool), 0
-    for index, (noted, included_N) in enumerate(zip(noted_A, included_AN, strict=True)):
-        count, drawn, fraction, moved = noted["count"]
-        _, norms_N = expected.weights(noted["bound"])
-        centred_N = np.clip((1 - norms_N / noted["bound"]) / RAMP + 0.5, 0, 1) - 0.5
-        noise = 0.0 if index < num_silent else std * drawn
-        # A hostile example counts -1/2, or 0 if it is not finite.
-        honest, hostile = centred_N[included_N & ~sandbox.hostile_N].sum(), (included_N & sandbox.hostile_N).sum()
-        wrong[index] = not (honest - 0.5 * hostile - 1e-6 <= count - noise <= honest + 1e-6)  # NaN is wrong too
-        rate, quantile = adaptive.clipbound_learning_rate, adaptive.target_unclipped_quantile
-        still += not math.isclose(moved, noted["bound"] * math.exp(-rate * (fraction - quantile)), rel_tol=1e-9)
-        draws.append(drawn)
-    silent, noisy = int(wrong[:num_silent].sum()), int(wrong[num_silent:].sum())
-    centred = f"without noise the centred count is that of members whose norm is below C or above, in all but {silent} attempts"
-    duplicates = len(draws) - len(np.unique(np.array(draws)[~np.isnan(draws)]))
-    added = f"the count is noised by sigma_b = {std:g} times one new number of the source, in all but {noisy} attempts"
-    follows = f"C follows from the noised count that was published in all but {still} attempts"
-    return [
-        fact("count_sensitivity", silent == 0, centred, statistic=silent, threshold=0),
-        fact("count_draws", noisy == 0 and duplicates == 0, added, statistic=noisy, threshold=0),
-        fact("bound_follows", still == 0, follows, statistic=still, threshold=0),
-    ]
+        What an attempt notes is the noised centred count, the number drawn for it (NaN where the source was not asked exactly
+        once), the fraction that was published, and C after it.
+        """
+        adaptive = self.box.run.adaptive_clipping
+        assert adaptive is not None
+        std, draws, wrong, still = adaptive.unclipped_num_std, [], list[bool](), 0
+        for index, (noted, included_N) in enumerate(zip(self.first_A, self.included_AN, strict=True)):
+            (count, drawn, fraction, moved), bound = noted["count"], noted["bound"]
+            centred_N = np.clip((1 - self.factors(bound)[1] / bound) / RAMP + 0.5, 0, 1) - 0.5
+            # A hostile example counts -1/2, or 0 if it is not finite.
+            honest = centred_N[included_N & ~self.box.hostile_N].sum() + (std * drawn if index >= self.silent else 0.0)
+            hostile = 0.5 * (included_N & self.box.hostile_N).sum()
+            wrong.append(not honest - hostile - 1e-6 <= count <= honest + 1e-6)  # NaN is wrong too
+            exponent = -adaptive.clipbound_learning_rate * (fraction - adaptive.target_unclipped_quantile)
+            still += not math.isclose(moved, bound * math.exp(exponent), rel_tol=1e-9)
+            draws.append(drawn)
+        silent, noisy = sum(wrong[: self.silent]), sum(wrong[self.silent :]) + len(draws) - len(set(draws))
+        centred = f"without noise the centred count is that of members below C and above it, but in {silent} attempts"
+        added = f"it is noised by sigma_b = {std:g} times one new number of the source, but in {noisy} attempts"
+        follows = f"C follows from the noised count that was published, but in {still} attempts"
+        found = ("count_sensitivity", silent, centred), ("count_draws", noisy, added), ("bound_follows", still, follows)
+        return [_none(*one) for one in found]
 
 
 def charge_checks(
@@ -400,8 +359,8 @@ def charge_checks(
     name = "the ledger's name is durable" if named else "no fsync made the ledger's name durable before the first noise"
     entropy = f"every draw of noise took at least {least_entropy} bytes from the entropy of the operating system, 16 are needed"
     return [
-        fact("charged_attempts", not missing and not differing, counted, statistic=missing, threshold=0),
-        fact("charge_before_release", late == 0, order, statistic=late, threshold=0),
+        _none("charged_attempts", missing + differing, counted),
+        _none("charge_before_release", late, order),
         fact("ledger_name_durable", named, name),
         fact("fresh_entropy", least_entropy >= 16, entropy, statistic=least_entropy, threshold=16),
     ]

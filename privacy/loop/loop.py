@@ -230,7 +230,7 @@ class PrivateLoop:
     @property
     def delta(self) -> float:
         """Delta of the claim: the least of all runs that it covers."""
-        return self.plan.target_delta if self._spent is None else self._spent[1]
+        return self._spent[1] if self._spent and self._ledger.behind else self.plan.target_delta
 
     @property
     def claim(self) -> str:

@@ -37,6 +37,7 @@ def test_smallest_sigma_below_the_target(group, delta, target, slack):
     assert not result.clamped
 
 
+@pytest.mark.full
 def test_small_noise_is_clamped_unless_allowed():
     group = ReleaseGroup(0.001, 0, 1)
     result = calibrate_noise_multiplier(group, 1e-5, 10.0)
