@@ -137,7 +137,8 @@ class _Judge:
         here = self.known_K & included_N[self.entries.canaries_K]
         values = factors_K[here] * self.entries.gains_K[here]
         loose = np.where(factors_K[here] == 1, 1e-9, CLOSE) * np.abs(values)
-        return np.bincount(self.at_K[here], values, self.size), np.bincount(self.at_K[here], loose, self.size)
+        sums_2D = [np.bincount(self.at_K[here], of, self.size).astype(np.float64) for of in (values, loose)]
+        return sums_2D[0], sums_2D[1]
 
     def checks(self) -> list[Check]:
         # The step rule is w -= released sum / public batch size. Weights are stored in fp32, which limits what differences show.

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from unittest import mock
 
 import numpy as np
@@ -78,7 +78,7 @@ class Side(Protocol):
     def start(
         self, folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int
     ) -> AbstractContextManager[Start]:
-        """A start of the run in `folder`, with all that it does besides."""
+        """A start of the run in `folder`."""
         ...
 
 
@@ -111,23 +111,23 @@ class Settings:
         bands, first = min(run.bands, MOST_BANDS), run.coefficients[:MOST_BANDS]
         # The slack is what contract 4 states for floating point. A sandbox claims no epsilon, which its plan says, and little
         # noise is no reason to refuse it.
+        same = (
+            "noise_multiplier",
+            "target_delta",
+            "max_grad_norm",
+            "clipping_function",
+            "arithmetic",
+            "adaptive_clipping",
+            "strategy",
+        )
         return PlanRequest(
-            num_examples=num_examples,
-            expected_batch_size=round(SAMPLE_RATE * num_examples / bands),
-            num_steps=self.silent_steps + self.noisy_steps,
-            noise_multiplier=run.noise_multiplier,
-            target_delta=run.target_delta,
-            max_grad_norm=run.max_grad_norm,
-            clipping_function=run.clipping_function,
-            arithmetic=run.arithmetic,
+            num_examples=num_examples, expected_batch_size=round(SAMPLE_RATE * num_examples / bands),
+            num_steps=self.silent_steps + self.noisy_steps, allow_small_noise=True, bands=bands,
             sensitivity_slack=SENSITIVITY_SLACK if run.arithmetic == "floating" else 0.0,
             informal_reasons=("it is a sandbox of an audit",),
-            adaptive_clipping=run.adaptive_clipping,
-            bands=bands,
-            strategy=run.strategy,
             coefficients=Strategy.of_unit_length(first).coefficients if first else (),
-            allow_small_noise=True,
-        )
+            **{name: getattr(run, name) for name in same},
+        )  # fmt: skip
 
 
 def audited_plan(run_dir: Path) -> PrivacyPlan:
@@ -208,21 +208,8 @@ def _rank(rank: int, work: Work, ranks: int, port: int, folder: Path, finish: Ca
     finish()
 
 
-class _Killed(Exception):
-    """The process would have ended here."""
-
-
-class _NotFinite(Exception):
-    """There is nothing to judge."""
-
-
-class Fsync(NamedTuple):
-    """A file, when its fsync had returned, and the size that it made durable."""
-
-    device: int
-    inode: int
-    at: int
-    size: int
+class _Ended(Exception):
+    """The process would have been killed here, or there is nothing more to judge."""
 
 
 class Tape(Watcher):
@@ -231,14 +218,15 @@ class Tape(Watcher):
     Times are of the machine's monotonic clock, so that those of all ranks, which run on one machine, can be compared.
 
     Attributes:
+        fsyncs: device and inode of a file, when its fsync had returned, and the size that it made durable.
         session: its number; `last` is its last step, which is killed in the first session.
     """
 
     def __init__(self, source: NoiseSource, present_N: np.ndarray, silent: int) -> None:
         self._source, self._present_N, self._num_silent = source, present_N, silent
         self.attempts: list[dict[str, Any]] = []
-        self.fsyncs: list[Fsync] = []
-        self.session, self.last, self._entropy_bytes = -1, 0, 0
+        self.fsyncs: list[tuple[int, int, int, int]] = []
+        self.session, self.last, self._entropy_bytes, self.is_finite = -1, 0, 0, True
         self.run: Run
         self._begin()
 
@@ -276,9 +264,12 @@ class Tape(Watcher):
     def watch(self) -> ExitStack:
         """Until it is closed."""
         stack = ExitStack()
-        for owner, name, around in (
-            (os, "fsync", self._fsync), (os, "urandom", self._urandom), (collectives, "reduce_scatter_sum", self._reduce),
-        ):  # fmt: skip
+        watched = (
+            (os, "fsync", self._fsync),
+            (os, "urandom", self._urandom),
+            (collectives, "reduce_scatter_sum", self._reduce),
+        )
+        for owner, name, around in watched:
             stack.enter_context(mock.patch.object(owner, name, partial(around, getattr(owner, name))))
         return stack
 
@@ -291,7 +282,7 @@ class Tape(Watcher):
         # What is written while fsync runs may not be durable, so the size is taken before and the time afterwards.
         status = os.fstat(file)
         original(file)
-        self.fsyncs.append(Fsync(status.st_dev, status.st_ino, time.monotonic_ns(), status.st_size))
+        self.fsyncs.append((status.st_dev, status.st_ino, time.monotonic_ns(), status.st_size))
 
     # The noise source may ask for entropy through this function alone, which `privacy/noise.py` does; a source that is seeded
     # otherwise takes none, and is found by that.
@@ -337,10 +328,9 @@ class Tape(Watcher):
             record = step(self._batches(batches))
         after = self._weights()
         self._end(plan, used, before, after, record)
-        if collectives.on_any(not np.isfinite(after).all())[0]:
-            raise _NotFinite
-        if is_killed:
-            raise _Killed
+        self.is_finite = not collectives.on_any(not np.isfinite(after).all())[0]
+        if is_killed or not self.is_finite:
+            raise _Ended
         return record
 
     def _weights(self) -> np.ndarray:
@@ -407,24 +397,24 @@ def run_sandbox(settings: Settings, side: Side, folder: Path, source: NoiseSourc
     sessions = ((own, silent - 2), (LARGE, silent + settings.noisy_steps // 2), (own, plan.num_steps))
     with tape.watch():
         for tape.session, (size, tape.last) in enumerate(sessions):
-            with side.start(folder, canaries, plan, size) as start, contextlib.suppress(_Killed):
+            with side.start(folder, canaries, plan, size) as start, contextlib.suppress(_Ended):
                 opened = open_run(_InSandbox(start, request, tape))
                 assert isinstance(opened, Run), "no session but the last ends the run"
-                tape.run, engine = opened, opened.parts.engine
-                try:
-                    for _ in opened.steps(tape):
-                        pass
-                except _NotFinite:
-                    break
+                tape.run = opened
+                for _ in opened.steps(tape):
+                    pass
+            if not tape.is_finite:
+                break
     tapes = collectives.gather_objects((tape.attempts, tape.fsyncs))
     if collectives.rank() != 0:
         return None
-    found = opened.folder
-    return audit_mechanism(
-        Sandbox(
-            run, plan, found.ledger, found.key, tapes, [size for size, _ in sessions], engine.layout,
-            list(engine.shapes), canaries.entries(engine.compute_dtype), present_N, canaries.crowd_N, canaries.hostile_N,
-        ),
-        words=f"{len(tapes)} ranks, {len(canaries)} examples, q = {SAMPLE_RATE}, {tape.attempts[-1]['step']} steps, "
-        f"micro-batches of {own} and {LARGE}, {opened.mechanism.clipped.mode} clipping, {settings.words}",
+    made, mode = tape.run.parts.engine, tape.run.mechanism.clipped.mode
+    entries, sizes = canaries.entries(made.compute_dtype), [size for size, _ in sessions]
+    left = Sandbox(
+        run, plan, tape.run.folder.ledger, tape.run.folder.key, tapes, sizes, made.layout, list(made.shapes), entries, present_N,
+        canaries.crowd_N, canaries.hostile_N,
     )  # fmt: skip
+    counts = f"{len(tapes)} ranks, {len(canaries)} examples, q = {SAMPLE_RATE}, {plan.num_steps} steps"
+    return audit_mechanism(
+        left, words=f"{counts}, micro-batches of {own} and {LARGE}, {mode} clipping, {settings.words}"
+    )
