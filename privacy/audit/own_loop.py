@@ -1,7 +1,5 @@
 """The sandbox of an audit for a loop of one's own: its reader, its engine and its start, with the optimizer that the run had."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from ..plan_request import PlanRequest
 from ..step.folder import RunFolder
 from .canary_model import EMBEDDING, KEY_BITS, PLACES, Canaries, CanaryModel, made_up
 from .report import AuditReport
-from .sandbox import Settings, audited_plan, in_processes, ranks_of, run_sandbox
+from .sandbox import Settings, Side, audited_plan, in_processes, ranks_of, run_sandbox
 
 ENORMOUS = 2.0**40
 ALIKE: dict[str, dict[str, Any]] = {
@@ -36,11 +34,11 @@ def is_of_a_loop(run_dir: Path) -> bool:
     return "model" not in read_recipe(run_dir)
 
 
-def loop_audit(run_dir: Path, *, ranks: int | None = None, timeout: float = 600) -> AuditReport:
+def loop_audit(run_dir: Path, *, ranks: int | None = None) -> AuditReport:
     """Audits the mechanism of a loop of one's own; see `trainer.audit.sandbox.mechanism_audit`."""
     plan, config = audited_plan(run_dir), read_recipe(run_dir)
     work = partial(_rank, plan, config["train"]["micro_batch_size"], config["optimizer"]["name"])
-    return in_processes(ranks or ranks_of(run_dir), work, timeout)
+    return in_processes(ranks or ranks_of(run_dir), work)
 
 
 def _rank(
@@ -50,34 +48,27 @@ def _rank(
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     settings = Settings.of(plan, micro_batch_size, ranks, f"a loop with {optimizer}")
-    return run_sandbox(settings, LoopSide(optimizer), folder)
+    return run_sandbox(settings, loop_side(optimizer), folder)
 
 
-class LoopSide:
-    """See `privacy.audit.sandbox.Side`."""
+def loop_side(optimizer: str) -> Side:
+    """Starts of a loop with an optimizer of that class."""
+    kind, number = optimizer if optimizer in ALIKE else "SGD", integers(EMBEDDING)
 
-    def __init__(self, optimizer: str) -> None:
-        self._kind = optimizer if optimizer in ALIKE else "SGD"
-
-    @contextmanager
-    def start(self, folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int) -> Iterator[OwnStart]:
-        model = CanaryModel()
-        number = integers(EMBEDDING)
-        example = {
-            "gains_BG": floats(len(PLACES)), "rows_B": number, "columns_B": number, "canaries_B": integers(len(canaries)),
-            "keys_B": integers(KEY_BITS),
-        }  # fmt: skip
-        start = OwnStart(
-            model=model, optimizer=getattr(torch.optim, self._kind)(model.parameters(), **ALIKE[self._kind]),
-            reader=Reader(Items(canaries), Example(example), micro_batch_size), loss=partial(_loss, model),
-            folder=RunFolder(folder / "run"), request=PlanRequest(
-                num_examples=plan.num_examples, expected_batch_size=plan.expected_batch_size, num_steps=plan.num_steps
-            ),
-            made_up=made_up(4), learning_rate=None, num_workers=0, save_every=None, data_version="canaries", mirror=None,
-            unit="one canary", may_restart=False, starts_from=[],
+    def start(folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int) -> OwnStart:
+        model, who = CanaryModel(), {"canaries_B": integers(len(canaries)), "keys_B": integers(KEY_BITS)}
+        example = Example({"gains_BG": floats(len(PLACES)), "rows_B": number, "columns_B": number, **who})
+        asked = PlanRequest(
+            num_examples=plan.num_examples, expected_batch_size=plan.expected_batch_size, num_steps=plan.num_steps
+        )
+        return OwnStart(
+            model=model, optimizer=getattr(torch.optim, kind)(model.parameters(), **ALIKE[kind]),
+            reader=Reader(Items(canaries), example, micro_batch_size), loss=partial(_loss, model), request=asked,
+            folder=RunFolder(folder / "run"), made_up=made_up(4), learning_rate=None, num_workers=0, save_every=None,
+            data_version="canaries", mirror=None, unit="one canary", may_restart=False, starts_from=[],
         )  # fmt: skip
-        with start.undone:
-            yield start
+
+    return start
 
 
 def _loss(model: CanaryModel, **inputs: Tensor) -> Tensor:

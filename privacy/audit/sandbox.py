@@ -23,11 +23,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -45,7 +45,7 @@ from ..noise import NoiseSource
 from ..plan import PrivacyPlan, make_plan
 from ..plan_request import PlanRequest
 from ..releases import SENSITIVITY_SLACK
-from ..run.ledger import Opening, open_ledger
+from ..run.ledger import open_ledger
 from ..run.run import Parts, Run, Start, Watcher, open_run
 from ..step import collectives
 from ..step.batches import Dealt
@@ -72,14 +72,8 @@ class SandboxFailed(RuntimeError):
     exit_code = 1
 
 
-class Side(Protocol):
-    """The trainer, or a loop of one's own: what of it the sandbox runs."""
-
-    def start(
-        self, folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int
-    ) -> AbstractContextManager[Start]:
-        """A start of the run in `folder`."""
-        ...
+Side = Callable[[Path, Canaries, PrivacyPlan, int], Start]
+"""What of the trainer, or of a loop of one's own, the sandbox runs: its start, for a micro-batch of so many rows."""
 
 
 @dataclass(frozen=True)
@@ -158,36 +152,25 @@ Work = Callable[[int, int, int, Path], AuditReport | None]
 """What one process of the sandbox does: (rank, ranks, port, folder) -> the report, on rank 0."""
 
 
-def in_processes(
-    ranks: int, work: Work, timeout: float, finish: Callable[[], object] = lambda: os._exit(0)
-) -> AuditReport:
+def in_processes(ranks: int, work: Work, finish: Callable[[], object] = lambda: os._exit(0)) -> AuditReport:
     """Audits in fresh processes on this machine's CPU; threads of torch and locks of this one would not survive a fork.
 
     Args:
         finish: ends a process; interpreter shutdown after gloo traffic aborts now and then.
 
     Raises:
-        SandboxFailed: a rank died, or they took too long.
+        SandboxFailed: a rank died; the others are ended then, which would wait for it.
     """
     # Another program may take the port before rank 0 does. Then the ranks say so, and the audit is started again.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        started = spawn(_rank, (work, ranks, port, Path(folder), finish), ranks, join=False)
         try:
-            deadline = time.monotonic() + timeout
-            while not started.join(max(0.0, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    raise SandboxFailed(f"the sandbox did not end within {timeout:.0f} s")
+            spawn(_rank, (work, ranks, port, Path(folder), finish), ranks)
         except ProcessException as error:
             last = str(error).strip().splitlines()[-1]
             raise SandboxFailed(f"sandbox rank {error.error_index} did not end well: {last}") from error
-        finally:
-            # Ranks wait for one another, so that one that failed would leave the others waiting for hours.
-            for process in started.processes:
-                process.kill()
-                process.join()
         report: AuditReport = pickle.loads((Path(folder) / "report").read_bytes())
     return report
 
@@ -364,26 +347,9 @@ def _flat(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(tensor.detach().cpu().double().numpy().ravel() for tensor in tensors)])
 
 
-@dataclass
-class _InSandbox:
-    """A side's start with the sandbox's plan, noise and checkpoints; see `privacy.run.run.Start`."""
-
-    side: Start
-    request: PlanRequest
-    tape: Tape
-    may_restart: bool = False
-    folder: RunFolder = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.folder, self.checks = self.side.folder, self.side.checks
-        self.take_weights, self.take_ledger = self.side.take_weights, self.side.take_ledger
-
-    def open_ledger(self) -> Opening:
-        manifest = b"canaries"
-        return open_ledger(self.folder, lambda _: self.request, lambda: manifest, described=lambda *_: {}, mirror=None)
-
-    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
-        return replace(self.side.build(plan, resumed), noise=self.tape, save_every=plan.num_steps, in_background=False)
+def _build(original: Callable[..., Parts], tape: Tape, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
+    """A side's parts, with the watched noise, and checkpoints where the sandbox wants them."""
+    return replace(original(plan, resumed), noise=tape, save_every=plan.num_steps, in_background=False)
 
 
 def run_sandbox(settings: Settings, side: Side, folder: Path, source: NoiseSource | None = None) -> AuditReport | None:
@@ -397,9 +363,17 @@ def run_sandbox(settings: Settings, side: Side, folder: Path, source: NoiseSourc
     sessions = ((own, silent - 2), (LARGE, silent + settings.noisy_steps // 2), (own, plan.num_steps))
     with tape.watch():
         for tape.session, (size, tape.last) in enumerate(sessions):
-            with side.start(folder, canaries, plan, size) as start, contextlib.suppress(_Ended):
-                opened = open_run(_InSandbox(start, request, tape))
+            with contextlib.suppress(_Ended), ExitStack() as around:
+                start = side(folder, canaries, plan, size)
+                around.callback(start.folder.release)
+                opening = partial(
+                    open_ledger, start.folder, lambda _: request, lambda: b"canaries", described=lambda *_: {}
+                )
+                around.enter_context(mock.patch.object(start, "open_ledger", partial(opening, mirror=None)))
+                around.enter_context(mock.patch.object(start, "build", partial(_build, start.build, tape)))
+                opened = open_run(start)
                 assert isinstance(opened, Run), "no session but the last ends the run"
+                around.callback(opened.ledger.release)
                 tape.run = opened
                 for _ in opened.steps(tape):
                     pass

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from privacy.adaptive_clipping import AdaptiveClipping
-from privacy.audit.own_loop import LoopSide
+from privacy.audit.own_loop import loop_side
 from privacy.audit.report import AuditReport
 from privacy.audit.sandbox import SandboxFailed, Settings, run_sandbox
 from privacy.ledger.ledger import Ledger
@@ -61,7 +61,7 @@ def audit(
         folder = Path(distributed.on_main(lambda: tempfile.mkdtemp()))
         with broken(name) as source:
             if setting == "loop":
-                report = run_sandbox(Settings.of(own, 64, 1, "", **size), LoopSide("Adam"), folder, source)
+                report = run_sandbox(Settings.of(own, 64, 1, "", **size), loop_side("Adam"), folder, source)
             else:
                 side = TrainerSide(recipe(*overrides), "local", ROOT / "ds_configs/zero3.json")
                 report = run_sandbox(side.settings(own, **size), side, folder, source)

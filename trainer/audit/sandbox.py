@@ -8,8 +8,6 @@ import io
 import json
 import math
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,6 @@ from privacy.audit.own_loop import is_of_a_loop, loop_audit
 from privacy.audit.report import AuditReport
 from privacy.audit.sandbox import Settings, audited_plan, in_processes, ranks_of, run_sandbox
 from privacy.plan import PrivacyPlan
-from privacy.run.ledger import RunLedger
 from privacy.step.folder import RunFolder
 from trainer.config.machine import load_machine_settings
 from trainer.config.optimizer import OptimizerSection, ScheduleSection
@@ -37,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def mechanism_audit(
-    run_dir: Path, *, engine: EngineName, ds_config: Path | None, ranks: int | None = None, timeout: float = 600
+    run_dir: Path, *, engine: EngineName, ds_config: Path | None, ranks: int | None = None
 ) -> AuditReport:
     """Audits the mechanism with the settings of a run (about a minute); of a loop of one's own too.
 
@@ -51,7 +48,7 @@ def mechanism_audit(
     """
     plan = audited_plan(run_dir)
     if is_of_a_loop(run_dir):
-        return loop_audit(run_dir, ranks=ranks, timeout=timeout)
+        return loop_audit(run_dir, ranks=ranks)
     recipe, recorded, chosen = (
         load_config(run_dir / "config.toml"),
         run_dir / "ds_config.json",
@@ -62,7 +59,7 @@ def mechanism_audit(
         recipe = _changed(recipe, privacy={"clipping_mode": mode})
     machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
     work = partial(_rank, plan, TrainerSide(recipe, engine, machine.resolve()))
-    return in_processes(ranks or ranks_of(run_dir), work, timeout, partial(distributed.finish, 0))
+    return in_processes(ranks or ranks_of(run_dir), work, partial(distributed.finish, 0))
 
 
 def _rank(plan: PrivacyPlan, side: "TrainerSide", rank: int, ranks: int, port: int, folder: Path) -> AuditReport | None:
@@ -91,10 +88,7 @@ class TrainerSide:
         words = f"engine {self.engine}, {train.accumulation} sums{', compiled' if train.compile else ''}, {self.ds_config.name}"
         return Settings.of(plan, train.micro_batch_size, distributed.world_size(), words, **changed)
 
-    @contextmanager
-    def start(
-        self, folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int
-    ) -> Iterator[TrainerStart]:
+    def __call__(self, folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int) -> TrainerStart:
         """A start of training on the canaries' shard."""
         shard = folder / "canaries-000000.tar"
         distributed.on_main(lambda: None if shard.exists() else _write_shard(shard, len(canaries)))
@@ -114,16 +108,10 @@ class TrainerSide:
             },
         )  # fmt: skip
         place = Ranks(distributed.rank(), distributed.rank(), distributed.world_size())
-        start = _Start(
+        return _Start(
             recipe, load_machine_settings(self.ds_config), self.engine, RunFolder(folder / "run"), folder, place,
             torch.device("cpu"), None, False, canaries=canaries,
         )  # fmt: skip
-        try:
-            yield start
-        finally:
-            if start.ledger is not None:
-                start.ledger.release()
-            start.folder.release()
 
 
 @dataclass
@@ -131,14 +119,10 @@ class _Start(TrainerStart):
     """Trains canaries."""
 
     canaries: Canaries | None = None
-    ledger: RunLedger | None = None
 
     def make_task(self) -> None:
         assert self.canaries is not None
         self.task = CanaryTask(self.canaries)
-
-    def take_ledger(self, ledger: RunLedger) -> None:
-        self.ledger = ledger
 
 
 class CanaryTask(TrainingTask):
