@@ -24,9 +24,9 @@ from ..clipping.functions import FUNCTIONS, RAMP
 from ..errors import PrivacyStateRefused
 from ..ledger.records import read_state
 from ..plan import PrivacyPlan
-from ..step.engine import ShardLayout
+from ..run.run import Run
 from . import statistics as st
-from .canary_model import KEY_BITS, Entries
+from .canary_model import KEY_BITS, Canaries
 from .report import AuditReport, Check, fact, random_check
 from .second_sampler import Attempt, SecondSampler
 
@@ -41,27 +41,18 @@ class Sandbox(NamedTuple):
     """What a sandbox run leaves.
 
     Attributes:
-        run: the audited run's plan; `plan` is the sandbox's, with its sigma, C and slack.
+        audited: the plan of the audited run; that of the sandbox's last session, `run`, has its sigma, C and slack.
         tapes: of each rank its attempts (sandbox.py) and fsyncs.
         micro_batches: of each session.
-        layout, names: who owns which coordinates, and the trainable parameters.
-        entries: the canaries' gradients.
         present_N: secret coins: whether an example is in the data at all.
-        crowd_N: canaries that share their coordinates; hostile_N: those that may contribute anything up to C.
     """
 
-    run: PrivacyPlan
-    plan: PrivacyPlan
-    ledger: Path
-    key: Path
+    audited: PrivacyPlan
+    run: Run
     tapes: Sequence[tuple[list[dict[str, Any]], list[Any]]]
     micro_batches: Sequence[int]
-    layout: ShardLayout
-    names: Sequence[str]
-    entries: Entries
+    canaries: Canaries
     present_N: Flags
-    crowd_N: Flags
-    hostile_N: Flags
 
 
 def audit_mechanism(sandbox: Sandbox, **facts: str) -> AuditReport:
@@ -92,10 +83,12 @@ class _Judge:
     """
 
     def __init__(self, box: Sandbox) -> None:
-        self.box, self.plan, self.entries = box, box.plan, box.entries
+        self.box, self.plan, self.canaries = box, box.run.plan, box.canaries
+        self.engine, self.ledger = box.run.parts.engine, box.run.folder.ledger
+        self.entries = box.canaries.entries(self.engine.compute_dtype)
         self.ranks_A = list(zip(*(attempts for attempts, _ in box.tapes), strict=True))
         self.first_A = [ranks[0] for ranks in self.ranks_A]
-        self.records, self.silent = box.ledger.read_bytes(), sum(noted["silent"] for noted in self.first_A)
+        self.records, self.silent = self.ledger.read_bytes(), sum(noted["silent"] for noted in self.first_A)
         self.bounds_A = np.array([noted["bound"] for noted in self.first_A])
         self.before_AD, self.after_AD = self.beside("before"), self.beside("after")
         self.sums_AD = self.beside("handed") * self.plan.expected_batch_size
@@ -105,12 +98,12 @@ class _Judge:
         self.included_AN &= box.present_N
         names_K, index_K, canaries_K, _ = self.entries
         self.size, start, self.at_K = self.sums_AD.shape[1], 0, np.zeros_like(index_K)
-        for name, offset, length in itertools.chain(*box.layout.pieces):
+        for name, offset, length in itertools.chain(*self.engine.layout.pieces):
             here_K = (names_K == name) & (index_K >= offset) & (index_K < offset + length)
             self.at_K[here_K] = index_K[here_K] - offset + start
             start += length
-        self.known_K, self.owner_D = ~box.hostile_N[canaries_K], np.full(self.size, -1)
-        self.owner_D[self.at_K] = np.where(box.crowd_N[canaries_K], -2, canaries_K)
+        self.known_K, self.owner_D = ~box.canaries.hostile_N[canaries_K], np.full(self.size, -1)
+        self.owner_D[self.at_K] = np.where(box.canaries.crowd_N[canaries_K], -2, canaries_K)
         self.slack = 0.0 if self.plan.lattice is None else self.plan.num_examples * 2.0**-self.plan.lattice.exponent
 
     def beside(self, name: str) -> Floats:
@@ -119,7 +112,7 @@ class _Judge:
 
     def factors(self, bound: float) -> tuple[Floats, Floats]:
         """(K,) factors of the entries; (N,) norms of whole gradients."""
-        names, count = list(self.box.names), self.plan.num_examples
+        names, count = list(self.engine.shapes), self.plan.num_examples
         function = FUNCTIONS[self.plan.clipping_function](names, bound)
         group_K = np.array([function.group_of[name] for name in self.entries.names_K.tolist()])
         squares_K = np.where(self.known_K, self.entries.gains_K, 0.0) ** 2
@@ -154,15 +147,15 @@ class _Judge:
 
         released = [min(noted["released_at"] for noted in ranks) for ranks in self.ranks_A]
         entropy = min(noted["least_entropy"] for ranks in self.ranks_A for noted in ranks)
-        steps, folder = [noted["step"] for noted in self.first_A], [at for at, _ in durable(self.box.ledger.parent)]
-        charges = charge_checks(self.records, steps, released, durable(self.box.ledger), folder, entropy)
+        steps, folder = [noted["step"] for noted in self.first_A], [at for at, _ in durable(self.ledger.parent)]
+        charges = charge_checks(self.records, steps, released, durable(self.ledger), folder, entropy)
         counts = self.counts() if self.plan.adaptive_clipping is not None else []
         checks = [
             *self.clipping(),
             *self.dealt(),
             *self.noise(),
             *charges,
-            _stated(self.box.run, self.records),
+            _stated(self.box.audited, self.records),
             *counts,
         ]
         return [_at_most("weights_follow", off, 4, follow), *checks]
@@ -170,7 +163,7 @@ class _Judge:
     def clipping(self) -> list[Check]:
         """Clip, divisor, reduction and membership in silent steps, without noise in the way."""
         count, own_D, crowd_D = self.plan.num_examples, self.owner_D >= 0, self.owner_D == -2
-        honest_N = ~(self.box.hostile_N | self.box.crowd_N)
+        honest_N = ~(self.canaries.hostile_N | self.canaries.crowd_N)
 
         def norms(values_D: Floats) -> Floats:
             """(N,) of canaries that own their coordinates."""
@@ -206,7 +199,7 @@ class _Judge:
 
     def dealt(self) -> list[Check]:
         """Who reached the model on each rank, in which order and with which keys, is what a second sampler says."""
-        plan, secret = self.plan, self.box.key.read_bytes()
+        plan, secret = self.plan, self.box.run.folder.key.read_bytes()
         second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
         lines = [json.loads(line) for line in self.records.splitlines()]
         nonces = [bytes.fromhex(line["nonce"]) for line in lines if line["type"] == "session"]
@@ -239,7 +232,7 @@ class _Judge:
     def noise(self) -> list[Check]:
         """Every number that the source gave is in the released sum once, with the stated scale, is new, and is a Gaussian one."""
         # The noise is judged by what the audited run states, never by what the sandbox says that it used.
-        plan, sigma, adaptive = self.plan, self.box.run.noise_multiplier, self.box.run.adaptive_clipping
+        plan, sigma, adaptive = self.plan, self.box.audited.noise_multiplier, self.box.audited.adaptive_clipping
         sigma = sigma if adaptive is None else adaptive.gradient_noise_multiplier(sigma)
         noisy, quiet_D, draws_AD = slice(self.silent, None), self.owner_D == -1, self.beside("draws")
         std_T1, sums_TD = sigma * self.bounds_A[noisy, None], self.sums_AD[noisy]
@@ -299,15 +292,17 @@ class _Judge:
         What an attempt notes is the noised centred count, the number drawn for it (NaN where the source was not asked exactly
         once), the fraction that was published, and C after it.
         """
-        adaptive = self.box.run.adaptive_clipping
+        adaptive = self.box.audited.adaptive_clipping
         assert adaptive is not None
         std, draws, wrong, still = adaptive.unclipped_num_std, [], list[bool](), 0
         for index, (noted, included_N) in enumerate(zip(self.first_A, self.included_AN, strict=True)):
             (count, drawn, fraction, moved), bound = noted["count"], noted["bound"]
             centred_N = np.clip((1 - self.factors(bound)[1] / bound) / RAMP + 0.5, 0, 1) - 0.5
             # A hostile example counts -1/2, or 0 if it is not finite.
-            honest = centred_N[included_N & ~self.box.hostile_N].sum() + (std * drawn if index >= self.silent else 0.0)
-            hostile = 0.5 * (included_N & self.box.hostile_N).sum()
+            honest = centred_N[included_N & ~self.canaries.hostile_N].sum() + (
+                std * drawn if index >= self.silent else 0.0
+            )
+            hostile = 0.5 * (included_N & self.canaries.hostile_N).sum()
             wrong.append(not honest - hostile - 1e-6 <= count <= honest + 1e-6)  # NaN is wrong too
             exponent = -adaptive.clipbound_learning_rate * (fraction - adaptive.target_unclipped_quantile)
             still += not math.isclose(moved, bound * math.exp(exponent), rel_tol=1e-9)

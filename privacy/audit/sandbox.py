@@ -382,12 +382,10 @@ def run_sandbox(settings: Settings, side: Side, folder: Path, source: NoiseSourc
     tapes = collectives.gather_objects((tape.attempts, tape.fsyncs))
     if collectives.rank() != 0:
         return None
-    made, mode = tape.run.parts.engine, tape.run.mechanism.clipped.mode
-    entries, sizes = canaries.entries(made.compute_dtype), [size for size, _ in sessions]
-    left = Sandbox(
-        run, plan, tape.run.folder.ledger, tape.run.folder.key, tapes, sizes, made.layout, list(made.shapes), entries, present_N,
-        canaries.crowd_N, canaries.hostile_N,
-    )  # fmt: skip
+    left, mode = (
+        Sandbox(run, tape.run, tapes, [size for size, _ in sessions], canaries, present_N),
+        tape.run.mechanism.clipped.mode,
+    )
     counts = f"{len(tapes)} ranks, {len(canaries)} examples, q = {SAMPLE_RATE}, {plan.num_steps} steps"
     return audit_mechanism(
         left, words=f"{counts}, micro-batches of {own} and {LARGE}, {mode} clipping, {settings.words}"

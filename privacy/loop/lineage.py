@@ -6,6 +6,7 @@ run's weights: trained by a loop here, or in a file of weights that Python opene
 a folder with a ledger. What other programs did, and what libraries open by themselves (safetensors), is not noticed.
 """
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,27 +40,24 @@ sys.addaudithook(_note_read)
 
 def _run_folders(file: Path) -> list[Path]:
     """The run folders around a file or folder."""
-    return [folder for folder in file.absolute().parents[:4] if (folder / "ledger.jsonl").exists()]
+    return [
+        folder for folder in file.absolute().parents[:4] if os.path.exists(folder / "ledger.jsonl")
+    ]  # it never raises
 
 
 def stated(starts_from: StartsFrom) -> list[Path] | None:
     """Run folders, none of them for public weights; None where nothing was said.
 
     Raises:
-        PrivacyConfigError: one of them is no run folder.
+        PrivacyConfigError: one of them is no run folder, or there is none.
     """
     if starts_from is None or starts_from == "public":
         return None if starts_from is None else []
-    given = [starts_from] if isinstance(starts_from, str | Path) else list(starts_from)
-    folders = [Path(one) for one in given]
-    for folder in folders:
-        if not (folder / "ledger.jsonl").is_file():
-            raise PrivacyConfigError(
-                f'starts_from: {folder} is no run folder; give "public", or the folders of all private runs that trained these '
-                "weights"
-            )
-    if not folders:
-        raise PrivacyConfigError('starts_from is empty; for weights that no private run has trained give "public"')
+    folders = [Path(one) for one in ([starts_from] if isinstance(starts_from, str | Path) else starts_from)]
+    if wrong := [str(one) for one in folders if not (one / "ledger.jsonl").is_file()] if folders else ["an empty list"]:
+        raise PrivacyConfigError(
+            f'starts_from: {wrong[0]} is no run folder; give all run folders that trained these weights, or "public"'
+        )
     return folders
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,6 +17,7 @@ from privacy.clipping.clipped_sum import ClippedSum
 from privacy.clipping.functions import ClippingFunction, unclipped
 from privacy.correlated import segment
 from privacy.correlated.segment import Segment
+from privacy.ledger import durable
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.loop.engine import OwnEngine
@@ -261,17 +262,18 @@ def the_intent_follows_the_reduction() -> Patches:
     return [(loop, "_intend", lambda *arguments: waiting.append(arguments)), (loop, "reduce_to_owners", late)]
 
 
-def every_second_intent_is_not_synced() -> Patches:
-    append, count = AppendOnly.append, [0]
+def an_intent_is_not_synced() -> Patches:
+    append = AppendOnly.append
 
     def lazy(self: Any, data: bytes) -> None:
-        count[0] += b'"type":"intent"' in data
-        if b'"type":"intent"' in data and count[0] % 2 == 0:
-            with mock.patch.object(os, "fsync", return_value=None):
-                return append(self, data)
-        return append(self, data)
+        with mock.patch.object(os, "fsync") if b'"type":"intent"' in data else nullcontext():
+            append(self, data)
 
     return [(AppendOnly, "append", lazy)]
+
+
+def no_name_is_synced() -> Patches:
+    return [(durable, "fsync_directory", lambda directory: None)]
 
 
 def a_retry_is_not_charged() -> Patches:
@@ -405,7 +407,8 @@ MISTAKES = {
         Mistake(EndsAtThree, {"noise_tails"}),
         Mistake(SixteenBits, {"fresh_entropy"}),
         Mistake(the_intent_follows_the_reduction, {"charge_before_release"}, is_quick=True),
-        Mistake(every_second_intent_is_not_synced, {"charge_before_release"}),
+        Mistake(an_intent_is_not_synced, {"charge_before_release"}),
+        Mistake(no_name_is_synced, {"ledger_name_durable"}, is_quick=True),
         Mistake(a_retry_is_not_charged, {"charged_attempts"}),
         Mistake(noise_is_divided_by_the_number_of_ranks, {"noise_variance"}, "several ranks", is_quick=True),
         Mistake(OneSeed, {"draws_are_new"}, "several ranks", is_quick=True),

@@ -70,7 +70,7 @@ def test_the_claim_composes_all_runs_behind_the_weights(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_with_a_guarantee_is_refused(tmp_path: Path) -> None:
-    for bad, said in ((tmp_path / "nowhere", "no run folder"), ([], "empty"), ("Public", "no run folder")):
+    for bad, said in ((tmp_path / "nowhere", "no run folder"), ([], "an empty list"), ("Public", "no run folder")):
         with pytest.raises(PrivacyConfigError, match=said):
             make(tmp_path / "run", starts_from=bad)
 
