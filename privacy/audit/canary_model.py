@@ -106,7 +106,7 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Canaries:
-    """The sandbox's data set; called as the trainer's data room calls what makes its examples.
+    """The sandbox's data set; made examples of as the trainer's data room does, and read as a loop of one's own reads items.
 
     Attributes:
         gains_NG, rows_N, columns_N: the model's inputs, one row per example.
@@ -128,6 +128,10 @@ class Canaries:
 
     def __len__(self) -> int:
         return len(self.rows_N)
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
+        item = self.item(index, torch.initial_seed())  # the reader seeds it with the item's key
+        return dict(zip(("gains_BG", "rows_B", "columns_B", "canaries_B", "keys_B"), item.values(), strict=True))
 
     def __call__(self, raw: Any, key: int, /) -> dict[str, NDArray[Any]]:
         return self.item(int(raw.fields["txt"]), key)

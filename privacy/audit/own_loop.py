@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..card.folder import read_recipe
 from ..loop.fields import Example, floats, integers
@@ -55,36 +54,14 @@ def loop_side(optimizer: str) -> Side:
     """Starts of a loop with an optimizer of that class."""
     kind, number = optimizer if optimizer in ALIKE else "SGD", integers(EMBEDDING)
 
-    def start(folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int) -> OwnStart:
+    def start(folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int) -> OwnStart:
         model, who = CanaryModel(), {"canaries_B": integers(len(canaries)), "keys_B": integers(KEY_BITS)}
         example = Example({"gains_BG": floats(len(PLACES)), "rows_B": number, "columns_B": number, **who})
-        asked = PlanRequest(
-            num_examples=plan.num_examples, expected_batch_size=plan.expected_batch_size, num_steps=plan.num_steps
-        )
         return OwnStart(
-            model=model, optimizer=getattr(torch.optim, kind)(model.parameters(), **ALIKE[kind]),
-            reader=Reader(Items(canaries), example, micro_batch_size), loss=partial(_loss, model), request=asked,
-            folder=RunFolder(folder / "run"), made_up=made_up(4), learning_rate=None, num_workers=0, save_every=None,
-            data_version="canaries", mirror=None, unit="one canary", may_restart=False, starts_from=[],
+            model=model, optimizer=getattr(torch.optim, kind)(model.parameters(), **ALIKE[kind]), loss=model, request=request,
+            reader=Reader(canaries, example, micro_batch_size), folder=RunFolder(folder / "run"), made_up=made_up(4),
+            learning_rate=None, num_workers=0, save_every=None, data_version="canaries", mirror=None, unit="one canary",
+            may_restart=False, starts_from=[],
         )  # fmt: skip
 
     return start
-
-
-def _loss(model: CanaryModel, **inputs: Tensor) -> Tensor:
-    loss_B: Tensor = model(**inputs)
-    return loss_B
-
-
-class Items:
-    """The canaries as a data set: an item's key is what the reader has seeded torch's random numbers with."""
-
-    def __init__(self, canaries: Canaries) -> None:
-        self._canaries = canaries
-
-    def __len__(self) -> int:
-        return len(self._canaries)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = self._canaries.item(index, torch.initial_seed())
-        return dict(zip(("gains_BG", "rows_B", "columns_B", "canaries_B", "keys_B"), item.values(), strict=True))

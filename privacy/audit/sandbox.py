@@ -72,7 +72,7 @@ class SandboxFailed(RuntimeError):
     exit_code = 1
 
 
-Side = Callable[[Path, Canaries, PrivacyPlan, int], Start]
+Side = Callable[[Path, Canaries, PlanRequest, int], Start]
 """What of the trainer, or of a loop of one's own, the sandbox runs: its start, for a micro-batch of so many rows."""
 
 
@@ -105,22 +105,14 @@ class Settings:
         bands, first = min(run.bands, MOST_BANDS), run.coefficients[:MOST_BANDS]
         # The slack is what contract 4 states for floating point. A sandbox claims no epsilon, which its plan says, and little
         # noise is no reason to refuse it.
-        same = (
-            "noise_multiplier",
-            "target_delta",
-            "max_grad_norm",
-            "clipping_function",
-            "arithmetic",
-            "adaptive_clipping",
-            "strategy",
-        )
+        same = "noise_multiplier target_delta max_grad_norm clipping_function arithmetic adaptive_clipping strategy"
         return PlanRequest(
             num_examples=num_examples, expected_batch_size=round(SAMPLE_RATE * num_examples / bands),
             num_steps=self.silent_steps + self.noisy_steps, allow_small_noise=True, bands=bands,
             sensitivity_slack=SENSITIVITY_SLACK if run.arithmetic == "floating" else 0.0,
             informal_reasons=("it is a sandbox of an audit",),
             coefficients=Strategy.of_unit_length(first).coefficients if first else (),
-            **{name: getattr(run, name) for name in same},
+            **{name: getattr(run, name) for name in same.split()},
         )  # fmt: skip
 
 
@@ -152,7 +144,7 @@ Work = Callable[[int, int, int, Path], AuditReport | None]
 """What one process of the sandbox does: (rank, ranks, port, folder) -> the report, on rank 0."""
 
 
-def in_processes(ranks: int, work: Work, finish: Callable[[], object] = lambda: os._exit(0)) -> AuditReport:
+def in_processes(ranks: int, work: Work, finish: Callable[[], object] = partial(os._exit, 0)) -> AuditReport:
     """Audits in fresh processes on this machine's CPU; threads of torch and locks of this one would not survive a fork.
 
     Args:
@@ -364,7 +356,7 @@ def run_sandbox(settings: Settings, side: Side, folder: Path, source: NoiseSourc
     with tape.watch():
         for tape.session, (size, tape.last) in enumerate(sessions):
             with contextlib.suppress(_Ended), ExitStack() as around:
-                start = side(folder, canaries, plan, size)
+                start = side(folder, canaries, request, size)
                 around.callback(start.folder.release)
                 opening = partial(
                     open_ledger, start.folder, lambda _: request, lambda: b"canaries", described=lambda *_: {}

@@ -21,6 +21,7 @@ from privacy.audit.own_loop import is_of_a_loop, loop_audit
 from privacy.audit.report import AuditReport
 from privacy.audit.sandbox import Settings, audited_plan, in_processes, ranks_of, run_sandbox
 from privacy.plan import PrivacyPlan
+from privacy.plan_request import PlanRequest
 from privacy.step.folder import RunFolder
 from trainer.config.machine import load_machine_settings
 from trainer.config.optimizer import OptimizerSection, ScheduleSection
@@ -49,11 +50,8 @@ def mechanism_audit(
     plan = audited_plan(run_dir)
     if is_of_a_loop(run_dir):
         return loop_audit(run_dir, ranks=ranks)
-    recipe, recorded, chosen = (
-        load_config(run_dir / "config.toml"),
-        run_dir / "ds_config.json",
-        run_dir / "private/chosen.json",
-    )
+    config, recorded, chosen = (run_dir / name for name in ("config.toml", "ds_config.json", "private/chosen.json"))
+    recipe = load_config(config)
     if recipe.privacy.clipping_mode == "auto" and chosen.exists():  # on so small a model it might choose otherwise
         mode = json.loads(chosen.read_text()).get("clipping_mode", {}).get("mode", "auto")
         recipe = _changed(recipe, privacy={"clipping_mode": mode})
@@ -88,12 +86,12 @@ class TrainerSide:
         words = f"engine {self.engine}, {train.accumulation} sums{', compiled' if train.compile else ''}, {self.ds_config.name}"
         return Settings.of(plan, train.micro_batch_size, distributed.world_size(), words, **changed)
 
-    def __call__(self, folder: Path, canaries: Canaries, plan: PrivacyPlan, micro_batch_size: int) -> TrainerStart:
+    def __call__(self, folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int) -> TrainerStart:
         """A start of training on the canaries' shard."""
         shard = folder / "canaries-000000.tar"
         distributed.on_main(lambda: None if shard.exists() else _write_shard(shard, len(canaries)))
         # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding. It is above any recipe's.
-        enormous = 2.0 ** (33 + max(0, math.ceil(math.log2(plan.max_grad_norm))))
+        enormous = 2.0 ** (33 + max(0, math.ceil(math.log2(request.max_grad_norm))))
         optimizer = OptimizerSection.model_construct(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)
         if self.recipe.optimizer.name == "sgd":
             optimizer = OptimizerSection.model_construct(name="sgd", peak_lr=1.0, momentum=0.0)
@@ -103,7 +101,7 @@ class TrainerSide:
             data=data | dict.fromkeys(("index", "num_examples", "staging")),
             privacy={"ledger_mirror": None, "shared_ledger": None},
             train={
-                "num_steps": plan.num_steps, "micro_batch_size": micro_batch_size, "ema_decay": None, "sanity_checks": False,
+                "num_steps": request.num_steps, "micro_batch_size": micro_batch_size, "ema_decay": None, "sanity_checks": False,
                 "profile": None, "keep_every": None,
             },
         )  # fmt: skip
