@@ -139,25 +139,8 @@ class _Judge:
         resolution_A = np.maximum(np.abs(self.before_AD), np.abs(self.after_AD)).max(axis=1) * 2.0**-23 + 1e-300
         off = float((np.abs(moved_AD - self.sums_AD / size).max(axis=1) / resolution_A).max())
         follow = f"the weights move by what the optimizer got, which is off by at most {off:.2g} roundings of a weight"
-        fsyncs = [one for _, fsyncs in self.box.tapes for one in fsyncs]
-
-        def durable(path: Path) -> list[tuple[int, int]]:
-            place = path.stat().st_dev, path.stat().st_ino
-            return [(at, size) for device, inode, at, size in fsyncs if (device, inode) == place]
-
-        released = [min(noted["released_at"] for noted in ranks) for ranks in self.ranks_A]
-        entropy = min(noted["least_entropy"] for ranks in self.ranks_A for noted in ranks)
-        steps, folder = [noted["step"] for noted in self.first_A], [at for at, _ in durable(self.ledger.parent)]
-        charges = charge_checks(self.records, steps, released, durable(self.ledger), folder, entropy)
         counts = self.counts() if self.plan.adaptive_clipping is not None else []
-        checks = [
-            *self.clipping(),
-            *self.dealt(),
-            *self.noise(),
-            *charges,
-            _stated(self.box.audited, self.records),
-            *counts,
-        ]
+        checks = [*self.clipping(), *self.dealt(), *self.noise(), *self.charges(), *counts]
         return [_at_most("weights_follow", off, 4, follow), *checks]
 
     def clipping(self) -> list[Check]:
@@ -286,6 +269,56 @@ class _Judge:
             _at_most("double_precision", disguised, 1e-3, single),
         ]
 
+    def charges(self) -> list[Check]:
+        """Every attempt is charged once, as the plan states it, durably before any of it is released; noise has fresh entropy."""
+        fsyncs = [one for _, fsyncs in self.box.tapes for one in fsyncs]  # all times are of one clock
+
+        def durable(path: Path) -> list[tuple[int, int]]:
+            place = path.stat().st_dev, path.stat().st_ino
+            return [(at, size) for device, inode, at, size in fsyncs if (device, inode) == place]
+
+        in_ledger, in_folder = durable(self.ledger), durable(self.ledger.parent)
+        ends: defaultdict[int, list[int]] = defaultdict(list)  # of the intents of a step, in order
+        lines = self.records.splitlines(keepends=True)
+        for line, end in zip(map(json.loads, lines), itertools.accumulate(map(len, lines)), strict=True):
+            if line["type"] == "intent":
+                ends[line["step"]].append(end)
+        made = Counter(noted["step"] for noted in self.first_A)
+        charged = Counter({step: len(of_step) for step, of_step in ends.items()})
+        missing, differing = (made - charged).total(), (charged - made).total()
+        counted = (
+            f"{missing} attempts were made without a charge, and {differing} charges are of no attempt that was made"
+        )
+        released_A = [min(noted["released_at"] for noted in ranks) for ranks in self.ranks_A]
+        late = 0
+        for noted, released in zip(self.first_A, released_A, strict=True):
+            needed: float = ends[noted["step"]].pop(0) if ends[noted["step"]] else math.inf  # never charged
+            late += not any(at < released for at, size in in_ledger if size >= needed)
+        order = (
+            f"in {late} attempts noise was drawn, or a sum left a process, before an fsync of the intent had returned"
+        )
+        # A folder that was made durable before the file was in it does not hold the file's name.
+        first = min((at for at, _ in in_ledger), default=math.inf)
+        named = any(first < at < min(released_A) for at, _ in in_folder)
+        name = f"the ledger's name is {'' if named else 'not '}durable before the first noise"
+        least = min(noted["least_entropy"] for ranks in self.ranks_A for noted in ranks)
+        entropy = (
+            f"every draw of noise took at least {least} bytes from the entropy of the operating system, 16 are needed"
+        )
+        own, said = self.box.audited, "every intent of the sandbox states the noise of the audited run's plan"
+        try:  # the reader checks each
+            stated = read_state(self.records, "the sandbox's ledger")[0].plan
+            same = (stated.noise_multiplier, stated.max_grad_norm) == (own.noise_multiplier, own.max_grad_norm)
+        except PrivacyStateRefused as error:
+            same, said = False, str(error)
+        return [
+            _none("charged_attempts", missing + differing, counted),
+            _none("charge_before_release", late, order),
+            fact("ledger_name_durable", named, name),
+            fact("fresh_entropy", least >= 16, entropy, statistic=least, threshold=16),
+            fact("stated_noise", same, said),
+        ]
+
     def counts(self) -> list[Check]:
         """Released counts are centred, of members alone, and noised once, with the stated deviation; C follows them.
 
@@ -313,60 +346,3 @@ class _Judge:
         follows = f"C follows from the noised count that was published, but in {still} attempts"
         found = ("count_sensitivity", silent, centred), ("count_draws", noisy, added), ("bound_follows", still, follows)
         return [_none(*one) for one in found]
-
-
-def charge_checks(
-    ledger: bytes,
-    steps: Sequence[int],
-    released_at: Sequence[int],
-    ledger_durable: Sequence[tuple[int, int]],
-    folder_durable: Sequence[int],
-    least_entropy: int,
-) -> list[Check]:
-    """Every attempt is charged once, durably before anything of it is released, and its noise has fresh entropy.
-
-    Args:
-        released_at: when noise was first drawn, or a sum first left a process, on any rank. All times are of one clock.
-        ledger_durable: when an fsync of the ledger had returned, and the size that it made durable.
-        least_entropy: the fewest bytes that any draw of noise took from the system's entropy.
-    """
-    ends: defaultdict[int, list[int]] = defaultdict(list)  # of the intents of a step, in order
-    lines = ledger.splitlines(keepends=True)
-    for line, end in zip(map(json.loads, lines), itertools.accumulate(map(len, lines)), strict=True):
-        if line["type"] == "intent":
-            ends[line["step"]].append(end)
-    made, charged = Counter(steps), Counter({step: len(of_step) for step, of_step in ends.items()})
-    missing, differing = sum((made - charged).values()), sum((charged - made).values())
-    counted = (
-        f"{missing} of {made.total()} attempts were made without a charge, and {differing} of {charged.total()} charges are of "
-        "no attempt that was made"
-    )
-    late = 0
-    for step, released in zip(steps, released_at, strict=True):
-        needed: float = ends[step].pop(0) if ends[step] else math.inf  # never charged
-        late += not any(at < released for at, size in ledger_durable if size >= needed)
-    order = (
-        f"in {late} of {made.total()} attempts noise was drawn, or a sum left a process, before an fsync of the intent had "
-        "returned"
-    )
-    # A folder that was made durable before the file was in it does not hold the file's name.
-    first = min((at for at, _ in ledger_durable), default=math.inf)
-    named = any(first < at < min(released_at) for at in folder_durable)
-    name = "the ledger's name is durable" if named else "no fsync made the ledger's name durable before the first noise"
-    entropy = f"every draw of noise took at least {least_entropy} bytes from the entropy of the operating system, 16 are needed"
-    return [
-        _none("charged_attempts", missing + differing, counted),
-        _none("charge_before_release", late, order),
-        fact("ledger_name_durable", named, name),
-        fact("fresh_entropy", least_entropy >= 16, entropy, statistic=least_entropy, threshold=16),
-    ]
-
-
-def _stated(plan: PrivacyPlan, ledger: bytes) -> Check:
-    """The sandbox's ledger is legal, and each of its intents states the audited run's noise, which its reader checks."""
-    try:
-        stated = read_state(ledger, "the sandbox's ledger")[0].plan
-    except PrivacyStateRefused as error:
-        return fact("stated_noise", False, str(error))
-    same = (stated.noise_multiplier, stated.max_grad_norm) == (plan.noise_multiplier, plan.max_grad_norm)
-    return fact("stated_noise", same, "every intent of the sandbox states the noise of the audited run's plan")

@@ -144,11 +144,11 @@ Work = Callable[[int, int, int, Path], AuditReport | None]
 """What one process of the sandbox does: (rank, ranks, port, folder) -> the report, on rank 0."""
 
 
-def in_processes(ranks: int, work: Work, finish: Callable[[], object] = partial(os._exit, 0)) -> AuditReport:
+def in_processes(ranks: int, work: Work, finish: Callable[[int], object] = os._exit) -> AuditReport:
     """Audits in fresh processes on this machine's CPU; threads of torch and locks of this one would not survive a fork.
 
     Args:
-        finish: ends a process; interpreter shutdown after gloo traffic aborts now and then.
+        finish: ends a process, with that exit code; interpreter shutdown after gloo traffic aborts now and then.
 
     Raises:
         SandboxFailed: a rank died; the others are ended then, which would wait for it.
@@ -167,7 +167,7 @@ def in_processes(ranks: int, work: Work, finish: Callable[[], object] = partial(
     return report
 
 
-def _rank(rank: int, work: Work, ranks: int, port: int, folder: Path, finish: Callable[[], object]) -> None:
+def _rank(rank: int, work: Work, ranks: int, port: int, folder: Path, finish: Callable[[int], object]) -> None:
     launched = ("TORCHELASTIC", "OMPI_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     for name in [name for name in os.environ if name.startswith(launched)]:
         del os.environ[name]  # the audit may itself run under a launcher, whose ranks are not the sandbox's
@@ -180,7 +180,7 @@ def _rank(rank: int, work: Work, ranks: int, port: int, folder: Path, finish: Ca
         (folder / "report").write_bytes(pickle.dumps(report))
     if ranks > 1:
         dist.barrier()
-    finish()
+    finish(0)
 
 
 class _Ended(Exception):

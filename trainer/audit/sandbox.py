@@ -57,7 +57,7 @@ def mechanism_audit(
         recipe = _changed(recipe, privacy={"clipping_mode": mode})
     machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
     work = partial(_rank, plan, TrainerSide(recipe, engine, machine.resolve()))
-    return in_processes(ranks or ranks_of(run_dir), work, partial(distributed.finish, 0))
+    return in_processes(ranks or ranks_of(run_dir), work, distributed.finish)
 
 
 def _rank(plan: PrivacyPlan, side: "TrainerSide", rank: int, ranks: int, port: int, folder: Path) -> AuditReport | None:
