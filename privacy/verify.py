@@ -882,12 +882,10 @@ def check_behind(folder: Folder) -> str:
         require(same, f"{place['file']} is not the one that the ledger names")
         require(not ledger.plan.reasons, f"{place['file']} is of a run without a guarantee")
         found.append(ledger)
-    for place, ledger in zip(listed, found, strict=True):  # a run behind it may have gone on before this one started
-        known = [
-            any(one["hash"] in other.hashes[one["lines"] - 1 : one["lines"]] for other in found)
-            for one in ledger.behind
-        ]
-        require(all(known), f"{place['file']} names other ledgers behind it than there are")
+    for number, ledger in enumerate(found, start=1):  # a run behind it may have gone on before this one started
+        named = [(one["lines"], one["hash"]) for one in ledger.behind]
+        known = [any(line in other.hashes[count - 1 : count] for other in found[number:]) for count, line in named]
+        require(all(known), f"{listed[number - 1]['file']} names other ledgers behind it than there are")
     folder.behind = found
     if not listed:
         return "the ledger names no private run whose weights the run started from"

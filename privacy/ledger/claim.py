@@ -144,7 +144,7 @@ def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]
         states.append(state)
     for number, state in enumerate(states, start=1):
         for place in state.opened.get("behind", ()):  # another run may have charged more since
-            if not any(place["hash"] in other.hashes[place["lines"] - 1 : place["lines"]] for other in states):
+            if not any(place["hash"] in other.hashes[place["lines"] - 1 : place["lines"]] for other in states[number:]):
                 raise PrivacyStateRefused(
                     f"{run_dir / copy_name(number)}: started from other runs than this ledger names"
                 )

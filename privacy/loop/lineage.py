@@ -87,10 +87,12 @@ def described(folder: RunFolder, recorded: Recorded | None, said: list[Path] | N
         PrivacyConfigError, PrivacyStateRefused: the runs behind the weights are not those of the ledger, or cannot be composed.
     """
     behind = [one for parent in said or () for one in ledgers_of_run(parent)]
-    found = dict[bytes, LedgerBehind]()  # a run that is behind several of them counts once, with all that it charged
-    for one in behind:
+    found = dict[bytes, LedgerBehind]()
+    for (
+        one
+    ) in behind:  # a run that is behind several of them counts once, with all that it charged, and stands behind them
         first = one.copy.partition(b"\n")[0]
-        found[first] = max(found.get(first, one), one, key=lambda ledger: len(ledger.copy))
+        found[first] = max(found.pop(first, one), one, key=lambda ledger: len(ledger.copy))
     if len(said or ()) > 1 and any(
         read_state(one.copy, one.run)[0].opened.get("disjoint_from_start") for one in behind
     ):
