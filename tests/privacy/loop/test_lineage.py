@@ -56,11 +56,8 @@ def test_the_claim_composes_all_runs_behind_the_weights(tmp_path: Path) -> None:
             list(loop)
     code, found = verify.verify(tmp_path / "run", None)
     assert (code, found["epsilon"]) == (0, pytest.approx(loop.epsilon, rel=1e-6))
-    assert [run for run, _ in read_copies(tmp_path / "run", ledger_of(tmp_path / "run").opened)] == [
-        "left",
-        "first",
-        "right",
-    ]
+    copies = read_copies(tmp_path / "run", ledger_of(tmp_path / "run").opened)
+    assert [run for run, _ in copies] == ["left", "right", "first"]
     with pytest.raises(PrivacyConfigError, match="part of the claim"):
         make(tmp_path / "run", model, starts_from=tmp_path / "left")
     (tmp_path / "run/behind/ledger-2.jsonl").unlink()
