@@ -42,7 +42,7 @@ trainer = PrivateTrainer(
         save_strategy="no", report_to=[], disable_tqdm=True,
     ),
     train_dataset=train, example=fields(model, length=LENGTH),  # the loss of each text is known of this class
-    run_dir=run_dir, expected_batch_size=64, target_epsilon=8.0,
+    run_dir=run_dir, starts_from="public", expected_batch_size=64, target_epsilon=8.0,
 )  # fmt: skip
 trainer.train()
 print(f"{len(train)} lines; epsilon {trainer.loop.epsilon:.4f} at delta {trainer.loop.delta:.2g}")

@@ -37,7 +37,7 @@ trainer = PrivateTrainer(
     ),
     train_dataset=items[:1500], eval_dataset=items[1500:], eval_is_public=True,  # the held-out digits are public here
     compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(1) == found.label_ids).mean())},
-    example=fields(model), run_dir=run_dir, expected_batch_size=512, target_epsilon=8.0,
+    example=fields(model), run_dir=run_dir, starts_from="public", expected_batch_size=512, target_epsilon=8.0,
 )  # fmt: skip
 trainer.train()
 print(f"{trainer.evaluate()['eval_accuracy']:.1%} of the held-out digits are right")

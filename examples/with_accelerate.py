@@ -32,6 +32,7 @@ with PrivateLoop(
     loss=lambda x, y: F.cross_entropy(model(x), y, reduction="none"),
     example=(floats(64), integers(10)),
     run_dir=sys.argv[1] if len(sys.argv) > 1 else "runs/with_accelerate",
+    starts_from="public",  # no private run has trained these weights
     expected_batch_size=256, num_steps=60, target_epsilon=3.0,
 ) as loop:  # fmt: skip
     for step in loop:

@@ -10,7 +10,8 @@ ledger     what verify.py checks, with every epsilon in the folder recomputed fr
            sampling key, the data, the mirror and the record of attempts too
 schedule   with the sampling key: the members of every batch drawn again, by independent code too, and tested. Inside the trust
            boundary: what it prints shows batch sizes; with --json it keeps them to itself
-mechanism  a short run on canaries in a folder of its own, through the code that trains: clipping, noise, coins, order of charges
+mechanism  a short run on canaries in a folder of its own, with the run's settings, through the code that trains: clipping, noise,
+           coins, order of charges; of a loop of one's own too
 canaries   before training: tar shards with canaries that are in the data or not by secret coins
 run        after training with these shards: do the losses of a checkpoint betray the coins?
 
@@ -57,8 +58,8 @@ class MechanismOptions(LedgerOptions):
     engine: EngineName = "deepspeed"
     ds_config: Path | None = None
     """machine settings; default: those that the run used last"""
-    ranks: int = Field(2, ge=1, le=16)
-    """processes on this machine's CPU (default 2)"""
+    ranks: int | None = Field(None, ge=1, le=16)
+    """processes on this machine's CPU; default: those of the run, up to four"""
 
 
 class RunOptions(LedgerOptions):

@@ -833,17 +833,18 @@ def check_plan(folder: Folder) -> str:
 def check_behind(folder: Folder) -> str:
     """The ledgers of private runs behind the initial weights are here, whole, and each names those behind itself."""
     listed, found = folder.ledger.behind, list[Ledger]()
-    places = [(place["lines"], place["hash"]) for place in listed]
-    for position, place in enumerate(listed):
+    for place in listed:
         if not folder.has(place["file"]):
             raise Undecided(f"{place['file']} is missing: what the initial weights had spent cannot be recomputed")
         ledger = read_ledger(folder.path / place["file"])
-        same = (len(ledger.hashes), ledger.hashes[-1]) == places[position]
+        same = (len(ledger.hashes), ledger.hashes[-1]) == (place["lines"], place["hash"])
         require(same, f"{place['file']} is not the one that the ledger names")
         require(not ledger.plan.reasons, f"{place['file']} is of a run without a guarantee")
-        complete = [(one["lines"], one["hash"]) for one in ledger.behind] == places[position + 1 :]
-        require(complete, f"{place['file']} names other ledgers behind it than there are")
         found.append(ledger)
+    for number, ledger in enumerate(found, start=1):  # a run behind it may have gone on before this one started
+        named = [(one["lines"], one["hash"]) for one in ledger.behind]
+        known = [any(line in other.hashes[count - 1 : count] for other in found[number:]) for count, line in named]
+        require(all(known), f"{listed[number - 1]['file']} names other ledgers behind it than there are")
     folder.behind = found
     return f"{len(listed)} private runs had made the initial weights; their ledgers are here and whole"
 

@@ -292,6 +292,5 @@ def test_a_new_field_of_the_step_fails_types_wherever_a_mechanism_is_built(tmp_p
     builders = {line.partition(":")[0] for line in errors if ": error:" in line}
     assert builders == {
         "privacy/run/run.py",
-        "trainer/audit/sandbox.py",
         "benchmarks/scaling.py",
     }, done.stdout

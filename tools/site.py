@@ -35,7 +35,10 @@ API = {
     ),
     "noise": ("Noise", "privacy.noise privacy.rounded_normal privacy.correlated.segment privacy.correlated.strategy"),
     "ledger": ("Ledger", "privacy.ledger.ledger privacy.ledger.shared privacy.boundary privacy.errors"),
-    "card": ("Card and audits", "privacy.card.model privacy.card.report privacy.audit.folder privacy.audit.mechanism"),
+    "card": (
+        "Card and audits",
+        "privacy.card.model privacy.card.report privacy.audit.folder privacy.audit.sandbox privacy.audit.mechanism",
+    ),
     "step": ("One step", "privacy.step.step privacy.step.engine privacy.checkpoints.read privacy.checkpoints.write"),
     "recipe": ("Recipe and machine", "trainer.config.recipe trainer.config.optimizer trainer.config.machine"),
     "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base"),

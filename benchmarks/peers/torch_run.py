@@ -80,6 +80,7 @@ def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
             example=(floats(1, 28, 28), integers(10)),
             loss=loss,
             run_dir=Path(folder) / "run",
+            starts_from="public",
             expected_batch_size=job.expected_batch_size,
             num_steps=job.num_steps,
             noise_multiplier=job.noise_multiplier,

@@ -28,7 +28,7 @@ from privacy.accounting.accountants import claimed_epsilon
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.files.toml_text import toml_value
-from privacy.ledger.claim import claim_of, states_behind
+from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_kept, states_behind
 from privacy.ledger.durable import make_directory, require_apart
 from privacy.ledger.members import (
     FILE,
@@ -45,7 +45,7 @@ from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from trainer.errors import ConfigError
-from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, ledgers_of, require_kept
+from trainer.weights.parent_ledgers import ledgers_of
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 

@@ -1,12 +1,11 @@
 """Is the mechanism the one that the plan states? Checks of a sandbox run, which trains on canaries by the code that trains.
 
-The sandbox's weights move by exactly the released gradient, so everything is judged from what an adversary would see, the
-weights after each step, and what only a sandbox can know besides: who reached the model, what the noise source returned, what the
-optimizer got, and when the ledger was durable. Who is dealt is compared with a second sampler, and noise with the numbers that
-were drawn, so that nothing about either is left to chance but the shape of the source itself.
+The sandbox's weights move by exactly the released gradient, which is what an adversary would see. What is expected of each
+attempt is computed a second time: who is dealt, by a second sampler; what clipping leaves of each canary's gradient, in double
+precision; what noise is added, from the numbers that the source gave. So nothing is left to chance but the shape of the source.
 
 Shapes: A attempts, of which the first S are silent (the noise source returns zeros) and T are noisy; D coordinates of all
-trainable parameters; N examples, every one of them a canary; R ranks.
+trainable parameters, Q of them without any gradient; N examples, every one of them a canary; K entries of their gradients.
 """
 
 import itertools
@@ -18,381 +17,332 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ..clipping.functions import FUNCTIONS, RAMP
 from ..errors import PrivacyStateRefused
 from ..ledger.records import read_state
 from ..plan import PrivacyPlan
+from ..run.run import Run
 from . import statistics as st
-from .report import AuditReport, Check, fact, random_check, undecided
+from .canary_model import KEY_BITS, Canaries
+from .report import AuditReport, Check, fact, random_check
 from .second_sampler import Attempt, SecondSampler
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+CLOSE = 0.01
+"""How far, relatively, an example's contribution may be from what clipping leaves of it, for rounding in lower precision."""
 
 
-class RankTape(NamedTuple):
-    """What one rank did.
+class Sandbox(NamedTuple):
+    """What a sandbox run leaves.
 
     Attributes:
-        attempts: in order; each with `step`, `session`, `ids` and `keys` that reached the model, `released_at`, `least_entropy`,
-            `num_draws`, `count` (adaptive clipping), and by coordinate the `weights` after it, `draws`, and `handed` to the
-            optimizer.
-        fsyncs: device and inode of a file, when its fsync had returned, and the size that it made durable.
-        names_D, canary_D: of each coordinate that the rank owns its parameter, and the example whose gradient may touch it or -1.
-        at_start: the weights before the first attempt.
-        neighbours: L2 distance of its sums of two neighbouring batches that round as differently as possible.
-    """
-
-    attempts: list[dict[str, Any]]
-    fsyncs: list[tuple[int, int, int, int]]
-    names_D: NDArray[np.str_]
-    canary_D: Integers
-    at_start: Floats
-    neighbours: float
-
-
-def audit_mechanism(
-    tapes: Sequence[RankTape],
-    plan: PrivacyPlan,
-    ledger: Path,
-    key: Path,
-    *,
-    noise_std: float,
-    count_std: float | None,
-    smallest_norm: float,
-    rows_per_rank: int,
-    num_silent: int,
-    present_N: Flags,
-    hostile_N: Flags,
-    **facts: str,
-) -> AuditReport:
-    """All checks of one sandbox run.
-
-    Args:
-        plan: the sandbox's: the audited run's sigma, C and slack, and a sampling rate with more power.
-        noise_std: of the noised sum, per coordinate, as the audited run states it; `count_std` of the count.
-        smallest_norm: the least that any honest canary contributes after clipping.
+        audited: the plan of the audited run; that of the sandbox's last session, `run`, has its sigma, C and slack.
+        tapes: of each rank its attempts (sandbox.py) and fsyncs.
+        micro_batches: of each session.
         present_N: secret coins: whether an example is in the data at all.
-        hostile_N: examples with NaN, Inf or enormous gradients, which may contribute anything up to C.
     """
-    by_attempt = list(zip(*(tape.attempts for tape in tapes), strict=True))  # of each attempt what each rank noted
 
-    def beside(name: str) -> Floats:
-        """(A, D): coordinates in the order of their owners, which is all that the checks need."""
-        return np.stack([np.concatenate([noted[name] for noted in ranks]) for ranks in by_attempt])
+    audited: PrivacyPlan
+    run: Run
+    tapes: Sequence[tuple[list[dict[str, Any]], list[Any]]]
+    micro_batches: Sequence[int]
+    canaries: Canaries
+    present_N: Flags
 
-    def durable(path: Path) -> list[tuple[int, int]]:
-        status = path.stat()
-        events = itertools.chain(*(tape.fsyncs for tape in tapes))
-        return [(at, size) for device, inode, at, size in events if (device, inode) == (status.st_dev, status.st_ino)]
 
-    weights_AD = np.concatenate([np.concatenate([tape.at_start for tape in tapes])[None], beside("weights")])
-    if np.isnan(weights_AD).any():
+def audit_mechanism(sandbox: Sandbox, **facts: str) -> AuditReport:
+    """All checks of one sandbox run."""
+    judge = _Judge(sandbox)
+    if not np.isfinite(judge.after_AD).all():
         sentence = "the weights of the sandbox are not finite: a hostile example reached them"
         return AuditReport.of("mechanism", [fact("weights", False, sentence)])
-    # The step rule is w -= released sum / public batch size. Weights are stored in fp32, which limits what differences show.
-    released_AD = -np.diff(weights_AD, axis=0) * plan.expected_batch_size
-    resolution_A = np.maximum.accumulate(np.abs(weights_AD).max(axis=1)) * 2.0**-23 * plan.expected_batch_size
-    steps, sessions = ([noted[name] for noted in tapes[0].attempts] for name in ("step", "session"))
-    seen_AR, keys_AR = ([[noted[name] for noted in ranks] for ranks in by_attempt] for name in ("ids", "keys"))
-    chosen_AN = np.zeros((len(steps), plan.num_examples), dtype=bool)
-    for chosen_N, seen_R in zip(chosen_AN, seen_AR, strict=True):
-        chosen_N[np.concatenate(seen_R)] = True
-    inclusion_AN = chosen_AN & present_N
-    canary_D = np.concatenate([tape.canary_D for tape in tapes]).astype(np.int64)  # a rank may own nothing, of no type
-    quiet_D, records = canary_D < 0, ledger.read_bytes()
-    checks = [
-        *_sensitivity(
-            plan,
-            released_AD[:num_silent],
-            inclusion_AN[:num_silent],
-            canary_D,
-            np.concatenate([tape.names_D for tape in tapes]),
-            hostile_N,
-            smallest_norm=smallest_norm,
-            neighbours=max(tape.neighbours for tape in tapes),
-            resolution=resolution_A[num_silent],
-        ),
-        *_dealt(plan, key.read_bytes(), records, steps, sessions, seen_AR, keys_AR, rows_per_rank),
-        *_noise(
-            plan,
-            noise_std,
-            released_AD[num_silent:, quiet_D],
-            beside("handed")[num_silent:, quiet_D],
-            beside("draws"),
-            np.array([sum(noted["num_draws"] for noted in ranks) for ranks in by_attempt]),
-            quiet_D,
-            np.array(sessions[num_silent:]),
-            resolution=resolution_A[-1],
-        ),
-        *charge_checks(
-            records,
-            steps,
-            [min(noted["released_at"] for noted in ranks) for ranks in by_attempt],
-            durable(ledger),
-            [at for at, _ in durable(ledger.parent)],
-            min(noted["least_entropy"] for noted in itertools.chain(*by_attempt)),
-        ),
-        _stated(plan, records),
-    ]
-    if count_std is not None:
-        counts = [noted["count"] for noted in tapes[0].attempts]
-        checks += _counts(count_std, counts, inclusion_AN, hostile_N, num_silent)
-    return AuditReport.of("mechanism", checks, **facts)
+    return AuditReport.of("mechanism", judge.checks(), **facts)
 
 
-def _sensitivity(
-    plan: PrivacyPlan,
-    released_SD: Floats,
-    inclusion_SN: Flags,
-    canary_D: Integers,
-    names_D: NDArray[np.str_],
-    hostile_N: Flags,
-    *,
-    smallest_norm: float,
-    neighbours: float,
-    resolution: float,
-) -> list[Check]:
-    """Clip, divisor, reduction and membership in silent steps, without noise in the way: exact up to rounding.
+def _none(name: str, count: int, sentence: str) -> Check:
+    return fact(name, count == 0, sentence, statistic=count, threshold=0)
 
-    Args:
-        released_SD: sums as the weights show them, times the public batch size.
-        inclusion_SN: chosen by the sampler and in the data.
-        resolution: largest error of `released_SD` that storing weights in fp32 can cause.
+
+def _at_most(name: str, value: float, limit: float, sentence: str) -> Check:
+    return fact(name, value <= limit, sentence, statistic=value, threshold=limit)
+
+
+class _Judge:
+    """Lays what was noted beside what is expected; hostile canaries are known to be within the bound, and no more.
+
+    Attributes:
+        ranks_A: of each attempt what each rank noted; `first_A` what rank 0 did.
+        sums_AD: what the optimizer got, times the public batch size: released sums, in fp64.
+        included_AN: chosen by the sampler and in the data.
+        owner_D: the canary that alone touches a coordinate, -1 for nobody, and -2 for the crowd.
     """
-    quiet_D, honest_N = canary_D < 0, ~hostile_N
-    norms_SN = np.zeros(inclusion_SN.shape)
-    for step, row in enumerate(released_SD):  # canaries own disjoint coordinates
-        squares = np.bincount(canary_D[~quiet_D], row[~quiet_D] ** 2, minlength=plan.num_examples)
-        norms_SN[step] = np.sqrt(squares)
-    tolerance = 2 * resolution + 1e-6 * plan.max_grad_norm
-    limit, largest = plan.max_grad_norm * (1 + plan.sensitivity_slack) + tolerance, float(norms_SN.max())
-    worst = norms_SN.argmax() % plan.num_examples
-    moves = (
-        f"without noise one example moves the released sum by at most {largest:.6g} (canary in "
-        f"{names_D[canary_D == worst][0]}), the plan allows C (1 + r) = {limit:.6g}"
-    )
-    apart = f"two neighbouring batches that round as differently as they can have sums {neighbours:.6g} apart"
-    # Contributions of clipped canaries lie at C: neither scaled by the batch nor by the number of ranks.
-    clipped = norms_SN[inclusion_SN & honest_N]
-    if clipped.size:
-        low, high, floor = float(clipped.min()), float(clipped.max()), 0.98 * smallest_norm
-        contribute = (
-            f"canaries contribute between {low:.5g} and {high:.5g} after multiplication with the public batch size "
-            f"{plan.expected_batch_size}; clipping to C = {plan.max_grad_norm:g} alone leaves at least {smallest_norm:.5g}"
+
+    def __init__(self, box: Sandbox) -> None:
+        self.box, self.plan, self.canaries = box, box.run.plan, box.canaries
+        self.engine, self.ledger = box.run.parts.engine, box.run.folder.ledger
+        self.entries = box.canaries.entries(self.engine.compute_dtype)
+        self.ranks_A = list(zip(*(attempts for attempts, _ in box.tapes), strict=True))
+        self.first_A = [ranks[0] for ranks in self.ranks_A]
+        self.records, self.silent = self.ledger.read_bytes(), sum(noted["silent"] for noted in self.first_A)
+        self.bounds_A = np.array([noted["bound"] for noted in self.first_A])
+        self.before_AD, self.after_AD = self.beside("before"), self.beside("after")
+        self.sums_AD = self.beside("handed") * self.plan.expected_batch_size
+        self.included_AN = np.zeros((len(self.ranks_A), self.plan.num_examples), dtype=bool)
+        for included_N, ranks in zip(self.included_AN, self.ranks_A, strict=True):
+            included_N[np.concatenate([noted["ids"] for noted in ranks])] = True
+        self.included_AN &= box.present_N
+        names_K, index_K, canaries_K, _ = self.entries
+        self.size, start, self.at_K = self.sums_AD.shape[1], 0, np.zeros_like(index_K)
+        for name, offset, length in itertools.chain(*self.engine.layout.pieces):
+            here_K = (names_K == name) & (index_K >= offset) & (index_K < offset + length)
+            self.at_K[here_K] = index_K[here_K] - offset + start
+            start += length
+        self.known_K, self.owner_D = ~box.canaries.hostile_N[canaries_K], np.full(self.size, -1)
+        self.owner_D[self.at_K] = np.where(box.canaries.crowd_N[canaries_K], -2, canaries_K)
+        self.slack = 0.0 if self.plan.lattice is None else self.plan.num_examples * 2.0**-self.plan.lattice.exponent
+
+    def beside(self, name: str) -> Floats:
+        """(A, D): coordinates in the order of their owners."""
+        return np.stack([np.concatenate([noted[name] for noted in ranks]) for ranks in self.ranks_A])
+
+    def factors(self, bound: float) -> tuple[Floats, Floats]:
+        """(K,) factors of the entries; (N,) norms of whole gradients."""
+        names, count = list(self.engine.shapes), self.plan.num_examples
+        function = FUNCTIONS[self.plan.clipping_function](names, bound)
+        group_K = np.array([function.group_of[name] for name in self.entries.names_K.tolist()])
+        squares_K = np.where(self.known_K, self.entries.gains_K, 0.0) ** 2
+        factors_K, total_N = np.zeros(len(group_K)), np.zeros(count)
+        for group, of_group in enumerate(function.bounds):
+            in_K = group_K == group
+            squared_N = np.bincount(self.entries.canaries_K[in_K], squares_K[in_K], count)
+            weight_N = function.weight(torch.from_numpy(np.sqrt(squared_N)), of_group).numpy()
+            factors_K[in_K], total_N = weight_N[self.entries.canaries_K[in_K]], total_N + squared_N
+        return factors_K, np.sqrt(total_N)
+
+    def due(self, included_N: Flags, bound: float) -> tuple[Floats, Floats]:
+        """(D,) the clipped sum, and how far it may be from that: not at all where nothing was clipped, and CLOSE elsewhere."""
+        factors_K, _ = self.factors(bound)
+        here = self.known_K & included_N[self.entries.canaries_K]
+        values = factors_K[here] * self.entries.gains_K[here]
+        loose = np.where(factors_K[here] == 1, 1e-9, CLOSE) * np.abs(values)
+        sums_2D = [np.bincount(self.at_K[here], of, self.size).astype(np.float64) for of in (values, loose)]
+        return sums_2D[0], sums_2D[1]
+
+    def checks(self) -> list[Check]:
+        # The step rule is w -= released sum / public batch size. Weights are stored in fp32, which limits what differences show.
+        size, moved_AD = self.plan.expected_batch_size, self.before_AD - self.after_AD
+        resolution_A = np.maximum(np.abs(self.before_AD), np.abs(self.after_AD)).max(axis=1) * 2.0**-23 + 1e-300
+        off = float((np.abs(moved_AD - self.sums_AD / size).max(axis=1) / resolution_A).max())
+        follow = f"the weights move by what the optimizer got, which is off by at most {off:.2g} roundings of a weight"
+        counts = self.counts() if self.plan.adaptive_clipping is not None else []
+        checks = [*self.clipping(), *self.dealt(), *self.noise(), *self.charges(), *counts]
+        return [_at_most("weights_follow", off, 4, follow), *checks]
+
+    def clipping(self) -> list[Check]:
+        """Clip, divisor, reduction and membership in silent steps, without noise in the way."""
+        count, own_D, crowd_D = self.plan.num_examples, self.owner_D >= 0, self.owner_D == -2
+        honest_N = ~(self.canaries.hostile_N | self.canaries.crowd_N)
+
+        def norms(values_D: Floats) -> Floats:
+            """(N,) of canaries that own their coordinates."""
+            return np.sqrt(np.bincount(self.owner_D[own_D], values_D[own_D] ** 2, count))
+
+        largest, furthest, mismatches, whole, stray = 0.0, 0.0, 0, 0.0, 0.0
+        for index in range(self.silent):
+            sum_D, included_N, bound = self.sums_AD[index], self.included_AN[index], self.bounds_A[index]
+            (due_D, loose_D), all_N = self.due(included_N, bound), norms(self.due(np.ones_like(included_N), bound)[0])
+            norms_N, apart_D = norms(sum_D), np.abs(sum_D - due_D)
+            largest = max(largest, float(norms_N.max() / bound))
+            mismatches += int(((norms_N > all_N / 2) != included_N)[honest_N].sum())
+            furthest = max(furthest, float((norms(apart_D)[honest_N] / all_N[honest_N]).max()))
+            whole = max(whole, float((apart_D[crowd_D] / (loose_D[crowd_D] + self.slack + 1e-300)).max()))
+            stray = max(stray, float(np.abs(sum_D[self.owner_D == -1]).max()))
+        limit = 1 + self.plan.sensitivity_slack + 1e-6
+        moves = f"without noise one example moves the sum by at most {largest:.6g} C, and {limit:.6g} C is allowed"
+        size = self.plan.expected_batch_size
+        divided = (
+            f"times {size}, canaries contribute what clipping leaves of them, but for at most {furthest:.2g} of it"
         )
-        is_right = low >= floor and high <= plan.max_grad_norm / 0.98
-        divisor = fact("divisor", is_right, contribute, statistic=low, threshold=floor)
-    else:
-        divisor = undecided("divisor", "no canary was included in a silent step")
-    contributes_SN = norms_SN > plan.max_grad_norm / 100
-    mismatches = int((contributes_SN != inclusion_SN)[:, honest_N].sum())
-    chosen = (
-        f"{mismatches} of {int(contributes_SN[:, honest_N].size)} (step, canary) pairs contribute although the sampler did "
-        "not choose them, or were chosen and do not contribute"
-    )
-    stray = float(np.abs(released_SD[:, quiet_D]).max(initial=0.0))
-    still = f"without noise, coordinates without any gradient move by {stray:.2g}"
-    return [
-        fact("sensitivity", largest <= limit, moves, statistic=largest, threshold=limit),
-        fact("rounding", neighbours <= limit, apart, statistic=neighbours, threshold=limit),
-        divisor,
-        fact("membership", mismatches == 0, chosen, statistic=mismatches, threshold=0),
-        fact("stray_gradient", stray <= tolerance, still, statistic=stray, threshold=tolerance),
-    ]
+        chosen = f"{mismatches} times a canary contributes that was not chosen, or does not and was"
+        exact = f"sums of a crowd that is not clipped are off by at most {whole:.2g} times what may be lost"
+        return [
+            _at_most("sensitivity", largest, limit, moves),
+            _at_most("divisor", furthest, CLOSE, divided),
+            _none("membership", mismatches, chosen),
+            _at_most("whole_sums", whole, 1, exact),
+            _at_most(
+                "stray_gradient", stray, 0, f"without noise, coordinates without any gradient move by {stray:.2g}"
+            ),
+        ]
 
+    def dealt(self) -> list[Check]:
+        """Who reached the model on each rank, in which order and with which keys, is what a second sampler says."""
+        plan, secret = self.plan, self.box.run.folder.key.read_bytes()
+        second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
+        lines = [json.loads(line) for line in self.records.splitlines()]
+        nonces = [bytes.fromhex(line["nonce"]) for line in lines if line["type"] == "session"]
+        others, other_keys, before = [], 0, Counter[int]()
+        # Attempts are counted by what the sandbox did, and not by what its ledger says.
+        for index, ranks in enumerate(self.ranks_A):
+            step, session = ranks[0]["step"], ranks[0]["session"]
+            attempt, size = Attempt(nonces[session], step, before[step], index), self.box.micro_batches[session]
+            before[step] += 1
+            num_rows = size * math.ceil(plan.max_batch_size / len(ranks) / size)
+            dealt = second.deal(attempt, second.members(attempt)[1], num_rows, len(ranks))
+            for (ids, rows), noted in zip(dealt, ranks, strict=True):
+                others += [] if np.array_equal(ids[rows.argsort()], noted["ids"]) else [step]
+                other_keys += int(((second.keys(attempt, noted["ids"]) & np.uint64(KEY_BITS)) != noted["keys"]).sum())
+        where = f" (first at step {others[0]})" if others else ""
+        members = f"{len(others)} times others reached a rank than a second sampler says, or in another order{where}"
+        keys = f"{other_keys} examples came with another key than that of their identity, step and attempt"
+        return [_none("dealt_members", len(others), members), _none("example_keys", other_keys, keys)]
 
-def _dealt(
-    plan: PrivacyPlan,
-    secret: bytes,
-    ledger: bytes,
-    steps: Sequence[int],
-    sessions: Sequence[int],
-    seen_AR: Sequence[Sequence[Integers]],
-    keys_AR: Sequence[Sequence[NDArray[np.uint64]]],
-    rows_per_rank: int,
-) -> list[Check]:
-    """Who reached the model on each rank, in which order and with which keys, is what a second sampler says.
-
-    Args:
-        seen_AR, keys_AR: examples, those that are not in the data too, and the secret keys that came with them.
-    """
-    second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
-    lines = [json.loads(line) for line in ledger.splitlines()]
-    nonces = [bytes.fromhex(line["nonce"]) for line in lines if line["type"] == "session"]
-    other_members, other_keys, before = [], 0, Counter[int]()
-    # Attempts are counted by what the sandbox did, and not by what its ledger says.
-    for index, (step, session, seen, keys) in enumerate(zip(steps, sessions, seen_AR, keys_AR, strict=True)):
-        attempt = Attempt(nonces[session], step, before[step], index)
-        before[step] += 1
-        dealt = second.deal(attempt, second.members(attempt)[1], rows_per_rank, len(seen))
-        if not all(np.array_equal(ids[rows.argsort()], mine) for (ids, rows), mine in zip(dealt, seen, strict=True)):
-            other_members.append(step)
-        for ids, of_ids in zip(seen, keys, strict=True):
-            other_keys += int((second.keys(attempt, ids) != of_ids).sum())
-    where = f" (first at step {other_members[0]})" if other_members else ""
-    members = (
-        f"in {len(other_members)} of {len(steps)} attempts other examples reached the model than the coins say by an "
-        f"independent derivation, or in another order{where}"
-    )
-    others = f"{other_keys} examples came with another key than that of their identity, step and attempt"
-    return [
-        fact("dealt_members", not other_members, members, statistic=len(other_members), threshold=0),
-        fact("example_keys", other_keys == 0, others, statistic=other_keys, threshold=0),
-    ]
-
-
-def _noise(
-    plan: PrivacyPlan,
-    noise_std: float,
-    released_TQ: Floats,
-    handed_TQ: Floats,
-    draws_AD: Floats,
-    num_draws_A: Integers,
-    quiet_D: Flags,
-    sessions_T: Integers,
-    *,
-    resolution: float,
-) -> list[Check]:
-    """Every number that the source gave is in the weights once, with the stated scale, is new, and is a Gaussian one.
-
-    Args:
-        released_TQ, handed_TQ: where no gradient reaches, what the weights show and what the optimizer got (fp64, over the
-            public batch size).
-        draws_AD: what the source drew for each coordinate, in silent steps too; NaN where it was asked for another number.
-        num_draws_A: how many numbers it was asked for, over all ranks.
-    """
-    coefficients = plan.noise_strategy.coefficients
-
-    def fresh(rows_TQ: Floats) -> Floats:
-        """sum_k c_k row_{t-k} within each session: of correlated noise the fresh part."""
-        total = np.zeros_like(rows_TQ)
+    def fresh(self, rows_TX: Floats) -> Floats:
+        """sum_k c_k row_{t-k} within each session: of correlated noise the fresh part. Rows before these are silent."""
+        sessions_T = np.array([noted["session"] for noted in self.first_A[self.silent :]])
+        total = np.zeros_like(rows_TX)
         for session in np.unique(sessions_T):
             at = np.flatnonzero(sessions_T == session)
-            for k, c in enumerate(coefficients[: len(at)]):
-                total[at[k:]] += c * rows_TQ[at[: len(at) - k]]
+            for k, c in enumerate(self.plan.noise_strategy.coefficients[: len(at)]):
+                total[at[k:]] += c * rows_TX[at[: len(at) - k]]
         return total
 
-    size, fewest, most = draws_AD.shape[1], int(num_draws_A.min()), int(num_draws_A.max())
-    z = fresh(released_TQ) / noise_std
-    ratio = float(np.sqrt((z**2).mean()))
-    whole = f"the released noise has {ratio:.5f} times the planned standard deviation sigma C = {noise_std:.6g} ({z.size} values)"
-    asked = f"the noise source was asked for {fewest} to {most} numbers a step over all ranks, for {size} coordinates"
-    asked_well = fewest == most == size and not np.isnan(draws_AD).any()
-    checks = [
-        random_check("noise_variance", float(st.variance_p((z**2).sum(), z.size)), whole, statistic=ratio),
-        random_check("noise_shape", st.kolmogorov_p(z), "the noise is Gaussian (Kolmogorov-Smirnov)"),
-        random_check("noise_tails", st.tail_p(z), "as many values lie beyond 2.5 to 5 deviations as a Gaussian has"),
-        fact("one_draw_per_coordinate", asked_well, asked, statistic=float(most), threshold=size),
-    ]
-    if not asked_well:
-        return checks
-    drawn_TD = draws_AD[-len(z) :]
-    drawn_TQ = drawn_TD[:, quiet_D]
-    difference = float(np.abs(z - drawn_TQ).max())
-    tolerance = 4 * sum(coefficients) * resolution / noise_std + 1e-6  # b rows are mixed, and their rounding with them
-    reach = f"released noise differs from sigma C times the numbers drawn by at most {difference:.2g} sigma C"
-    # The numbers of silent steps did not reach the weights, but they must not come again either. Of doubles none are equal by
-    # chance; of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are, but for the sign.
-    duplicates, disguised = st.count_duplicates(np.abs(draws_AD)), st.single_precision_fraction(drawn_TD)
-    spacing = 0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier)
-    chance = draws_AD.size**2 * spacing / (2 * math.sqrt(math.pi))
-    most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
-    equal = f"{duplicates} of {draws_AD.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
-    single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
-    # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, where single precision errs by 6e-8.
-    # Where past noise cancels in what is left, its own rounding does not.
-    scale = noise_std / plan.expected_batch_size
-    noise, least = drawn_TQ * scale, 1e-300 if plan.bands == 1 else 1e-3 * scale
-    rounded = float((np.abs(fresh(handed_TQ) - noise) / np.maximum(np.abs(noise), least)).max())
-    double = f"what the optimizer gets differs from noise added in double precision by {rounded:.2g} of itself"
-    return [
-        *checks,
-        fact("added_in_double", rounded <= 1e-10, double, statistic=rounded, threshold=1e-10),
-        fact("draws_reach_the_weights", difference <= tolerance, reach, statistic=difference, threshold=tolerance),
-        fact("draws_are_new", duplicates <= most_by_chance, equal, statistic=duplicates, threshold=most_by_chance),
-        fact("double_precision", disguised < 1e-3, single, statistic=disguised, threshold=1e-3),
-    ]
+    def noise(self) -> list[Check]:
+        """Every number that the source gave is in the released sum once, with the stated scale, is new, and is a Gaussian one."""
+        # The noise is judged by what the audited run states, never by what the sandbox says that it used.
+        plan, sigma, adaptive = self.plan, self.box.audited.noise_multiplier, self.box.audited.adaptive_clipping
+        sigma = sigma if adaptive is None else adaptive.gradient_noise_multiplier(sigma)
+        noisy, quiet_D, draws_AD = slice(self.silent, None), self.owner_D == -1, self.beside("draws")
+        std_T1, sums_TD = sigma * self.bounds_A[noisy, None], self.sums_AD[noisy]
+        z = self.fresh(sums_TD[:, quiet_D] / std_T1)
+        num_draws = [sum(noted["num_draws"] for noted in ranks) for ranks in self.ranks_A]
+        ratio, fewest, most = float(np.sqrt((z**2).mean())), min(num_draws), max(num_draws)
+        whole = (
+            f"the released noise has {ratio:.5f} times the planned standard deviation {sigma:.6g} C ({z.size} values)"
+        )
+        asked = f"the noise source was asked for {fewest} to {most} numbers a step over all ranks, for {self.size} coordinates"
+        asked_well = fewest == most == self.size and not np.isnan(draws_AD).any()
+        checks = [
+            random_check("noise_variance", float(st.variance_p((z**2).sum(), z.size)), whole, statistic=ratio),
+            random_check("noise_shape", st.kolmogorov_p(z), "the noise is Gaussian (Kolmogorov-Smirnov)"),
+            random_check(
+                "noise_tails", st.tail_p(z), "as many values lie beyond 2.5 to 5 deviations as a Gaussian has"
+            ),
+            fact("one_draw_per_coordinate", asked_well, asked, statistic=float(most), threshold=self.size),
+        ]
+        if not asked_well:
+            return checks
+        found = [self.due(*pair) for pair in zip(self.included_AN[noisy], self.bounds_A[noisy], strict=True)]
+        due_TD, loose_TD = (np.stack(column) for column in zip(*found, strict=True))
+        drawn_TD, is_hostile_D = draws_AD[noisy], np.bincount(self.at_K[~self.known_K], minlength=self.size) > 0
+        apart_TD = np.abs(self.fresh((sums_TD - due_TD) / std_T1) - drawn_TD)
+        beyond_TD = apart_TD - self.fresh((loose_TD + self.slack) / std_T1) - 1e-6
+        beyond = float(beyond_TD[:, ~is_hostile_D].max())
+        reach = (
+            f"on every coordinate sums and the numbers drawn are released, and {max(beyond, 0.0):.2g} sigma C besides"
+        )
+        # The numbers of silent steps did not reach the weights, but they must not come again either. Of doubles none are equal by
+        # chance; of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are, but for the sign.
+        duplicates, disguised = st.count_duplicates(np.abs(draws_AD)), st.single_precision_fraction(drawn_TD)
+        spacing = 0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier)
+        chance = draws_AD.size**2 * spacing / (2 * math.sqrt(math.pi))
+        most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
+        equal = (
+            f"{duplicates} of {draws_AD.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
+        )
+        single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
+        # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, where single precision errs by 6e-8.
+        # Where past noise cancels in what is left, its own rounding does not.
+        numbers, least = drawn_TD[:, quiet_D], 1e-300 if plan.bands == 1 else 1e-3
+        rounded = float((np.abs(z - numbers) / np.maximum(np.abs(numbers), least)).max())
+        double = f"what the optimizer gets differs from noise added in double precision by {rounded:.2g} of itself"
+        return [
+            *checks,
+            _at_most("added_in_double", rounded, 1e-10, double),
+            _at_most("draws_reach_the_weights", beyond, 0, reach),
+            _at_most("draws_are_new", duplicates, most_by_chance, equal),
+            _at_most("double_precision", disguised, 1e-3, single),
+        ]
 
+    def charges(self) -> list[Check]:
+        """Every attempt is charged once, as the plan states it, durably before any of it is released; noise has fresh entropy."""
+        fsyncs = [one for _, fsyncs in self.box.tapes for one in fsyncs]  # all times are of one clock
 
-def _counts(
-    std: float, counts_A2: Sequence[tuple[float, float]], inclusion_AN: Flags, hostile_N: Flags, num_silent: int
-) -> list[Check]:
-    """Released counts of adaptive clipping are centred, of members alone, and noised once, with the stated deviation.
+        def durable(path: Path) -> list[tuple[int, int]]:
+            place = path.stat().st_dev, path.stat().st_ino
+            return [(at, size) for device, inode, at, size in fsyncs if (device, inode) == place]
 
-    Args:
-        counts_A2: the noised centred count, and the number drawn for it, NaN where the source was not asked exactly once.
-    """
-    released, draws = np.array(counts_A2).T
-    # Every honest canary is clipped and counts -1/2; a hostile one counts -1/2 as well, or 0 if it is not finite.
-    honest = -0.5 * inclusion_AN[:, ~hostile_N].sum(axis=1)
-    slack = 0.5 * inclusion_AN[:, hostile_N].sum(axis=1) + 1e-6
-    noise = np.where(np.arange(len(honest)) < num_silent, 0.0, std * draws)
-    wrong = ~((honest - slack + noise <= released) & (released <= honest + 1e-6 + noise))  # NaN is wrong too
-    silent, noisy = int(wrong[:num_silent].sum()), int(wrong[num_silent:].sum())
-    centred = f"without noise the centred count is half the clipped members, in all but {silent} attempts"
-    duplicates = len(draws) - len(np.unique(draws[~np.isnan(draws)]))
-    drawn = f"the count is noised by sigma_b = {std:g} times one new number of the source, in all but {noisy} attempts"
-    return [
-        fact("count_sensitivity", silent == 0, centred, statistic=silent, threshold=0),
-        fact("count_draws", noisy == 0 and duplicates == 0, drawn, statistic=noisy, threshold=0),
-    ]
+        in_ledger, in_folder = durable(self.ledger), durable(self.ledger.parent)
+        ends: defaultdict[int, list[int]] = defaultdict(list)  # of the intents of a step, in order
+        lines = self.records.splitlines(keepends=True)
+        for line, end in zip(map(json.loads, lines), itertools.accumulate(map(len, lines)), strict=True):
+            if line["type"] == "intent":
+                ends[line["step"]].append(end)
+        made = Counter(noted["step"] for noted in self.first_A)
+        charged = Counter({step: len(of_step) for step, of_step in ends.items()})
+        missing, differing = (made - charged).total(), (charged - made).total()
+        counted = (
+            f"{missing} attempts were made without a charge, and {differing} charges are of no attempt that was made"
+        )
+        released_A = [min(noted["released_at"] for noted in ranks) for ranks in self.ranks_A]
+        late = 0
+        for noted, released in zip(self.first_A, released_A, strict=True):
+            needed: float = ends[noted["step"]].pop(0) if ends[noted["step"]] else math.inf  # never charged
+            late += not any(at < released for at, size in in_ledger if size >= needed)
+        order = (
+            f"in {late} attempts noise was drawn, or a sum left a process, before an fsync of the intent had returned"
+        )
+        # A folder that was made durable before the file was in it does not hold the file's name.
+        first = min((at for at, _ in in_ledger), default=math.inf)
+        named = any(first < at < min(released_A) for at, _ in in_folder)
+        name = f"the ledger's name is {'' if named else 'not '}durable before the first noise"
+        least = min(noted["least_entropy"] for ranks in self.ranks_A for noted in ranks)
+        entropy = (
+            f"every draw of noise took at least {least} bytes from the entropy of the operating system, 16 are needed"
+        )
+        own, said = self.box.audited, "every intent of the sandbox states the noise of the audited run's plan"
+        try:  # the reader checks each
+            stated = read_state(self.records, "the sandbox's ledger")[0].plan
+            same = (stated.noise_multiplier, stated.max_grad_norm) == (own.noise_multiplier, own.max_grad_norm)
+        except PrivacyStateRefused as error:
+            same, said = False, str(error)
+        return [
+            _none("charged_attempts", missing + differing, counted),
+            _none("charge_before_release", late, order),
+            fact("ledger_name_durable", named, name),
+            fact("fresh_entropy", least >= 16, entropy, statistic=least, threshold=16),
+            fact("stated_noise", same, said),
+        ]
 
+    def counts(self) -> list[Check]:
+        """Released counts are centred, of members alone, and noised once, with the stated deviation; C follows them.
 
-def charge_checks(
-    ledger: bytes,
-    steps: Sequence[int],
-    released_at: Sequence[int],
-    ledger_durable: Sequence[tuple[int, int]],
-    folder_durable: Sequence[int],
-    least_entropy: int,
-) -> list[Check]:
-    """Every attempt is charged once, durably before anything of it is released, and its noise has fresh entropy.
-
-    Args:
-        released_at: when noise was first drawn, or a sum first left a process, on any rank. All times are of one clock.
-        ledger_durable: when an fsync of the ledger had returned, and the size that it made durable.
-        least_entropy: the fewest bytes that any draw of noise took from the system's entropy.
-    """
-    ends: defaultdict[int, list[int]] = defaultdict(list)  # of the intents of a step, in order
-    lines = ledger.splitlines(keepends=True)
-    for line, end in zip(map(json.loads, lines), itertools.accumulate(map(len, lines)), strict=True):
-        if line["type"] == "intent":
-            ends[line["step"]].append(end)
-    made, charged = Counter(steps), Counter({step: len(of_step) for step, of_step in ends.items()})
-    missing, differing = sum((made - charged).values()), sum((charged - made).values())
-    counted = (
-        f"{missing} of {made.total()} attempts were made without a charge, and {differing} of {charged.total()} charges are of "
-        "no attempt that was made"
-    )
-    late = 0
-    for step, released in zip(steps, released_at, strict=True):
-        needed: float = ends[step].pop(0) if ends[step] else math.inf  # never charged
-        late += not any(at < released for at, size in ledger_durable if size >= needed)
-    order = (
-        f"in {late} of {made.total()} attempts noise was drawn, or a sum left a process, before an fsync of the intent had "
-        "returned"
-    )
-    # A folder that was made durable before the file was in it does not hold the file's name.
-    first = min((at for at, _ in ledger_durable), default=math.inf)
-    named = any(first < at < min(released_at) for at in folder_durable)
-    name = "the ledger's name is durable" if named else "no fsync made the ledger's name durable before the first noise"
-    entropy = f"every draw of noise took at least {least_entropy} bytes from the entropy of the operating system, 16 are needed"
-    return [
-        fact("charged_attempts", not missing and not differing, counted, statistic=missing, threshold=0),
-        fact("charge_before_release", late == 0, order, statistic=late, threshold=0),
-        fact("ledger_name_durable", named, name),
-        fact("fresh_entropy", least_entropy >= 16, entropy, statistic=least_entropy, threshold=16),
-    ]
-
-
-def _stated(plan: PrivacyPlan, ledger: bytes) -> Check:
-    """The sandbox's ledger is legal, and each of its intents states the audited run's noise, which its reader checks."""
-    try:
-        stated = read_state(ledger, "the sandbox's ledger")[0].plan
-    except PrivacyStateRefused as error:
-        return fact("stated_noise", False, str(error))
-    same = (stated.noise_multiplier, stated.max_grad_norm) == (plan.noise_multiplier, plan.max_grad_norm)
-    return fact("stated_noise", same, "every intent of the sandbox states the noise of the audited run's plan")
+        What an attempt notes is the noised centred count, the number drawn for it (NaN where the source was not asked exactly
+        once), the fraction that was published, and C after it.
+        """
+        adaptive = self.box.audited.adaptive_clipping
+        assert adaptive is not None
+        std, draws, wrong, still = adaptive.unclipped_num_std, [], list[bool](), 0
+        for index, (noted, included_N) in enumerate(zip(self.first_A, self.included_AN, strict=True)):
+            (count, drawn, fraction, moved), bound = noted["count"], noted["bound"]
+            centred_N = np.clip((1 - self.factors(bound)[1] / bound) / RAMP + 0.5, 0, 1) - 0.5
+            # A hostile example counts -1/2, or 0 if it is not finite.
+            honest = centred_N[included_N & ~self.canaries.hostile_N].sum() + (
+                std * drawn if index >= self.silent else 0.0
+            )
+            hostile = 0.5 * (included_N & self.canaries.hostile_N).sum()
+            wrong.append(not honest - hostile - 1e-6 <= count <= honest + 1e-6)  # NaN is wrong too
+            exponent = -adaptive.clipbound_learning_rate * (fraction - adaptive.target_unclipped_quantile)
+            still += not math.isclose(moved, bound * math.exp(exponent), rel_tol=1e-9)
+            draws.append(drawn)
+        silent, noisy = sum(wrong[: self.silent]), sum(wrong[self.silent :]) + len(draws) - len(set(draws))
+        centred = f"without noise the centred count is that of members below C and above it, but in {silent} attempts"
+        added = f"it is noised by sigma_b = {std:g} times one new number of the source, but in {noisy} attempts"
+        follows = f"C follows from the noised count that was published, but in {still} attempts"
+        found = ("count_sensitivity", silent, centred), ("count_draws", noisy, added), ("bound_follows", still, follows)
+        return [_none(*one) for one in found]

@@ -1,8 +1,7 @@
 """Were the members of every batch the ones that independent coins of rate q choose? Needs the sampling key.
 
 Three witnesses are compared: the product's sampler, a second one that shares no code with it (second_sampler.py), and the private
-record of what the ranks were dealt. What they agree on is then tested as chance, which would also find a mistake that all three
-share: sizes of batches, and how often each example is in one.
+record of what the ranks were dealt. A rate that all three have wrong would show in the number of inclusions.
 
 Inside the trust boundary only: who was in which batch is what amplification by sampling keeps secret.
 """
@@ -78,7 +77,7 @@ def audit_schedule(
     checks = [
         fact("attempt_numbers", misnumbered == 0, numbers, statistic=misnumbered, threshold=0),
         fact("second_derivation", differing == 0, coins, statistic=differing, threshold=0),
-        *_chance(plan, drawn),
+        *_sizes(plan, drawn),
         _trained(second, drawn, recorded),
     ]
     return AuditReport.of("schedule", checks, attempts_charged=len(attempts), attempts_recomputed=len(drawn))
@@ -97,42 +96,16 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
     return [attempts[index] for index in sorted({*retried, *even})]
 
 
-def _chance(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
-    """Sizes of batches, and how often each example is in one, against independent coins.
-
-    Where groups of examples take turns, their coins are independent, so that batches are independent samples of places in a
-    group, as they are of all examples where there is one. The last place, which not every group has, is left out.
-    """
-    n, q, cap = plan.num_examples // plan.bands, plan.sample_rate, plan.cap
-
-    def places(ids: Ids) -> Ids:
-        found = ids // plan.bands
-        return found[found < n]
-
-    chosen, members = [places(item.chosen) for item in drawn], [places(item.members) for item in drawn]
-    sizes = [len(ids) for ids in members]
-    total, expected = sum(map(len, chosen)), n * len(chosen) * q
-    inclusions = f"{total} inclusions in {len(chosen)} attempts of {n} examples, {expected:.0f} expected"
-    ratio, spread_p = st.size_spread_p(sizes, n, q, cap)
-    varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
-    window = min(n, 1 << 22)  # memory: one counter per example
-    times = np.zeros(window, dtype=np.int64)
-    for ids, kept in zip(chosen, members, strict=True):
-        # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
-        taken = kept if cap is None or len(ids) <= cap else ids
-        times[taken[taken < window]] += 1
-    spread = (
-        f"how often each of {window} examples was chosen ({times.min()} to {times.max()} times) is spread as "
-        "Binomial(attempts, q)"
-    )
-    largest = max(sizes)
+def _sizes(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
+    """As many inclusions as the rate has, and no batch above the cap; places that not every group has are left out."""
+    n, cap = plan.num_examples // plan.bands, plan.cap
+    total = sum(int((item.chosen // plan.bands < n).sum()) for item in drawn)
+    coins, largest = n * len(drawn), max(len(item.members) for item in drawn)
+    inclusions = f"{total} inclusions in {len(drawn)} attempts of {n} examples, {coins * plan.sample_rate:.0f} expected"
+    total_p = float(st.binomial_p(total, coins, plan.sample_rate))
     capped = f"the largest batch has {largest} examples, the cap is {cap}"
-    # Each of the three sees what the others do not: a wrong rate, sizes that are too even, favourites among the examples.
-    total_p = float(st.binomial_p(total, n * len(chosen), q))
     return [
-        random_check("batch_size_total", total_p, inclusions, statistic=total / len(chosen)),
-        random_check("batch_size_spread", spread_p, varied, statistic=ratio),
-        random_check("inclusion_per_example", st.binomial_counts_p(times, len(chosen), q), spread),
+        random_check("batch_size_total", total_p, inclusions, statistic=total / len(drawn)),
         fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
     ]
 

@@ -79,6 +79,8 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     if last is not None and last.name is not None:
         matches, public, warning = _read_manifest(run_dir, last, start)
         last, warnings = last.updated(manifest_matches=matches), [*warnings, *warning]
+    if public.file is None:
+        public = start_of_a_loop(recipe)
     summary, warning = _read_shared_ledger(recipe, snapshot)
     audits = read_audits(run_dir)
     warnings += [*warning, *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent")]
@@ -124,6 +126,14 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
     return paths
+
+
+def start_of_a_loop(recipe: Mapping[str, Any]) -> PublicData:
+    """What a loop of one's own says of its initial weights (`PrivateLoop(starts_from=...)`)."""
+    if not recipe or "model" in recipe:  # a private head, or a run of the trainer, whose manifests say it
+        return PublicData()
+    said = recipe.get("init", {}).get("starts_from", "unsaid")
+    return PublicData(statement=STATEMENTS[f"starts_from_{said if said in ('public', 'unsaid') else 'runs'}"])
 
 
 def read_recipe(run_dir: Path) -> dict[str, Any]:

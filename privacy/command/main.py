@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ..errors import ConfigError, in_one_line, printable, say
 
-OF_THE_TRAINER = ("mechanism", "run", "canaries")
+OF_THE_TRAINER = ("run", "canaries")
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,15 +79,24 @@ def report(options: argparse.Namespace) -> int:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Rechecks the ledger, or with the sampling key who was in which batch."""
+    """Rechecks the ledger, with the sampling key who was in which batch, or by a short run on canaries how steps are taken."""
     if options.kind in OF_THE_TRAINER:
         raise ConfigError(
             f"audit {options.kind} runs the trainer's own code, which the library does not hold: take launch_scripts/audit.py "
             "of a clone of the project"
         )
-    from ..audit.folder import ledger_audit, schedule_audit
+    if options.kind == "mechanism":
+        from ..audit.own_loop import is_of_a_loop, loop_audit
+        from ..audit.sandbox import audited_plan
 
-    made = (schedule_audit if options.kind == "schedule" else ledger_audit)(options.run_dir)
+        audited_plan(options.run_dir)
+        if not is_of_a_loop(options.run_dir):
+            raise ConfigError(f"{options.run_dir} is a run of the trainer: take launch_scripts/audit.py mechanism")
+        made = loop_audit(options.run_dir)
+    else:
+        from ..audit.folder import ledger_audit, schedule_audit
+
+        made = (schedule_audit if options.kind == "schedule" else ledger_audit)(options.run_dir)
     ledger = sha256((options.run_dir / "ledger.jsonl").read_bytes()).hexdigest()
     made = replace(
         made, facts={**made.facts, "date_utc": datetime.now(UTC).date().isoformat(), "ledger_sha256": ledger}
@@ -111,7 +120,7 @@ def _parser() -> Parser:
     one.add_argument("run_dir", type=Path)
     one.set_defaults(act=report)
     one = kinds.add_parser("audit", help="recheck a run folder", description=audit.__doc__)
-    one.add_argument("kind", choices=("ledger", "schedule", *OF_THE_TRAINER))
+    one.add_argument("kind", choices=("ledger", "schedule", "mechanism", *OF_THE_TRAINER))
     one.add_argument("run_dir", type=Path)
     one.set_defaults(act=audit)
     for each in kinds.choices.values():

@@ -1,7 +1,8 @@
 """The claim of released weights: a run's own charges, composed with those of the private runs whose weights it started from.
 
 A run that starts from such weights keeps a copy of each ledger behind them in `behind/`, the newest first, and names the copies
-in its own first line (`behind`: file, run, lines, hash of the last line). An example may have been in all of these runs, so by
+in its own first line (`behind`: file, run, lines, hash of the last line). A loop of one's own may name several runs, and those
+behind each of them. An example may have been in all of these runs, so by
 default all charges compose: the composition of their privacy loss distributions is that of the union of their releases, for
 one and the same neighbouring relation (one example, zeroed out in all of them). Where the recipe declares that a run's data hold
 no example of those behind its start (`disjoint_from_start`), no example bears both, and the larger of the two counts.
@@ -14,14 +15,77 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..accounting.accountants import ReleaseGroup, claimed_epsilon
-from ..errors import PrivacyStateRefused
-from .chain import hash_line
+from ..errors import PrivacyConfigError, PrivacyStateRefused
+from . import durable
+from .chain import TORN_MARK, hash_line
 from .records import LedgerState, read_state
 
 FOLDER = "behind"
+
+
+class LedgerBehind(NamedTuple):
+    """A private run behind weights.
+
+    Attributes:
+        needed: how many lines the charges of those weights take at least.
+    """
+
+    run: str
+    copy: bytes
+    needed: int
+
+
+def ledgers_of_run(run_dir: Path, run: str | None = None, needed: int | None = None) -> list[LedgerBehind]:
+    """The ledger of a run with a guarantee and those behind it, the newest first.
+
+    Args:
+        run: its name; that of the folder by default.
+        needed: by default all lines.
+
+    Raises:
+        PrivacyConfigError: the run claims nothing.
+        PrivacyStateRefused: a ledger is broken.
+    """
+    data = (run_dir / "ledger.jsonl").read_bytes()
+    if not data.endswith(b"\n"):  # a write under way, or a crash: charged as its repair would charge it
+        data += TORN_MARK + b"\n"
+    state, _ = read_state(data, str(run_dir / "ledger.jsonl"))
+    if not state.plan.formal_guarantee:
+        raise PrivacyConfigError(f"{run_dir}: has no guarantee, so nothing can be claimed of its weights")
+    found = [(run or run_dir.resolve().name, data), *read_copies(run_dir, state.opened)]
+    own, *before = (LedgerBehind(name, copy, copy.count(b"\n")) for name, copy in found)
+    return [own if needed is None else own._replace(needed=needed), *before]
+
+
+def keep_copies(run_dir: Path, behind: Sequence[LedgerBehind]) -> list[dict[str, Any]]:
+    """Writes the copies, durably, and returns what the `open` record says of them; a crash before that record changes nothing."""
+    if not behind:
+        return []
+    durable.make_directory(run_dir / FOLDER)
+    for number, ledger in enumerate(behind, start=1):
+        durable.replace_file(run_dir / copy_name(number), ledger.copy)
+    return [record_of(number, ledger.run, ledger.copy) for number, ledger in enumerate(behind, start=1)]
+
+
+def require_kept(run_dir: Path, opened: Mapping[str, Any], behind: Sequence[LedgerBehind]) -> None:
+    """A run that begins again at step 0 starts from weights whose charges its ledger names already.
+
+    Raises:
+        PrivacyConfigError: from other weights, or from the same run's after more attempts.
+        PrivacyStateRefused: a copy is missing, or is not the one that the ledger names.
+    """
+    kept = read_copies(run_dir, opened)
+    for number, ledger in enumerate(behind):
+        lines = ledger.copy.split(b"\n")[: ledger.needed]
+        known = kept[number][1].split(b"\n") if number < len(kept) else []
+        if len(known) <= len(lines) or hash_line(known[len(lines) - 1]) != hash_line(lines[-1]):
+            raise PrivacyConfigError(
+                f"{run_dir}: its ledger was opened before the run {ledger.run} behind its weights had spent what it has spent "
+                "now; start another folder"
+            )
 
 
 def copy_name(number: int) -> str:
@@ -78,10 +142,12 @@ def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]
         if not state.plan.formal_guarantee:
             raise PrivacyStateRefused(f"{run_dir / copy_name(number)}: is of a run without a guarantee")
         states.append(state)
-    places = [(place["lines"], place["hash"]) for place in opened.get("behind", ())]
     for number, state in enumerate(states, start=1):
-        if [(place["lines"], place["hash"]) for place in state.opened.get("behind", ())] != places[number:]:
-            raise PrivacyStateRefused(f"{run_dir / copy_name(number)}: started from other runs than this ledger names")
+        for place in state.opened.get("behind", ()):  # another run may have charged more since
+            if not any(place["hash"] in other.hashes[place["lines"] - 1 : place["lines"]] for other in states[number:]):
+                raise PrivacyStateRefused(
+                    f"{run_dir / copy_name(number)}: started from other runs than this ledger names"
+                )
     return states
 
 

@@ -10,7 +10,6 @@ import gc
 import inspect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,7 @@ from ..step import collectives
 from ..step.engine import GradShard, Piece, ShardState, even_layout
 from ..step.reduction import gather_from_owners
 from ..step.row_shards import RowShards, in_shards, own_part
-from . import lineage
-from .fingerprint import fingerprint, fixed_tensors, of_whole
+from .fingerprint import fingerprint, fixed_tensors
 from .shards import require_rows, switch_reduction
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -42,19 +40,13 @@ class OwnEngine:
     """See `privacy.step.engine.Engine`.
 
     Args:
-        run_dir: whose ledger knows what the weights cost; `ledger_line` gives its last line.
         sets_rate: the step's learning rate goes into all groups of the optimizer; else they keep what the caller has put there.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path, *, sets_rate: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sets_rate: bool = False) -> None:
         put_away(model)
         trainable = require_plain(model, optimizer)
         self.replicated = not require_rows(model)
-        self._run_dir = run_dir.resolve()
-        self.origin = lineage.origin_of(model, self._run_dir)
-        self.ledger_line: Callable[[], Mapping[str, Any]] = dict
         self.module, self.optimizer, self._trainable, self._sets_rate = model, optimizer, trainable, sets_rate
         self.shapes = {name: p.shape for name, p in trainable.items()}
         first = next(iter(trainable.values()))
@@ -68,7 +60,6 @@ class OwnEngine:
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._rates, self._is_resumed = list[float](), False
         self._seen, self._seen_fixed = self.fingerprint(), fingerprint(fixed_tensors(model))
-        self._seen_whole = of_whole(trainable, self._seen)
 
     def release(self) -> None:
         """Gives model and optimizer back."""
@@ -92,9 +83,7 @@ class OwnEngine:
             self._is_stepping = False
         _clear_gradients(self.module, self.optimizer)
         self._left = _kept(self.optimizer.state)
-        before, self._seen = self._seen_whole, self.fingerprint()
-        self._seen_whole = of_whole(self._trainable, self._seen)
-        lineage.note(self._trainable, before, self._seen_whole, lineage.Origin(self._run_dir, self.ledger_line()))
+        self._seen = self.fingerprint()
 
     def _gradients(self, shards: list[GradShard]) -> dict[str, Tensor]:
         """Noised gradients by name: whole ones, or in the shards of their parameters."""
@@ -258,7 +247,6 @@ class OwnEngine:
                 for key, values in tensors.items():
                     own_part(p if key == "param" else self.optimizer.state[p][key], piece).copy_(values)
         self._seen, self._left = self.fingerprint(), _kept(self.optimizer.state)
-        self._seen_whole = of_whole(self._trainable, self._seen)
 
 
 def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -1,13 +1,11 @@
 """Whether a model's tensors are what they were, to the bit and in place, without a copy of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..clipping.sharded import is_dtensor
-from ..step import collectives
 from ..step.row_shards import own_rows
 
 WORDS = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -28,23 +26,11 @@ def fingerprint(tensors: Mapping[Any, Tensor]) -> list[int]:
     """One number for each tensor: changed bits, exchanged values and changes that cancel in a sum give another one.
 
     What is written through `.data` is found, too, which torch's own counts of writes do not see. Of a tensor in shards it is
-    this rank's share of the number (`of_whole`).
+    this rank's share of the number.
     """
     rows = (own_rows(tensor) for tensor in tensors.values())
     totals = [_mixed(local.contiguous().view(-1), start) for local, start in rows]
     return torch.stack([total.cpu() for total in totals]).tolist() if totals else []
-
-
-def of_whole(tensors: Mapping[str, Tensor], mine: Sequence[int]) -> list[int]:
-    """The numbers of whole tensors from this rank's shares, as a rank has them that holds the tensors whole.
-
-    Collective where a tensor is in shards.
-    """
-    is_shared = [is_dtensor(tensor) for tensor in tensors.values()]
-    if not any(is_shared):
-        return list(mine)
-    totals = collectives.all_reduce_sum(torch.tensor(mine)).tolist()
-    return [total if shared else own for shared, total, own in zip(is_shared, totals, mine, strict=True)]
 
 
 def _mixed(flat: Tensor, first: int) -> Tensor:

@@ -1,86 +1,116 @@
-"""Which weights of this program a private run has trained: in them the epsilons of two runs add up, and one ledger states a part.
+"""Where the weights of a loop of one's own come from: in them the epsilons of all private runs that trained them add up.
 
-Weights are known by themselves and by their values, so that a copy of a model (copy.deepcopy, load_state_dict, a trained encoder
-in another model) is known too. Other programs know nothing of them.
+No program can tell that from weights: a cast to half precision and back, an average, a merged adapter or a permuted layer looks
+like nothing before. So the caller says it (`PrivateLoop(starts_from=...)`), and has to once this program has seen a private
+run's weights: trained by a loop here, or in a file of weights that Python opened, or a model of transformers was loaded from, in
+a folder with a ledger. What other programs did, and what libraries open by themselves (safetensors), is not noticed.
 """
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import nn
 
-from ..clipping.sharded import is_dtensor
+from ..checkpoints.read import has_checkpoints
 from ..errors import PrivacyConfigError
-from .fingerprint import fingerprint, of_whole
+from ..ledger.claim import LedgerBehind, keep_copies, ledgers_of_run, read_copies, require_kept, states_behind
+from ..ledger.records import read_state
+from ..run.ledger import Recorded
+from ..step.folder import RunFolder
 
-MOST = 1 << 18
-"""Values that are remembered, about 40 MiB; the oldest go first."""
-FEWEST = 4
-"""Numbers of a tensor that is known by its values: those of fewer may be equal by chance."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The run that a tensor comes from.
-
-    Attributes:
-        line: number ("seq") and hash of the ledger's line that charges it; empty on ranks other than 0.
-    """
-
-    run_dir: Path
-    line: Mapping[str, Any]
+StartsFrom = Literal["public"] | str | Path | Sequence[str | Path] | None
+FILES = (".bin", ".ckpt", ".npy", ".npz", ".pt", ".pth", ".safetensors")
+"""Endings of files of weights."""
+TRAINED: dict[Path, Mapping[str, Any]] = {}
+"""Run folder -> number ("seq") and hash of the ledger's last line at the last step that this program took there, on rank 0."""
+_READ: set[Path] = set()
 
 
-_BY_TENSOR: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_BY_VALUE: dict[int, Origin] = {}
+def _note_read(event: str, arguments: tuple[Any, ...]) -> None:
+    """A file of weights was opened; Python calls this for every event that it audits."""
+    if event == "open" and isinstance(arguments[0], str) and arguments[0].endswith(FILES):
+        _READ.update(_run_folders(Path(arguments[0])))
 
 
-def note(trained: Mapping[str, Tensor], before: Sequence[int], after: Sequence[int], origin: Origin) -> None:
-    """A step has changed these tensors; the fingerprints of the whole tensors before and after it."""
-    for tensor, old, new in zip(trained.values(), before, after, strict=True):
-        _BY_TENSOR[tensor] = origin
-        if new != old and tensor.numel() >= FEWEST:  # an unchanged one may be what every model begins with
-            _BY_VALUE.pop(new, None)
-            _BY_VALUE[new] = origin
-    while len(_BY_VALUE) > MOST:
-        del _BY_VALUE[next(iter(_BY_VALUE))]
+sys.addaudithook(_note_read)
 
 
-def origin_of(model: nn.Module, run_dir: Path) -> Origin | None:
-    """What this folder's run last made of these weights; None where no run of this program has trained them. Collective.
+def _run_folders(file: Path) -> list[Path]:
+    """The run folders around a file or folder."""
+    return [
+        folder for folder in file.absolute().parents[:4] if os.path.exists(folder / "ledger.jsonl")
+    ]  # it never raises
+
+
+def stated(starts_from: StartsFrom) -> list[Path] | None:
+    """Run folders, none of them for public weights; None where nothing was said.
 
     Raises:
-        PrivacyConfigError: the run of another folder has trained one of them.
+        PrivacyConfigError: one of them is no run folder, or there is none.
     """
-    parameters = dict(model.named_parameters())
-    is_sharded = any(is_dtensor(p) for p in parameters.values())  # then other ranks may remember what this one does not
-    values = of_whole(parameters, fingerprint(parameters)) if _BY_VALUE or is_sharded else [0] * len(parameters)
-    newest: Origin | None = None
-    for (name, p), value in zip(parameters.items(), values, strict=True):
-        found = _BY_TENSOR.get(p) or (_BY_VALUE.get(value) if p.numel() >= FEWEST else None)
-        if found is None:
-            continue
-        if found.run_dir != run_dir:
-            raise PrivacyConfigError(
-                f"{name} was trained by the private run {found.run_dir}: what both runs spend adds up in it, and the ledger of "
-                f"{run_dir} would state a part; go on in the same run folder, or begin with a new model"
-            )
-        if newest is None or found.line.get("seq", 0) > newest.line.get("seq", 0):
-            newest = found
-    return newest
-
-
-def require_ledger(origin: Origin | None, ledger: Path) -> None:
-    """On one rank, before a ledger is made.
-
-    Raises:
-        PrivacyConfigError: weights of this folder's run are there, and its ledger is not.
-    """
-    if origin is not None and not ledger.exists():
+    if starts_from is None or starts_from == "public":
+        return None if starts_from is None else []
+    folders = [Path(one) for one in ([starts_from] if isinstance(starts_from, str | Path) else starts_from)]
+    if wrong := [str(one) for one in folders if not (one / "ledger.jsonl").is_file()] if folders else ["an empty list"]:
         raise PrivacyConfigError(
-            f"this model was trained by the private run {origin.run_dir}, whose ledger {ledger} is gone: a new one would not "
-            "state what was spent; put the folder back, or begin with a new model"
+            f'starts_from: {wrong[0]} is no run folder; give all run folders that trained these weights, or "public"'
         )
+    return folders
+
+
+def require_stated(model: nn.Module, folder: RunFolder, said: list[Path] | None) -> None:
+    """A run whose weights are the caller's says where they come from, if this program has seen those of a private run.
+
+    Raises:
+        PrivacyConfigError: it does not.
+    """
+    own, names = folder.root.resolve(), [getattr(module, "name_or_path", None) for module in model.modules()]
+    loaded = {one for name in names if isinstance(name, str) and name for one in _run_folders(Path(name) / "model")}
+    if said is not None or has_checkpoints(folder.checkpoints):  # a resume takes its checkpoint's weights
+        return
+    known = {one.resolve() for one in (*TRAINED, *_READ, *loaded)}
+    if known - {own} or (known and not folder.ledger.exists()):
+        raise PrivacyConfigError(
+            f"this program has seen weights of the private run {min(map(str, known - {own} or known))}, and what several runs "
+            'spend adds up in what they trained: give PrivateLoop starts_from="public" if these weights, frozen ones and buffers '
+            "too, come from no private run, or the folders of all runs that they come from"
+        )
+
+
+def described(folder: RunFolder, recorded: Recorded | None, said: list[Path] | None) -> dict[str, Any]:
+    """Fields of a new ledger, for which the copies are made; or a refusal of those that an existing one has. On rank 0.
+
+    Raises:
+        PrivacyConfigError, PrivacyStateRefused: the runs behind the weights are not those of the ledger, or cannot be composed.
+    """
+    behind = [one for parent in said or () for one in ledgers_of_run(parent)]
+    found = dict[bytes, LedgerBehind]()
+    for (
+        one
+    ) in behind:  # a run that is behind several of them counts once, with all that it charged, and stands behind them
+        first = one.copy.partition(b"\n")[0]
+        found[first] = max(found.pop(first, one), one, key=lambda ledger: len(ledger.copy))
+    if len(said or ()) > 1 and any(
+        read_state(one.copy, one.run)[0].opened.get("disjoint_from_start") for one in behind
+    ):
+        raise PrivacyConfigError(
+            "starts_from: one of several runs declares data that are disjoint from those before it, and that is known of a chain "
+            "of runs alone: give one of them"
+        )
+    if recorded is None:
+        return {"behind": keep_copies(folder.root, [*found.values()])} if found else {}
+    kept = [copy.partition(b"\n")[0] for _, copy in read_copies(folder.root, recorded)]
+    if said is not None and set(kept) != set(found):
+        raise PrivacyConfigError(
+            f"{folder.ledger} was opened with {len(kept)} private runs behind its weights, and starts_from says others: it is "
+            "part of the claim: set it back, or start another run folder"
+        )
+    if found and not has_checkpoints(folder.checkpoints):
+        require_kept(
+            folder.root, recorded, sorted(found.values(), key=lambda one: kept.index(one.copy.partition(b"\n")[0]))
+        )
+    states_behind(folder.root, recorded)
+    return {}

@@ -24,12 +24,15 @@ from torch import Tensor, nn
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError
+from ..ledger.claim import claim_of
+from ..ledger.records import read_ledger
 from ..plan_request import PlanRequest
 from ..releases import SENSITIVITY_SLACK
 from ..run.run import Finished, Run, open_run
 from ..step import collectives
 from ..step.folder import RunFolder
 from ..step.step import StepRecord
+from . import lineage
 from .engine import OwnEngine
 from .fields import Example, Field
 from .opening import OwnStart
@@ -105,6 +108,9 @@ class PrivateLoop:
         data_version: a name for exactly these data, taken in place of a hash over all items, which is one pass at each start.
         ledger_mirror: a second place for the ledger, best on another file system.
         unit: what one item is, in words for the card.
+        starts_from: where the model's weights come from, frozen ones and buffers too: "public" for what no private run has
+            trained, or the run folders of all private runs that did, whose ledgers are then copied and composed with this one.
+            None claims for this run alone; it is refused once this program has seen weights of a private run (lineage.py).
         restart_from_step_0: the run has lost all its checkpoints; all steps are charged again.
 
     Raises:
@@ -141,6 +147,7 @@ class PrivateLoop:
         data_version: str | None = None,
         ledger_mirror: str | Path | None = None,
         unit: str = "one item of the data set",
+        starts_from: lineage.StartsFrom = None,
         restart_from_step_0: bool = False,
     ) -> None:
         require_items(dataset)
@@ -168,11 +175,13 @@ class PrivateLoop:
             folder=RunFolder(self.run_dir), request=request, made_up=made_up, learning_rate=learning_rate,
             num_workers=num_workers, save_every=save_every, data_version=data_version,
             mirror=None if ledger_mirror is None else Path(ledger_mirror), unit=unit, may_restart=restart_from_step_0,
+            starts_from=lineage.stated(starts_from),
         )  # fmt: skip
         with ExitStack() as failing:
             failing.callback(start.undone.close)
             opened = open_run(start)
             self._engine: OwnEngine = start.engine
+            self._is_alone = start.starts_from is None and not opened.ledger.behind
             self._open, self._ledger, self.plan = start.undone, opened.ledger, opened.ledger.plan
             self._run: Run | None = None
             self._steps: Generator[StepRecord, None, None] | None = None
@@ -220,15 +229,16 @@ class PrivateLoop:
 
     @property
     def delta(self) -> float:
-        """Delta of the claim."""
-        return self.plan.target_delta
+        """Delta of the claim: the least of all runs that it covers."""
+        return self._spent[1] if self._spent and self._ledger.behind else self.plan.target_delta
 
     @property
     def claim(self) -> str:
-        """Epsilon and delta in words, epsilon rounded up."""
+        """Epsilon and delta in words, epsilon rounded up; "of this run alone" where nobody said what the weights started from."""
         assert self.epsilon is not None, "a loop without a guarantee is not opened"
         useless = useless_delta(self.delta, self.plan.num_examples)
-        return f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}" + (f"; {useless}" if useless else "")
+        words = f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}{' of this run alone' * self._is_alone}"
+        return words + (f"; {useless}" if useless else "")
 
     def __iter__(self) -> Iterator[StepResult]:
         """Takes the steps that are left; the last one ends the run in the ledger.
@@ -259,7 +269,10 @@ class PrivateLoop:
             raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
         on_all_or_none(self._engine.require_untouched)
         with self._turns.whole():
-            record = next(self._steps, None)
+            try:
+                record = next(self._steps, None)
+            finally:  # a step that fails may have changed the weights
+                lineage.TRAINED[self.run_dir.resolve()] = self._ledger.position()
             if number == self.num_steps:
                 next(self._steps, None)  # the run's end
             is_last = number == self.num_steps
@@ -320,6 +333,8 @@ class PrivateLoop:
 
     def _exact_claim(self) -> tuple[float, float] | None:
         """Epsilon of exactly what is charged, which takes seconds; while the run goes on a table of upper bounds is read."""
+        if self._ledger.behind:
+            return collectives.on_main(lambda: claim_of(self.run_dir, read_ledger(self.run_dir / "ledger.jsonl")))
         epsilon = collectives.on_main(lambda: self.plan.epsilon_after(self._ledger.num_charged))
         return None if epsilon is None else (epsilon, self.plan.target_delta)
 

@@ -65,6 +65,9 @@ class OwnStart:
     mirror: Path | None
     unit: str
     may_restart: bool
+    starts_from: list[Path] | None = None
+    is_new: bool = field(default=True, init=False)
+    ledger: RunLedger = field(init=False)
     undone: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     engine: OwnEngine = field(init=False)
     task: Task = field(init=False)
@@ -77,12 +80,12 @@ class OwnStart:
             self.require_same_on_all_ranks,
             self.require_mirror_elsewhere,
             self.take_folder,
+            self.require_origin,
             self.take_weights_of_main,
             self.take_model_and_optimizer,
             self.require_rules_for_all_layers,
             self.require_sums_of_autograd,
             self.require_neighbours_apart,
-            self.require_ledger_of_trained_weights,
             self.look_at_all_items,
         ]
 
@@ -126,6 +129,10 @@ class OwnStart:
         collectives.on_main(self.folder.take)
         self.undone.callback(self.folder.release)
 
+    def require_origin(self) -> None:
+        """Weights of another private run, without its ledger, would begin a claim that leaves their cost out."""
+        collectives.on_main(lambda: lineage.require_stated(self.model, self.folder, self.starts_from))
+
     def take_weights_of_main(self) -> None:
         """Ranks begin with rank 0's parameters and buffers, as under DistributedDataParallel; shards are a rank's own."""
         put_away(self.model)
@@ -137,8 +144,9 @@ class OwnStart:
     def take_model_and_optimizer(self) -> None:
         """What the engine cannot train or watch over is refused; see `OwnEngine`."""
         sets_rate = self.learning_rate is not None
-        self.engine = OwnEngine(self.model, self.optimizer, self.folder.root, sets_rate=sets_rate)
+        self.engine = OwnEngine(self.model, self.optimizer, sets_rate=sets_rate)
         self.undone.callback(self.engine.release)
+        self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": fixed_digest(self.model)}
 
     def require_rules_for_all_layers(self) -> None:
         """Names a layer without a clipping rule, such as BatchNorm; a gradient of autograd would say less."""
@@ -157,20 +165,21 @@ class OwnStart:
         require_neighbours_apart(self.engine, self.task, lambda count: self.items, self.reader.micro_batch_size)
         put_away(self.model)
 
-    def require_ledger_of_trained_weights(self) -> None:
-        """Weights that a run of this folder has trained, without its ledger, would begin a claim that leaves their cost out."""
-        collectives.on_main(lambda: lineage.require_ledger(self.engine.origin, self.folder.ledger))
-
     def look_at_all_items(self) -> None:
         """What identifies the data, and whether they can be used; last, since it is a pass over all items."""
         self.manifest = collectives.on_main(lambda: data_manifest(self.reader, self.data_version))
 
     def open_ledger(self) -> Opening:
-        self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": fixed_digest(self.model)}
         opening = open_ledger(
-            self.folder, lambda _: self.request, lambda: self.manifest, described=lambda *_: {"unit": self.unit},
+            self.folder,
+            lambda _: self.request,
+            lambda: self.manifest,
+            described=lambda recorded, _: (
+                {"unit": self.unit} | lineage.described(self.folder, recorded, self.starts_from)
+            ),
             mirror=self.mirror,
-        )  # fmt: skip
+        )
+        self.is_new = opening.ledger is None
         if not opening.plan.formal_guarantee:
             raise PrivacyConfigError(f"a private loop makes a formal claim, and here {opening.plan.reasons[0]}")
         for line in opening.plan.warnings if collectives.rank() == 0 else ():
@@ -178,11 +187,12 @@ class OwnStart:
         return opening
 
     def take_ledger(self, ledger: RunLedger) -> None:
-        """Its last line goes with what is remembered of the weights, in this program and before it."""
+        """A folder that was put back as it was earlier states less than this program has spent in it."""
         self.undone.callback(ledger.release)
-        if self.engine.origin is not None:
-            ledger.require_not_shorter_than(self.engine.origin.line)
-        self.engine.ledger_line = ledger.position
+        known = collectives.broadcast_object(lineage.TRAINED.get(self.folder.root.resolve()))
+        if known is not None and not self.is_new:
+            ledger.require_not_shorter_than(known)
+        self.ledger = ledger
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """All that the checkpoint holds: the engine is there already, and a finished run gives its model back trained."""
@@ -192,6 +202,7 @@ class OwnStart:
                     f"the checkpoint of step {checkpoint.step} was written with another model ({name} differs; its frozen "
                     "weights and buffers are not in the checkpoint): give the same one, or start another run folder"
                 )
+        lineage.TRAINED[self.folder.root.resolve()] = self.ledger.position()
         self.engine.load_facts(checkpoint.manifest)
         checkpoint.restore(self.engine, self.engine.moments)
 
@@ -202,7 +213,7 @@ class OwnStart:
         self.undone.callback(clipped.detach)
         text = config_toml(
             name, self.request, micro_batch_size=self.reader.micro_batch_size, optimizer=type(optimizer).__name__,
-            mirror=None if self.mirror is None else str(self.mirror),
+            mirror=None if self.mirror is None else str(self.mirror), starts_from=self.starts_from,
         )  # fmt: skip
         return Parts(
             engine=engine,
@@ -249,7 +260,15 @@ def few_items(reader: Reader) -> str:
         return str(error)
 
 
-def config_toml(name: str, request: PlanRequest, *, micro_batch_size: int, optimizer: str, mirror: str | None) -> str:
+def config_toml(
+    name: str,
+    request: PlanRequest,
+    *,
+    micro_batch_size: int,
+    optimizer: str,
+    mirror: str | None,
+    starts_from: list[Path] | None = None,
+) -> str:
     """The run's configuration in the trainer's words, which the card, the audit and verify.py compare with the ledger."""
     asked = {
         "expected_batch_size": request.expected_batch_size,
@@ -263,10 +282,11 @@ def config_toml(name: str, request: PlanRequest, *, micro_batch_size: int, optim
         "data": {"num_examples": request.num_examples},
         "privacy": asked,
         "optimizer": {"name": optimizer},
+        "init": {} if starts_from is None else {"starts_from": [one.resolve().name for one in starts_from] or "public"},
         "train": {"num_steps": request.num_steps, "micro_batch_size": micro_batch_size},
     }
     lines = [f"name = {written(name)}"]
-    for title, section in sections.items():
+    for title, section in ((title, section) for title, section in sections.items() if section):
         lines += [
             "",
             f"[{title}]",

@@ -71,12 +71,18 @@ class RunLedger:
         self.charged_before = 0
         """Attempts that were charged when the session began, on every rank."""
 
-        def recorded() -> tuple[dict[int, int], bool, int | None, int | None]:
+        def recorded() -> tuple[dict[int, int], bool, int | None, int | None, list[Any]]:
             state = self._on_main.state
-            noised = state.opened.get("noised_coordinates")
-            return dict(state.attempts), state.closed is not None, state.checkpointed_step, noised
+            noised, behind = state.opened.get("noised_coordinates"), state.opened.get("behind", [])
+            return dict(state.attempts), state.closed is not None, state.checkpointed_step, noised, behind
 
-        self.attempts, self.is_closed, self.checkpointed_step, self.noised_coordinates = collectives.on_main(recorded)
+        (
+            self.attempts,
+            self.is_closed,
+            self.checkpointed_step,
+            self.noised_coordinates,
+            self.behind,
+        ) = collectives.on_main(recorded)
 
     @classmethod
     def open(

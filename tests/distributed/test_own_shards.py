@@ -79,7 +79,9 @@ def opened(model: nn.Module, run_dir: Path, optimizer: torch.optim.Optimizer, **
         "micro_batch_size": 8,
     }
     example = (integers(TOKENS, LENGTH), integers(KINDS))
-    return PrivateLoop(model, optimizer, texts(), example=example, run_dir=run_dir, **(asked | changes))
+    return PrivateLoop(
+        model, optimizer, texts(), example=example, run_dir=run_dir, **({"starts_from": "public"} | asked | changes)
+    )
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -76,6 +76,6 @@ def test_the_programs_of_the_page_run_and_what_they_leave_is_judged(
             "report runs/words",
         ):
             assert main(arguments.split()) == 0, arguments
-        assert main(["audit", "mechanism", "runs/mine"]) == 2
+        assert main(["audit", "run", "runs/mine"]) == 2
         said = capsys.readouterr()
         assert "verify: consistent: epsilon 1.3183" in said.out and "take launch_scripts/audit.py" in said.err

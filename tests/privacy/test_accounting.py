@@ -91,7 +91,6 @@ def test_groups_compose():
     assert epsilon_prv(mixed, 1e-6)[0] <= epsilon_pld(mixed, 1e-6) <= epsilon_rdp(mixed, 1e-6)
 
 
-@pytest.mark.full
 def test_group_of_one_is_the_single_example():
     group = ReleaseGroup(0.05, 1.0, 100)
     single = epsilon_pld([group], 1e-6, 5e-3)

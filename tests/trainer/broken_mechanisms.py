@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,12 +13,17 @@ from torch import Tensor
 
 from data.reading import loader
 from privacy.clipping import accumulators, functions, norms
+from privacy.clipping.clipped_sum import ClippedSum
 from privacy.clipping.functions import ClippingFunction, unclipped
 from privacy.correlated import segment
 from privacy.correlated.segment import Segment
+from privacy.ledger import durable
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
+from privacy.loop.engine import OwnEngine
+from privacy.loop.reading import Reader
 from privacy.noise import NoiseSource, SystemNoise, add_noise
+from privacy.run import run
 from privacy.run.ledger import RunLedger
 from privacy.sampling.poisson import CyclicPoissonSampler, Decided, example_keys
 from privacy.step import adaptive_bound
@@ -27,8 +32,8 @@ from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.step import train_step
-from trainer.audit import sandbox
 from trainer.ranks import distributed
+from trainer.run import start
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -37,46 +42,46 @@ Patches = list[tuple[Any, str, Any]]
 
 
 def the_divisor_is_the_realised_batch() -> Patches:
-    def step(run: Any, number: int, micro_batches: Any) -> Any:
+    def step(made: Any, number: int, micro_batches: Any) -> Any:
         kept = list(micro_batches)
         mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
         realised = int(distributed.all_reduce_sum(mine))
-        run.plan = dataclasses.replace(run.plan, expected_batch_size=max(1, realised))
-        return train_step(run, number, iter(kept))
+        made.plan = dataclasses.replace(made.plan, expected_batch_size=max(1, realised))
+        return train_step(made, number, iter(kept))
 
-    return [(sandbox, "train_step", step)]
+    return [(run, "train_step", step)]
 
 
 def one_layer_gets_no_noise() -> Patches:
-    def step(run: Any, number: int, micro_batches: Any) -> Any:
-        take = run.engine.step
+    def step(made: Any, number: int, micro_batches: Any) -> Any:
+        take = made.engine.step
 
         def without(shards: Any, **rates: float) -> None:
             for shard in shards:
-                if shard.name == "matrix.weight":
+                if shard.name == "block.matrix.weight":
                     shard.values.zero_()
             take(shards, **rates)
 
-        with mock.patch.object(run.engine, "step", without):
-            return train_step(run, number, micro_batches)
+        with mock.patch.object(made.engine, "step", without):
+            return train_step(made, number, micro_batches)
 
-    return [(sandbox, "train_step", step)]
+    return [(run, "train_step", step)]
 
 
 def every_rank_adds_the_whole_noise() -> Patches:
     """To its own part of the sum, before the reduction."""
 
-    def step(run: Any, number: int, micro_batches: Any) -> Any:
+    def step(made: Any, number: int, micro_batches: Any) -> Any:
         def reduce(clipped: Any, layout: Any) -> Any:
             for _, total in clipped.sums():
-                draw = run.noise.standard_normal(total.numel(), total.device)
-                total += run.plan.noise_multiplier * run.plan.max_grad_norm * draw.view_as(total)
+                draw = made.noise.standard_normal(total.numel(), total.device)
+                total += made.plan.noise_multiplier * made.plan.max_grad_norm * draw.view_as(total)
             return reduce_to_owners(clipped, layout)
 
         with mock.patch.object(loop, "reduce_to_owners", reduce):
-            return train_step(run, number, micro_batches)
+            return train_step(made, number, micro_batches)
 
-    return [(segment, "add_noise", lambda values, std, source: None), (sandbox, "train_step", step)]
+    return [(segment, "add_noise", lambda values, std, source: None), (run, "train_step", step)]
 
 
 def noise_is_divided_by_the_number_of_ranks() -> Patches:
@@ -136,7 +141,67 @@ def sums_are_single() -> Patches:
         for total in self._totals.values():
             total.low.copy_(total.low.float())
 
-    return [(accumulators.LocalSums, "finish", finish), (sandbox, "check_against_autograd", lambda *_, **__: None)]
+    return [(accumulators.LocalSums, "finish", finish), (start, "check_against_autograd", lambda *_, **__: None)]
+
+
+def rows_beyond_a_part_are_forgotten() -> Patches:
+    add = ClippedSum.add_micro_batch
+
+    def first(self: Any, task: Any, inputs: Any, is_padding_B: Any) -> Any:
+        return add(self, task, {name: x[:1024] for name, x in inputs.items()}, is_padding_B[:1024])
+
+    return [(ClippedSum, "add_micro_batch", first)]
+
+
+def the_last_micro_batch_replaces_the_others() -> Patches:
+    add = ClippedSum.add_micro_batch
+
+    def alone(self: Any, *arguments: Any) -> Any:
+        self.zero_()
+        return add(self, *arguments)
+
+    return [(ClippedSum, "add_micro_batch", alone)]
+
+
+def noise_is_that_of_the_first_bound() -> Patches:
+    releases = ClippedSum.releases
+
+    def first(self: Any, noise_multiplier: float) -> Any:
+        made = releases(self, noise_multiplier)
+        made[0]["std"] = made[0]["std"] / self.max_grad_norm
+        return made
+
+    return [(ClippedSum, "releases", first), (RunLedger, "intent", intent_as_planned)]
+
+
+def intent_as_planned(self: Any, step: int, *, releases: Any) -> None:
+    """States what the plan says, whatever was drawn."""
+    stated = [{**releases[0], "std": releases[0]["std"] * releases[0]["sensitivity"]}, *releases[1:]]
+    self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), stated, self._group))
+
+
+# Mistakes in a loop of one's own
+
+
+def the_optimizer_gets_more_than_the_sum() -> Patches:
+    gradients = OwnEngine._gradients
+
+    def more(self: Any, shards: Any) -> Any:
+        found = gradients(self, shards)
+        found["offset.weight"] += 1e-3
+        return found
+
+    return [(OwnEngine, "_gradients", more)]
+
+
+def an_item_is_lost() -> Patches:
+    read = Reader.__getitem__
+    return [(Reader, "__getitem__", lambda self, request: read(self, request[:-1]))]
+
+
+def items_are_read_with_one_key() -> Patches:
+    item = Reader.item
+    return [(Reader, "item", lambda self, index, key: item(self, index, 7))]
 
 
 # Mistakes in the sampling
@@ -197,17 +262,18 @@ def the_intent_follows_the_reduction() -> Patches:
     return [(loop, "_intend", lambda *arguments: waiting.append(arguments)), (loop, "reduce_to_owners", late)]
 
 
-def every_second_intent_is_not_synced() -> Patches:
-    append, count = AppendOnly.append, [0]
+def an_intent_is_not_synced() -> Patches:
+    append = AppendOnly.append
 
     def lazy(self: Any, data: bytes) -> None:
-        count[0] += b'"type":"intent"' in data
-        if b'"type":"intent"' in data and count[0] % 2 == 0:
-            with mock.patch.object(os, "fsync", return_value=None):
-                return append(self, data)
-        return append(self, data)
+        with mock.patch.object(os, "fsync") if b'"type":"intent"' in data else nullcontext():
+            append(self, data)
 
     return [(AppendOnly, "append", lazy)]
+
+
+def no_name_is_synced() -> Patches:
+    return [(durable, "fsync_directory", lambda directory: None)]
 
 
 def a_retry_is_not_charged() -> Patches:
@@ -326,11 +392,13 @@ MISTAKES = {
     for mistake in (
         Mistake(the_divisor_is_the_realised_batch, {"divisor"}),
         Mistake(each_layer_is_clipped_by_itself, {"sensitivity"}),
-        Mistake(sums_keep_a_64th_of_the_step_before, {"membership"}),
-        Mistake(sums_are_single, {"rounding"}, is_quick=True),
+        Mistake(sums_keep_a_64th_of_the_step_before, {"whole_sums"}),
+        Mistake(sums_are_single, {"whole_sums"}, is_quick=True),
+        Mistake(rows_beyond_a_part_are_forgotten, {"membership", "whole_sums"}, is_quick=True),
+        Mistake(the_last_micro_batch_replaces_the_others, {"membership", "whole_sums"}),
         Mistake(the_ragged_tail_is_dropped, {"dealt_members"}, is_quick=True),
         Mistake(a_retry_has_the_same_members, {"dealt_members"}),
-        Mistake(keys_are_those_of_rows, {"example_keys"}, is_quick=True),
+        Mistake(keys_are_those_of_rows, {"example_keys"}),
         Mistake(one_layer_gets_no_noise, {"draws_reach_the_weights"}),
         Mistake(sum_and_noise_are_single, {"added_in_double"}, is_quick=True),
         Mistake(HalfReversed, {"draws_are_new"}, is_quick=True),
@@ -339,7 +407,8 @@ MISTAKES = {
         Mistake(EndsAtThree, {"noise_tails"}),
         Mistake(SixteenBits, {"fresh_entropy"}),
         Mistake(the_intent_follows_the_reduction, {"charge_before_release"}, is_quick=True),
-        Mistake(every_second_intent_is_not_synced, {"charge_before_release"}),
+        Mistake(an_intent_is_not_synced, {"charge_before_release"}),
+        Mistake(no_name_is_synced, {"ledger_name_durable"}, is_quick=True),
         Mistake(a_retry_is_not_charged, {"charged_attempts"}),
         Mistake(noise_is_divided_by_the_number_of_ranks, {"noise_variance"}, "several ranks", is_quick=True),
         Mistake(OneSeed, {"draws_are_new"}, "several ranks", is_quick=True),
@@ -349,6 +418,10 @@ MISTAKES = {
         Mistake(two_groups_are_in_a_step, {"dealt_members"}, "three bands", is_quick=True),
         Mistake(the_count_is_not_centred, {"count_sensitivity"}, "adaptive", is_quick=True),
         Mistake(the_count_has_half_its_noise, {"count_draws"}, "adaptive", is_quick=True),
+        Mistake(noise_is_that_of_the_first_bound, {"noise_variance"}, "adaptive", is_quick=True),
+        Mistake(the_optimizer_gets_more_than_the_sum, {"weights_follow"}, "loop", is_quick=True),
+        Mistake(an_item_is_lost, {"dealt_members"}, "loop", is_quick=True),
+        Mistake(items_are_read_with_one_key, {"example_keys"}, "loop", is_quick=True),
     )
 }
 """At least one for each check; `make test` plants the quick ones."""

@@ -10,22 +10,30 @@ import torch
 from scipy import stats
 
 from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.audit.own_loop import loop_side
 from privacy.audit.report import AuditReport
+from privacy.audit.sandbox import SandboxFailed, Settings, run_sandbox
 from privacy.ledger.ledger import Ledger
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer.broken_mechanisms import MISTAKES, broken
-from trainer.audit.sandbox import SandboxFailed, SandboxSettings, mechanism_audit, run_sandbox
+from trainer.audit.sandbox import TrainerSide, mechanism_audit
+from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.ranks import distributed
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "loop": {},
     "several ranks": {},
     "three bands": {"bands": 3},
     "adaptive": {"adaptive_clipping": AdaptiveClipping(0.5, 0.2, 5.0)},
     "certified": {"arithmetic": "certified", "sensitivity_slack": 0.0},
 }
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return load_config(ROOT / "recipes/quickstart.toml", ["train.micro_batch_size=64", *overrides])
 
 
 def plan(**changed: Any) -> PrivacyPlan:
@@ -41,17 +49,22 @@ def audit(
     names: tuple[str, ...] = ("none",),
     setting: str = "plain",
     steps: int = 10,
-    mode: str = "bookkeeping",
+    overrides: tuple[str, ...] = (),
     **changed: Any,
 ) -> dict[str, AuditReport]:
     """One sandbox after the other, each with a mistake, on the ranks of this process group; reports on rank 0."""
-    reports = {}
-    own, machine = plan(**SETTINGS[setting] | changed), ROOT / "ds_configs" / "zero3.json"
-    settings = SandboxSettings(own, "local", machine, mode, num_single=512, silent_steps=4, noisy_steps=steps)  # type: ignore[arg-type]
+    reports, own = {}, plan(**SETTINGS[setting] | changed)
+    if own.arithmetic == "certified":
+        overrides = (*overrides, 'privacy.arithmetic="certified"')
+    size: dict[str, Any] = {"num_single": 256, "silent_steps": 4, "noisy_steps": steps}
     for name in names:
         folder = Path(distributed.on_main(lambda: tempfile.mkdtemp()))
         with broken(name) as source:
-            report = run_sandbox(settings, device, folder, source)
+            if setting == "loop":
+                report = run_sandbox(Settings.of(own, 64, 1, "", **size), loop_side("Adam"), folder, source)
+            else:
+                side = TrainerSide(recipe(*overrides), "local", ROOT / "ds_configs/zero3.json")
+                report = run_sandbox(side.settings(own, **size), side, folder, source)
         if report is not None:
             reports[name] = report
             shutil.rmtree(folder)
@@ -74,7 +87,7 @@ def planted(*settings: str) -> list[Any]:
     return [pytest.param(n, marks=[] if m.is_quick else pytest.mark.full) for n, m in chosen.items()]
 
 
-@pytest.mark.parametrize("name", planted("plain", "three bands", "adaptive"))
+@pytest.mark.parametrize("name", planted("plain", "loop", "three bands", "adaptive"))
 def test_a_mistake_is_found(one_rank: torch.device, name: str) -> None:
     require_found(audit(one_rank, (name,), MISTAKES[name].setting)[name], name)
 
@@ -119,25 +132,19 @@ def test_a_correct_mechanism_passes(one_rank: torch.device, steps: int, changed:
 
 
 @pytest.mark.full
-def test_two_passes_are_audited_too(one_rank: torch.device) -> None:
-    name = "each_layer_is_clipped_by_itself"
-    reports = audit(one_rank, ("none", name), mode="two_pass")
-    require_consistent(reports["none"])
-    require_found(reports[name], name)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("setting", "mode", "names"),
+    ("setting", "overrides", "names"),
     [
-        ("several ranks", "bookkeeping", ("every_rank_adds_the_whole_noise",)),
-        ("certified", "certified", ("Replayed", "a_retry_has_the_same_members")),  # integers coincide by chance
-        ("three bands", "bookkeeping", ("noise_is_divided_by_the_number_of_ranks", "Replayed")),
-        ("adaptive", "bookkeeping", ("OneSeed", "the_count_has_half_its_noise")),
+        ("plain", ('privacy.clipping_mode="two_pass"',), ("each_layer_is_clipped_by_itself",)),
+        ("plain", ('train.accumulation="sharded"',), ("the_last_micro_batch_replaces_the_others",)),
+        ("several ranks", (), ("every_rank_adds_the_whole_noise",)),
+        ("certified", (), ("Replayed", "a_retry_has_the_same_members")),  # integers coincide by chance
+        ("three bands", (), ("noise_is_divided_by_the_number_of_ranks", "Replayed")),
+        ("adaptive", (), ("OneSeed", "the_count_has_half_its_noise")),
     ],
 )
-def test_other_settings_on_two_ranks(setting: str, mode: str, names: tuple[str, ...]) -> None:
-    arguments = {"names": ("none", *names), "setting": setting, "mode": mode}
+def test_other_settings_on_two_ranks(setting: str, overrides: tuple[str, ...], names: tuple[str, ...]) -> None:
+    arguments = {"names": ("none", *names), "setting": setting, "overrides": overrides}
     reports = run_ranks(f"{__name__}:audit", 2, timeout=600, **arguments)[0]
     require_consistent(reports["none"])
     for name in names:
@@ -145,7 +152,12 @@ def test_other_settings_on_two_ranks(setting: str, mode: str, names: tuple[str, 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
+def test_compiled_blocks_are_audited_compiled(one_rank: torch.device) -> None:
+    require_consistent(audit(one_rank, overrides=("train.compile=true",))["none"])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
 def test_no_false_alarm_in_a_hundred_correct_mechanisms(one_rank: torch.device) -> None:
     found: dict[str, list[float]] = {}
     for _ in range(100):
@@ -180,7 +192,8 @@ def test_a_rank_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
 
 
 def write_run(folder: Path) -> Path:
-    """A run folder of which the audit needs the plan alone."""
+    """A run folder of which the audit needs plan and configuration alone."""
+    (folder / "config.toml").write_text(to_toml(recipe()))
     fields = {"plan": plan().frozen_fields(), "key_commitment": "0" * 64}
     Ledger.create(folder / "ledger.jsonl", fields).release()
     return folder

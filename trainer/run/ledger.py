@@ -7,7 +7,7 @@ from typing import Any
 
 from data.index.tar_index import ExampleTable
 from privacy.errors import PrivacyConfigError
-from privacy.ledger.claim import states_behind
+from privacy.ledger.claim import LedgerBehind, keep_copies, require_kept, states_behind
 from privacy.ledger.durable import require_apart
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
@@ -18,7 +18,6 @@ from privacy.run.ledger import Opening, Recorded, open_ledger
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import PrivacySection, RunConfig
 from trainer.planner.privacy import with_coefficients
-from trainer.weights.parent_ledgers import LedgerBehind, keep_copies, require_kept
 
 
 def require_places(folder: RunFolder, privacy: PrivacySection) -> None:

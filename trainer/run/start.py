@@ -22,6 +22,7 @@ from privacy.clipping.accumulators import EXAMPLES_PER_SUM
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import ALONE, check_against_autograd, check_at_size
 from privacy.errors import DONE
+from privacy.ledger.claim import LedgerBehind
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
@@ -57,7 +58,7 @@ from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.ledger import open_run_ledger, require_places
 from trainer.run.memory_estimate import total_memory
 from trainer.tasks import TrainingTask, make_task
-from trainer.weights.parent_ledgers import LedgerBehind, ledgers_behind, require_disjoint
+from trainer.weights.parent_ledgers import ledgers_behind, require_disjoint
 from trainer.weights.provenance import Start
 from trainer.weights.start import find_checkpoint, initialisation_facts, load_start, training_data_facts
 

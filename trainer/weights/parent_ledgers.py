@@ -4,31 +4,16 @@ What they charged is part of what the new weights carry (privacy/ledger/claim.py
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from data.files import fsync_path, write_durably
 from data.index.tar_index import MANIFEST, ExampleTable
 from privacy.checkpoints.read import Checkpoint
-from privacy.errors import PrivacyConfigError
-from privacy.ledger.chain import TORN_MARK, hash_line
-from privacy.ledger.claim import FOLDER, copy_name, read_copies, record_of
+from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
 from privacy.step.folder import RunFolder
 from trainer.errors import ConfigError
 from trainer.weights.provenance import Start, proof_of
-
-
-class LedgerBehind(NamedTuple):
-    """A private run behind weights.
-
-    Attributes:
-        needed: how many lines the charges of those weights take at least.
-    """
-
-    run: str
-    copy: bytes
-    needed: int
 
 
 def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) -> list[LedgerBehind]:
@@ -60,17 +45,14 @@ def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehi
     Raises:
         PrivacyStateRefused: a ledger is broken.
     """
-    run_dir, found = checkpoint.resolve().parent.parent, list[LedgerBehind]()
+    run_dir = checkpoint.resolve().parent.parent
     state = proof_of(checkpoint, manifest).state
     if state is None:
-        return found
+        return []
     is_private = (manifest.get("training_data") or {}).get("provenance", "private") == "private"
     if is_private and state.plan.formal_guarantee:
-        data = (run_dir / "ledger.jsonl").read_bytes()
-        if not data.endswith(b"\n"):  # a write under way, or a crash: charged as its repair would charge it
-            data += TORN_MARK + b"\n"
-        found.append(LedgerBehind(str(manifest.get("run")), data, int(manifest["ledger"]["seq"]) + 1))
-    return found + [LedgerBehind(run, data, data.count(b"\n")) for run, data in read_copies(run_dir, state.opened)]
+        return ledgers_of_run(run_dir, str(manifest.get("run")), int(manifest["ledger"]["seq"]) + 1)
+    return [LedgerBehind(run, data, data.count(b"\n")) for run, data in read_copies(run_dir, state.opened)]
 
 
 def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
@@ -106,31 +88,3 @@ def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
         "is for the recipe to know",
         flush=True,
     )
-
-
-def keep_copies(run_dir: Path, behind: Sequence[LedgerBehind]) -> list[dict[str, Any]]:
-    """Writes the copies, durably, and returns what the `open` record says of them; a crash before that record changes nothing."""
-    if not behind:
-        return []
-    (run_dir / FOLDER).mkdir(exist_ok=True)
-    for number, ledger in enumerate(behind, start=1):
-        write_durably(run_dir / copy_name(number), ledger.copy)
-    fsync_path(run_dir)
-    return [record_of(number, ledger.run, ledger.copy) for number, ledger in enumerate(behind, start=1)]
-
-
-def require_kept(run_dir: Path, opened: dict[str, Any], behind: Sequence[LedgerBehind]) -> None:
-    """A run that begins again at step 0 starts from weights whose charges its ledger names already.
-
-    Raises:
-        PrivacyConfigError: from other weights, or from the same run's after more attempts.
-        PrivacyStateRefused: a copy is missing, or is not the one that the ledger names.
-    """
-    kept = read_copies(run_dir, opened)
-    for number, ledger in enumerate(behind):
-        lines = ledger.copy.split(b"\n")[: ledger.needed]
-        known = kept[number][1].split(b"\n") if number < len(kept) else []
-        if len(known) <= len(lines) or hash_line(known[len(lines) - 1]) != hash_line(lines[-1]):
-            raise PrivacyConfigError(
-                f"{run_dir}: its ledger was opened before init.checkpoint had spent what it has spent now; start another folder"
-            )

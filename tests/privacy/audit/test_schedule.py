@@ -7,7 +7,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from privacy.audit.report import AuditReport
 from privacy.audit.schedule import audit_schedule
@@ -91,7 +90,7 @@ def test_coins_that_forget_the_step_are_found() -> None:
     own, decide = plan(), PoissonSampler.decide
     with mock.patch.object(PoissonSampler, "decide", lambda self, key, step, *bounds: decide(self, key, 1, *bounds)):
         report = audit(own, trained(own, ATTEMPTS))
-    assert {"second_derivation", "inclusion_per_example"} <= set(report.failed())
+    assert "second_derivation" in report.failed()
 
 
 def test_another_sample_rate_is_found() -> None:
@@ -131,28 +130,27 @@ def batch_of_exactly_b(sampler: PoissonSampler, ids: np.ndarray, values: np.ndar
 
 
 BROKEN = {
-    "a batch of exactly B": (batch_of_exactly_b, {"batch_size_spread"}),
-    "a cap of B": (lambda sampler, ids, values, size: truncate(ids, values, size), {"batch_size_spread"}),
-    "whole micro-batches": (lambda sampler, ids, values, size: ids[: len(ids) // 16 * 16], set()),
-    "members dealt twice": (lambda sampler, ids, values, size: np.sort(np.concatenate([ids, ids[:5]])), set()),
+    "a batch of exactly B": batch_of_exactly_b,
+    "a cap of B": lambda sampler, ids, values, size: truncate(ids, values, size),
+    "whole micro-batches": lambda sampler, ids, values, size: ids[: len(ids) // 16 * 16],
+    "members dealt twice": lambda sampler, ids, values, size: np.sort(np.concatenate([ids, ids[:5]])),
 }
-"""What says who is in the batch (sampler, ids, coins, B), and which checks find it by chance alone."""
+"""What says who is in the batch, from sampler, ids, coins and B."""
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run and the auditor use the same broken product; the second sampler finds every one."""
-    change, by_chance = BROKEN[name]
 
     def merge(self: PoissonSampler, slices: Sequence[Decided]) -> np.ndarray:
         ids, values = (np.concatenate([getattr(part, what) for part in slices]) for what in ("ids", "values"))
         order = np.argsort(ids)
-        return change(self, ids[order], values[order], round(self.threshold * self.num_examples / 2**64))
+        return BROKEN[name](self, ids[order], values[order], round(self.threshold * self.num_examples / 2**64))
 
     monkeypatch.setattr(PoissonSampler, "merge", merge)
     own = plan()
     report = audit(own, trained(own, ATTEMPTS))
-    assert {"second_derivation", "trained_members"} | by_chance <= set(report.failed()), report.to_text()
+    assert {"second_derivation", "trained_members"} <= set(report.failed()), report.to_text()
 
 
 def test_neighbours_that_share_a_coin_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,23 +196,3 @@ def test_the_second_sampler_agrees_with_the_product(num_examples: int, expected:
                 np.testing.assert_array_equal(rows, products[rank][1])
                 digest = members_digest(KEY, attempt.nonce, attempt.attempt, attempt.step, rank, part)
                 assert second.digest(attempt, rank, part) == digest
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_no_false_alarm_in_two_hundred_honest_runs() -> None:
-    """And no p-value is small more often than chance has it: counts below 0.05 are within a bound of probability 1e-5."""
-    found: dict[str, list[float]] = {}
-    for number in range(200):
-        # Schedules of different rates, caps and numbers of steps; every key, nonce and coin is another one.
-        own = plan(num_examples=(3000, 1501, 640)[number % 3], cap=(None, 320)[number % 2])
-        attempts = [replace(a, nonce=number.to_bytes(8, "big") + a.nonce[:8]) for a in ATTEMPTS]
-        report = audit(own, trained(own, attempts), attempts)
-        assert report.verdict == "consistent", report.to_text()
-        for check in report.checks:
-            if check.p_value is not None:
-                found.setdefault(check.name, []).append(check.p_value)
-    for name, p_values in found.items():
-        low = sum(p < 0.05 for p in p_values)
-        print(f"{name}: {low} of {len(p_values)} below 0.05, smallest {min(p_values):.2g}")
-        assert stats.binom.sf(low - 1, len(p_values), 0.05) > 1e-5, (name, low)

@@ -80,19 +80,30 @@ def test_contract_5_padding_and_nonfinite_examples_count_as_exactly_nothing(bad:
     assert count == 0.0 and int(stats.num_nonfinite) == 1
 
 
-def test_setting_the_bound_starts_a_new_batch() -> None:
-    model, inputs = tiny_captioner(), pairs(3)
-    total = ClippedSum(model, 0.1, adaptive=ADAPTIVE, self_check=False)
-    total.add_micro_batch(model, inputs, torch.zeros(3, dtype=torch.bool))
-    total.max_grad_norm = 0.2
-    assert total.sensitivity == total.max_grad_norm == 0.2
-    assert not oracle.flat(dict(total.sums())).any()
-    total.add_micro_batch(model, {k: v[:1] for k, v in inputs.items()}, torch.zeros(1, dtype=torch.bool))
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+def test_a_bound_that_moves_up_and_down_clips_gradients_of_every_size(mode: str) -> None:
+    """Real gradients from a 100th of the bound to 100 times it; sum, count and noise are those of the bound of the moment."""
+    model, inputs, scale_B = tiny_captioner(torch.float64), double(pairs()), 10.0 ** torch.linspace(-2, 2, 7)
+
+    def task(**inputs: Tensor) -> Tensor:
+        return model(**inputs) * scale_B
+
+    gradients = oracle.per_example_gradients(model, model, inputs)
+    norms_B = torch.tensor([oracle.norm(g) for g in gradients]) * scale_B
+    middle, none = float(norms_B.median()) * 1.02, torch.zeros(7, dtype=torch.bool)
+    total = ClippedSum(model, middle, mode=mode, adaptive=ADAPTIVE, self_check=False)  # type: ignore[arg-type]
+    total.add_micro_batch(task, inputs, none)  # what was summed under another bound is gone
+    for factor in (8, 1 / 8, 1, 64, 1 / 64):
+        total.max_grad_norm = c = middle * factor
+        assert not oracle.flat(dict(total.sums())).any() and total.sensitivity == c
+        stats = total.add_micro_batch(task, inputs, none)
+        weights = scale_B * (c / norms_B).clamp(max=1)
+        expected = sum(w * oracle.flat(g) for w, g in zip(weights, gradients, strict=True))
+        moved = oracle.flat(dict(total.sums())) - expected
+        assert float(moved.norm()) <= 1e-3 * c  # the largest examples are a hundred times the smallest
+        assert float(stats.centred_unclipped) == pytest.approx(int((norms_B <= c).sum()) - 3.5, abs=1e-6)
+        assert total.releases(SIGMA)[0]["std"] == pytest.approx(ADAPTIVE.gradient_noise_multiplier(SIGMA) * c)
     total.detach()
-    fresh = ClippedSum(model, 0.2, self_check=False)
-    fresh.add_micro_batch(model, {k: v[:1] for k, v in inputs.items()}, torch.zeros(1, dtype=torch.bool))
-    fresh.detach()
-    assert torch.equal(oracle.flat(dict(total.sums())), oracle.flat(dict(fresh.sums())))
     with pytest.raises(PrivacyConfigError, match="between 1e-12, "):
         total.max_grad_norm = 0.0
 

@@ -52,6 +52,7 @@ def make(run_dir: Path, model: nn.Module | None = None, dataset: Any = None, **c
         "num_steps": 6,
         "noise_multiplier": 4.0,
         "micro_batch_size": 8,
+        "starts_from": "public",
     }
     return PrivateLoop(model, optimizer, rows() if dataset is None else dataset, run_dir=run_dir, **(asked | changes))
 

@@ -1,73 +1,113 @@
-"""No weights carry more noised steps than their ledger says, whatever a program does with model, copies and folders."""
+"""What weights carry is composed from what the caller says, who has to say it once a program has seen such weights."""
 
-import copy
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from privacy import verify
+from privacy.card.folder import read_recipe, start_of_a_loop
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from tests.privacy.loop.own import K, cross_entropy, ledger_of, make, net, quick
+from privacy.ledger.claim import read_copies
+from privacy.loop import lineage
+from tests.privacy.loop.own import cross_entropy, ledger_of, make, net, quick
 
 
-def trained(run_dir: Path) -> nn.Module:
+@pytest.fixture(autouse=True)
+def new_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has seen no weights."""
+    monkeypatch.setattr(lineage, "TRAINED", {})
+    monkeypatch.setattr(lineage, "_READ", set())
+
+
+def trained(run_dir: Path, **changes: object) -> nn.Module:
     model = net()
-    with make(run_dir, model) as loop:
-        loop.step()
-        loop.step()
+    with make(run_dir, model, **changes) as loop:
+        list(loop)
     return model
 
 
-def loaded(model: nn.Module) -> nn.Module:
-    other = net(1)
-    other.load_state_dict(model.state_dict())
-    return other
-
-
-def with_a_new_head(model: nn.Module) -> nn.Module:
-    return nn.Sequential(copy.deepcopy(model[0]), nn.Tanh(), nn.Linear(5, K))
-
-
-def on_a_frozen_copy(model: nn.Module) -> nn.Module:
-    frozen = copy.deepcopy(model[0]).requires_grad_(False)
-    return nn.Sequential(frozen, nn.Tanh(), nn.Linear(5, K))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, loaded, with_a_new_head, on_a_frozen_copy])
-def test_a_copy_of_a_trained_model_is_refused_in_another_folder(
-    copied: Callable[[nn.Module], nn.Module], tmp_path: Path
-) -> None:
+def test_a_program_that_has_trained_says_where_weights_come_from(tmp_path: Path) -> None:
+    """Whatever was done to them between; the first run, and a resume, need not."""
     with quick():
-        model = trained(tmp_path / "one")
-        with pytest.raises(PrivacyConfigError, match=r"0\.(weight|bias) was trained by the private run .*one"):
-            make(tmp_path / "two", copied(model))
+        model = trained(tmp_path / "one", starts_from=None)
+        with make(tmp_path / "one", model, starts_from=None) as loop:
+            assert loop.claim.endswith("of this run alone")
+        for weights in (model, net()):
+            with pytest.raises(PrivacyConfigError, match=r"weights of the private run .*one"):
+                make(tmp_path / "two", weights, starts_from=None)
         assert not (tmp_path / "two/ledger.jsonl").exists()
-        make(tmp_path / "two", net()).close()  # what the first run began with is nobody's
+        with make(tmp_path / "two") as loop:
+            assert "alone" not in loop.claim
+    said = [start_of_a_loop(read_recipe(tmp_path / name)).statement for name in ("one", "two")]
+    assert "this run alone" in said[0] and "no private run" in said[1]
 
 
-def test_a_trained_model_needs_the_ledger_that_charged_it(tmp_path: Path) -> None:
-    """A folder that is gone, begun again, or put back as it was earlier states less than the weights carry."""
+def test_the_claim_composes_all_runs_behind_the_weights(tmp_path: Path) -> None:
+    """An average of two that have a common start; verify.py and the card find the same."""
+    model = net()
     with quick():
-        model = trained(tmp_path / "run")
-        shutil.copytree(tmp_path / "run", tmp_path / "earlier")
-        with make(tmp_path / "run", model) as loop:
+        trained(tmp_path / "first")
+        for name in ("left", "right"):
+            trained(tmp_path / name, starts_from=tmp_path / "first")
+        with make(tmp_path / "run", model, starts_from=[tmp_path / "left", tmp_path / "right"]) as loop:
+            list(loop)
+    code, found = verify.verify(tmp_path / "run", None)
+    assert (code, found["epsilon"]) == (0, pytest.approx(loop.epsilon, rel=1e-6))
+    copies = read_copies(tmp_path / "run", ledger_of(tmp_path / "run").opened)
+    assert [run for run, _ in copies] == ["left", "right", "first"]
+    with pytest.raises(PrivacyConfigError, match="part of the claim"):
+        make(tmp_path / "run", model, starts_from=tmp_path / "left")
+    (tmp_path / "run/behind/ledger-2.jsonl").unlink()
+    assert verify.verify(tmp_path / "run", None)[0] == 6
+    with pytest.raises(PrivacyStateRefused, match="cannot be read"):
+        make(tmp_path / "run", model, starts_from=None)
+
+
+def test_what_is_no_run_with_a_guarantee_is_refused(tmp_path: Path) -> None:
+    for bad, said in ((tmp_path / "nowhere", "no run folder"), ([], "an empty list"), ("Public", "no run folder")):
+        with pytest.raises(PrivacyConfigError, match=said):
+            make(tmp_path / "run", starts_from=bad)
+
+
+def test_a_run_folder_that_is_gone_or_put_back_is_noticed(tmp_path: Path) -> None:
+    """It states less than this program has spent in it."""
+    with quick():
+        with make(tmp_path / "run") as loop:
             loop.step()
+        shutil.copytree(tmp_path / "run", tmp_path / "earlier")
+        model = trained(tmp_path / "run")
         shutil.rmtree(tmp_path / "run")
-        for one in (model, copy.deepcopy(model)):
-            with pytest.raises(PrivacyConfigError, match=r"whose ledger .* is gone"):
-                make(tmp_path / "run", one)
-        assert not (tmp_path / "run/ledger.jsonl").exists()
+        with pytest.raises(PrivacyConfigError, match="weights of the private run"):
+            make(tmp_path / "run", model, starts_from=None)
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(tmp_path / "earlier", tmp_path / "run")
         with pytest.raises(PrivacyStateRefused, match="a trained model remembers"):
-            make(tmp_path / "run", model)
+            make(tmp_path / "run", model, starts_from=None)
         shutil.rmtree(tmp_path / "run")
         make(tmp_path / "run", net()).close()
-        with pytest.raises(PrivacyStateRefused, match="a trained model remembers"):
-            make(tmp_path / "run", model)
+
+
+@pytest.mark.parametrize("how", ["torch.load", "transformers"])
+def test_a_file_of_weights_beside_a_ledger_is_noticed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, exported = net(), tmp_path / "one/exported"
+    with quick():
+        trained(tmp_path / "one")
+        exported.mkdir()
+        torch.save(net(1).state_dict(), exported / "weights.pt")
+        monkeypatch.setattr(lineage, "TRAINED", {})  # another program begins
+        lineage._READ.clear()
+        make(tmp_path / "before", model, starts_from=None).close()
+        if how == "torch.load":
+            model.load_state_dict(torch.load(exported / "weights.pt"))
+        else:
+            model[0].name_or_path = str(exported)  # as from_pretrained leaves it
+        with pytest.raises(PrivacyConfigError, match=r"weights of the private run .*one"):
+            make(tmp_path / "two", model, starts_from=None)
 
 
 @pytest.mark.parametrize("how", ["weights", "gradient"])

@@ -352,14 +352,12 @@ def test_two_loops_on_one_model_are_told_apart(tmp_path: Path) -> None:
             one.step()
             with pytest.raises(PrivacyConfigError, match="the weights changed"):
                 two.step()
-        with pytest.raises(PrivacyConfigError, match="was trained by the private run"):
-            make(tmp_path / "three", model)
         with make(tmp_path / "one", model) as one:
             assert one.steps_done == 1
             one.step()
         with make(tmp_path / "four", net()) as four, make(tmp_path / "five", net()) as five:
             assert four.step().number == five.step().number == 1
-    assert not (tmp_path / "three/ledger.jsonl").exists() and ledger_of(tmp_path / "two").num_charged == 0
+    assert ledger_of(tmp_path / "two").num_charged == 0
 
 
 def test_a_run_whose_crashes_used_up_the_reserve_stops(tmp_path: Path) -> None:

@@ -1,0 +1,384 @@
+"""The sandbox of an audit: real steps on canaries, with everything written down that an audit needs.
+
+A run is opened and stepped by what the trainer and a loop of one's own open and step theirs by (privacy/run/run.py), from the
+start of either: checks, coins, rows, reading, clipping, reduction, noise, optimizer, checkpoints and ledger are those of the
+audited run, and so are its settings. Only this differs: model and examples (canary_model.py), an optimizer whose settings make it
+w -= gradient exactly, and a noise source that is watched, and silent in the first steps. What reaches the model and the optimizer
+is noted where it arrives; the file layer, the entropy and what leaves the process are watched by functions around those of the
+process, so that nothing that is audited has to report about itself. Rank 0 judges what all ranks noted (mechanism.py).
+
+    session 1  silent steps in the run's micro-batches; the last one is "killed" before its `done`
+    session 2  from a checkpoint: that step again, two more silent ones and half of the noisy ones, in micro-batches of 1,100
+    session 3  from a checkpoint: the rest, in the run's micro-batches; of correlated noise it must not use what was before
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import secrets
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException, spawn
+
+from ..checkpoints.read import Checkpoint
+from ..correlated.strategy import Strategy
+from ..errors import ConfigError
+from ..ledger.members import MembersRecord, read_lines
+from ..ledger.records import read_ledger
+from ..noise import NoiseSource
+from ..plan import PrivacyPlan, make_plan
+from ..plan_request import PlanRequest
+from ..releases import SENSITIVITY_SLACK
+from ..run.ledger import open_ledger
+from ..run.run import Parts, Run, Start, Watcher, open_run
+from ..step import collectives
+from ..step.batches import Dealt
+from ..step.folder import RunFolder
+from ..step.step import MicroBatch, StepRecord
+from .canary_model import Canaries, make_canaries
+from .mechanism import Sandbox, audit_mechanism
+from .report import AuditReport
+
+MOST_BANDS = 8
+"""A sandbox takes few steps, so of more bands it audits the first."""
+MOST_RANKS = 4
+SAMPLE_RATE = 0.25
+"""The sandbox samples at a high rate, so that few steps say much; sigma and C are the run's own."""
+LARGE = 1100
+"""Rows of the second session's micro-batches: more than a part of a micro-batch has (EXAMPLES_PER_PART)."""
+BOUNDS = (1.0, 4.0, 0.25, 8.0, 0.125)
+"""Where clipping is adaptive C has these values times the first, one step after the other."""
+
+
+class SandboxFailed(RuntimeError):
+    """The sandbox did not end well; nothing is known about the mechanism."""
+
+    exit_code = 1
+
+
+Side = Callable[[Path, Canaries, PlanRequest, int], Start]
+"""What of the trainer, or of a loop of one's own, the sandbox runs: its start, for a micro-batch of so many rows."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is audited, and at which size.
+
+    Attributes:
+        run: the audited run's plan.
+        micro_batch_size: the run's.
+        words: what else of the run the sandbox has, for the report.
+    """
+
+    run: PrivacyPlan
+    micro_batch_size: int
+    words: str = ""
+    num_single: int = 512
+    silent_steps: int = 6
+    noisy_steps: int = 48
+
+    @classmethod
+    def of(cls, run: PrivacyPlan, micro_batch_size: int, ranks: int, words: str, **changed: Any) -> "Settings":
+        """Enough examples for two micro-batches of the run's on each rank, as far as there is room for so many."""
+        changed = {"num_single": min(max(512, 2 * micro_batch_size * ranks), 2048)} | changed
+        return cls(run, micro_batch_size, words, **changed)
+
+    def request(self, num_examples: int) -> PlanRequest:
+        """The audited run's sigma, C and slack, and its bands or the first of them; a sampling rate with more power."""
+        run = self.run
+        bands, first = min(run.bands, MOST_BANDS), run.coefficients[:MOST_BANDS]
+        # The slack is what contract 4 states for floating point. A sandbox claims no epsilon, which its plan says, and little
+        # noise is no reason to refuse it.
+        same = "noise_multiplier target_delta max_grad_norm clipping_function arithmetic adaptive_clipping strategy"
+        return PlanRequest(
+            num_examples=num_examples, expected_batch_size=round(SAMPLE_RATE * num_examples / bands),
+            num_steps=self.silent_steps + self.noisy_steps, allow_small_noise=True, bands=bands,
+            sensitivity_slack=SENSITIVITY_SLACK if run.arithmetic == "floating" else 0.0,
+            informal_reasons=("it is a sandbox of an audit",),
+            coefficients=Strategy.of_unit_length(first).coefficients if first else (),
+            **{name: getattr(run, name) for name in same.split()},
+        )  # fmt: skip
+
+
+def audited_plan(run_dir: Path) -> PrivacyPlan:
+    """The plan of a run folder.
+
+    Raises:
+        ConfigError: no run there, or one without noise.
+    """
+    if not (run_dir / "ledger.jsonl").exists():
+        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    if not (run_dir / "config.toml").exists():
+        raise ConfigError(f"run folder {run_dir} has no config.toml, so nobody knows how its steps were taken")
+    plan = read_ledger(run_dir / "ledger.jsonl").plan
+    if not plan.enabled or plan.noise_multiplier == 0:
+        raise ConfigError(f"run folder {run_dir}: trained without noise, so there is no mechanism to audit")
+    return plan
+
+
+def ranks_of(run_dir: Path) -> int:
+    """The ranks of a run's last step, as far as this machine may run so many; two where nothing says how many there were."""
+    path = RunFolder(run_dir).members
+    lines = read_lines(path) if path.is_file() else ()
+    counts = [len(line.counts) for line in lines if isinstance(line, MembersRecord)]
+    return min(MOST_RANKS, counts[-1]) if counts else 2
+
+
+Work = Callable[[int, int, int, Path], AuditReport | None]
+"""What one process of the sandbox does: (rank, ranks, port, folder) -> the report, on rank 0."""
+
+
+def in_processes(ranks: int, work: Work, finish: Callable[[int], object] = os._exit) -> AuditReport:
+    """Audits in fresh processes on this machine's CPU; threads of torch and locks of this one would not survive a fork.
+
+    Args:
+        finish: ends a process, with that exit code; interpreter shutdown after gloo traffic aborts now and then.
+
+    Raises:
+        SandboxFailed: a rank died; the others are ended then, which would wait for it.
+    """
+    # Another program may take the port before rank 0 does. Then the ranks say so, and the audit is started again.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        try:
+            spawn(_rank, (work, ranks, port, Path(folder), finish), ranks)
+        except ProcessException as error:
+            last = str(error).strip().splitlines()[-1]
+            raise SandboxFailed(f"sandbox rank {error.error_index} did not end well: {last}") from error
+        report: AuditReport = pickle.loads((Path(folder) / "report").read_bytes())
+    return report
+
+
+def _rank(rank: int, work: Work, ranks: int, port: int, folder: Path, finish: Callable[[int], object]) -> None:
+    launched = ("TORCHELASTIC", "OMPI_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    for name in [name for name in os.environ if name.startswith(launched)]:
+        del os.environ[name]  # the audit may itself run under a launcher, whose ranks are not the sandbox's
+    os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):  # what a start says is about the sandbox, and stdout may be JSON
+        report = work(rank, ranks, port, folder)
+    if report is not None:
+        (folder / "report").write_bytes(pickle.dumps(report))
+    if ranks > 1:
+        dist.barrier()
+    finish(0)
+
+
+class _Ended(Exception):
+    """The process would have been killed here, or there is nothing more to judge."""
+
+
+class Tape(Watcher):
+    """What one rank does, attempt by attempt. It is the noise source too, and stands around functions of the process.
+
+    Times are of the machine's monotonic clock, so that those of all ranks, which run on one machine, can be compared.
+
+    Attributes:
+        fsyncs: device and inode of a file, when its fsync had returned, and the size that it made durable.
+        session: its number; `last` is its last step, which is killed in the first session.
+    """
+
+    def __init__(self, source: NoiseSource, present_N: np.ndarray, silent: int) -> None:
+        self._source, self._present_N, self._num_silent = source, present_N, silent
+        self.attempts: list[dict[str, Any]] = []
+        self.fsyncs: list[tuple[int, int, int, int]] = []
+        self.session, self.last, self._entropy_bytes, self.is_finite = -1, 0, 0, True
+        self.run: Run
+        self._begin()
+
+    def _begin(self) -> None:
+        """Empties what belongs to a single attempt."""
+        self._is_silent = True
+        self._drawn: list[Tensor] = []
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._handed = np.zeros(0)
+        self._released_at, self._least_entropy = 0, sys.maxsize
+
+    # The two methods of a noise source.
+
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        return self._kept(lambda: self._source.standard_normal(count, device), 1.0)
+
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return self._kept(lambda: self._source.rounded_normal(deviation, count, device), deviation)
+
+    def _kept(self, draw: Callable[[], Tensor], deviation: float) -> Tensor:
+        """Keeps what was drawn in units of its standard deviation; in silent steps it does not reach the weights."""
+        self._release()
+        before = self._entropy_bytes
+        drawn = draw()
+        self._least_entropy = min(self._least_entropy, self._entropy_bytes - before)
+        self._drawn.append(drawn.detach().cpu().double() / deviation)
+        return torch.zeros_like(drawn) if self._is_silent else drawn
+
+    def _release(self) -> None:
+        """Noise is about to be drawn, or a value that depends on a gradient is about to leave the process."""
+        self._released_at = self._released_at or time.monotonic_ns()
+
+    # What stands around functions of the process while it is watched.
+
+    def watch(self) -> ExitStack:
+        """Until it is closed."""
+        stack = ExitStack()
+        watched = (
+            (os, "fsync", self._fsync),
+            (os, "urandom", self._urandom),
+            (collectives, "reduce_scatter_sum", self._reduce),
+        )
+        for owner, name, around in watched:
+            stack.enter_context(mock.patch.object(owner, name, partial(around, getattr(owner, name))))
+        return stack
+
+    def _reduce(self, original: Callable[..., None], *arguments: Any) -> None:
+        # One rank alone reduces as well; the order is judged alike, whatever the number of ranks.
+        self._release()
+        original(*arguments)
+
+    def _fsync(self, original: Callable[[Any], None], file: Any) -> None:
+        # What is written while fsync runs may not be durable, so the size is taken before and the time afterwards.
+        status = os.fstat(file)
+        original(file)
+        self.fsyncs.append((status.st_dev, status.st_ino, time.monotonic_ns(), status.st_size))
+
+    # The noise source may ask for entropy through this function alone, which `privacy/noise.py` does; a source that is seeded
+    # otherwise takes none, and is found by that.
+    def _urandom(self, original: Callable[[int], bytes], size: int, /) -> bytes:
+        self._entropy_bytes += size
+        return original(size)
+
+    def _step(self, original: Callable[..., None], shards: Sequence[Any], **rates: Any) -> None:
+        """Notes, in fp64, what the optimizer gets."""
+        self._handed = _flat([shard.values for shard in shards])
+        original(shards, **rates)
+
+    def _batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Notes who reaches the model, under which key; zeroes out, as the adjacency does, canaries that are not in the data."""
+        for batch in batches:
+            canaries_B, keys_B = batch.inputs["canaries_B"], batch.inputs["keys_B"]
+            self._seen.append((canaries_B[~batch.is_padding_B], keys_B[~batch.is_padding_B]))
+            is_absent_B = ~torch.from_numpy(self._present_N)[canaries_B]
+            yield batch._replace(is_padding_B=batch.is_padding_B | is_absent_B)  # type: ignore[attr-defined]  # a NamedTuple
+
+    # What it does around the steps of a run.
+
+    def before(self, step: int) -> bool:
+        if self.session == 0 and step == self.last:
+            self.run.save()
+        return step > self.last
+
+    def take(
+        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+    ) -> StepRecord:
+        run, clipped, is_killed = self.run, self.run.mechanism.clipped, self.session == 0 and plan.step == self.last
+        self._begin()  # a start may have reduced made-up sums
+        # Silent steps show the clipped sums exactly; the noise is drawn all the same, and its numbers are kept.
+        self._is_silent = plan.step <= self._num_silent
+        if clipped.adaptive is not None:
+            clipped.max_grad_norm = run.plan.max_grad_norm * BOUNDS[len(self.attempts) % len(BOUNDS)]
+        used, before = clipped.max_grad_norm, self._weights()
+        with ExitStack() as around:
+            watch = partial(self._step, run.parts.engine.step)
+            around.enter_context(mock.patch.object(run.parts.engine, "step", watch))
+            if is_killed:  # between the update and its `done`
+                around.enter_context(mock.patch.object(run.ledger, "done"))
+            record = step(self._batches(batches))
+        after = self._weights()
+        self._end(plan, used, before, after, record)
+        self.is_finite = not collectives.on_any(not np.isfinite(after).all())[0]
+        if is_killed or not self.is_finite:
+            raise _Ended
+        return record
+
+    def _weights(self) -> np.ndarray:
+        # A copy, since an engine may hand out views of what it updates in place.
+        return _flat([state.tensors["param"] for state in self.run.parts.engine.state()]).copy()
+
+    def _end(self, plan: Dealt, used: float, before: np.ndarray, after: np.ndarray, record: StepRecord) -> None:
+        drawn, count = torch.cat(self._drawn).numpy() if self._drawn else np.zeros(0), None
+        published = record.public.get("privacy/noised_unclipped_fraction")
+        if published is not None:  # rank 0 noises the count after all else
+            # What was published is a fraction of the public batch size, centred at one half.
+            value, alone = (published.value - 0.5) * self.run.plan.expected_batch_size, np.zeros(0)
+            if collectives.rank() == 0:
+                drawn, alone = drawn[: len(after)], drawn[len(after) :]
+            moved = self.run.mechanism.clipped.max_grad_norm
+            count = value, float(alone[0]) if len(alone) == 1 else np.nan, published.value, moved
+        ids, keys = (torch.cat(column).cpu().numpy() for column in zip(*self._seen, strict=True))
+        # A source that was asked for another number leaves no numbers that could be laid beside the coordinates: NaN says so.
+        self.attempts.append(
+            {
+                "step": plan.step, "session": self.session, "silent": self._is_silent, "bound": used, "before": before,
+                "after": after, "draws": drawn if len(drawn) == len(after) else np.full(len(after), np.nan),
+                "num_draws": len(drawn), "handed": self._handed, "ids": ids, "keys": keys.view(np.uint64), "count": count,
+                "released_at": self._released_at, "least_entropy": self._least_entropy,
+            }
+        )  # fmt: skip
+
+
+def _flat(tensors: Sequence[Tensor]) -> np.ndarray:
+    """What this rank owns, side by side, in fp64, in which sums and noise are added; a rank may own nothing."""
+    return np.concatenate([np.zeros(0), *(tensor.detach().cpu().double().numpy().ravel() for tensor in tensors)])
+
+
+def _build(original: Callable[..., Parts], tape: Tape, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
+    """A side's parts, with the watched noise, and checkpoints where the sandbox wants them."""
+    return replace(original(plan, resumed), noise=tape, save_every=plan.num_steps, in_background=False)
+
+
+def run_sandbox(settings: Settings, side: Side, folder: Path, source: NoiseSource | None = None) -> AuditReport | None:
+    """All attempts of this rank; on rank 0 what follows from those of all. Collective."""
+    run, canaries = settings.run, make_canaries(settings.num_single, settings.run.max_grad_norm)
+    request = settings.request(len(canaries))
+    plan, silent, own = make_plan(request), settings.silent_steps, settings.micro_batch_size
+    coins = collectives.broadcast_object([bool(secrets.randbits(1)) for _ in range(len(canaries))])
+    present_N = np.array(coins) | canaries.crowd_N
+    tape = Tape(source or run.noise(), present_N, silent)
+    sessions = ((own, silent - 2), (LARGE, silent + settings.noisy_steps // 2), (own, plan.num_steps))
+    with tape.watch():
+        for tape.session, (size, tape.last) in enumerate(sessions):
+            with contextlib.suppress(_Ended), ExitStack() as around:
+                start = side(folder, canaries, request, size)
+                around.callback(start.folder.release)
+                opening = partial(
+                    open_ledger, start.folder, lambda _: request, lambda: b"canaries", described=lambda *_: {}
+                )
+                around.enter_context(mock.patch.object(start, "open_ledger", partial(opening, mirror=None)))
+                around.enter_context(mock.patch.object(start, "build", partial(_build, start.build, tape)))
+                opened = open_run(start)
+                assert isinstance(opened, Run), "no session but the last ends the run"
+                around.callback(opened.ledger.release)
+                tape.run = opened
+                for _ in opened.steps(tape):
+                    pass
+            if not tape.is_finite:
+                break
+    tapes = collectives.gather_objects((tape.attempts, tape.fsyncs))
+    if collectives.rank() != 0:
+        return None
+    left, mode = (
+        Sandbox(run, tape.run, tapes, [size for size, _ in sessions], canaries, present_N),
+        tape.run.mechanism.clipped.mode,
+    )
+    counts = f"{len(tapes)} ranks, {len(canaries)} examples, q = {SAMPLE_RATE}, {plan.num_steps} steps"
+    return audit_mechanism(
+        left, words=f"{counts}, micro-batches of {own} and {LARGE}, {mode} clipping, {settings.words}"
+    )
