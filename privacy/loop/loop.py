@@ -12,6 +12,7 @@ import difflib
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
@@ -28,6 +30,7 @@ from ..plan_request import PlanRequest
 from ..releases import SENSITIVITY_SLACK
 from ..run.run import Finished, Run, open_run
 from ..step import collectives
+from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
 from ..step.step import StepRecord
 from .engine import OwnEngine
@@ -172,6 +175,7 @@ class PrivateLoop:
         with ExitStack() as failing:
             failing.callback(start.undone.close)
             opened = open_run(start)
+            self._registered, self._resumed = start.registered, opened.resumed
             self._engine: OwnEngine = start.engine
             self._open, self._ledger, self.plan = start.undone, opened.ledger, opened.ledger.plan
             self._run: Run | None = None
@@ -182,7 +186,7 @@ class PrivateLoop:
                     f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; more need another run folder"
                 )
             else:
-                self._run, self._steps = opened, opened.steps()
+                self._run, self._steps = opened, opened.steps(start.registered)
                 self._open.callback(self._steps.close)
                 if opened.step == self.num_steps:
                     next(self._steps, None)  # a crash came between the last checkpoint and the run's end
@@ -238,6 +242,37 @@ class PrivateLoop:
         """
         while self.steps_done < self.num_steps:
             yield self.step()
+
+    def register(self, *things: LRScheduler | WeightAverage) -> None:
+        """Has the loop keep schedulers and an average of the weights, which then go on over a stop as if there had been none.
+
+        Each step moves them on, before its checkpoint and before its turn ends, so the caller calls no `scheduler.step()`. The
+        average is in the checkpoints. A scheduler is a function of its number of steps, and is forwarded by those that are done.
+
+        Args:
+            things: schedulers of this loop's optimizer as they were made, and at most one `WeightAverage`.
+
+        Raises:
+            PrivacyConfigError: anything else, a scheduler that follows a metric or moves already, or a step was taken before.
+        """
+        registered, optimizer = self._registered, self._engine.optimizer
+        if self._run is not None and self._run.step >= self._run.first_step:
+            raise PrivacyConfigError("register schedulers and averages before the first step of this program")
+        for thing in things:
+            if isinstance(thing, WeightAverage) and registered.average is None:
+                registered.average = thing.start(self._engine, self._resumed)
+            elif isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau) and not self._engine.sets_rate:
+                if thing.optimizer is not optimizer or thing.last_epoch > 0:
+                    raise PrivacyConfigError("register a new scheduler, of the optimizer that the loop was given")
+                with warnings.catch_warnings(action="ignore"):  # the optimizer has taken these steps, in other programs
+                    for _ in range(self.steps_done):
+                        thing.step()
+                registered.schedulers.append(thing)
+            else:
+                raise PrivacyConfigError(
+                    f"{type(thing).__name__} cannot be registered: the loop keeps schedulers of torch that follow steps alone, "
+                    "without learning_rate=, and one WeightAverage; do anything else between turns"
+                )
 
     def step(self) -> StepResult:
         """Takes the next step. Collective.

@@ -14,7 +14,7 @@ from models.config import captioner_config
 from privacy.accounting.accountants import COARSE_INTERVAL, epsilon_pld, epsilon_rdp
 from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER
 from privacy.plan import PrivacyPlan, make_plan
-from privacy.sampling.poisson import default_cap
+from privacy.sampling.poisson import usual_cap
 from tests.e2e.launch import alone, train_arguments
 from tests.processes import run_python
 from trainer.config.machine import load_machine_settings
@@ -200,7 +200,7 @@ MOST_RANKS = {
 def test_little_of_a_logical_batch_is_padding(path: Path) -> None:
     config = load_config(path)
     expected, size = config.privacy.expected_batch_size, config.train.micro_batch_size
-    count = default_cap(expected) if config.privacy.enabled else expected
+    count = usual_cap(expected) if config.privacy.enabled else expected
     most = MOST_RANKS.get(path.stem, 128)
     assert f"Little padding on 8 to {most} ranks" in path.read_text() or path.stem.startswith("dpcap_")
     for ranks in (ranks for ranks in RANKS if ranks <= most):

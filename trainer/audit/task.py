@@ -107,6 +107,9 @@ class Canaries:
         canary = int(raw.fields["txt"])
         return self._arrays(canary, self.gains_NG[canary], np.array(key, dtype=np.uint64).view(np.int64))
 
+    def draws(self, raw: RawExample) -> bool:
+        return True
+
     def padding(self) -> dict[str, np.ndarray]:
         return self._arrays(0, np.zeros_like(self.gains_NG[0]), np.array(0))
 

@@ -24,6 +24,7 @@ from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
+from privacy.step.averaging import WeightAverage
 from privacy.step.batches import Dealt
 from privacy.step.folder import RunFolder
 from privacy.step.neighbours import require_neighbours_apart
@@ -32,7 +33,6 @@ from trainer.config.recipe import EngineName, RunConfig, to_toml
 from trainer.engines import build_engine, sharder
 from trainer.engines.blocks import compile_blocks, require_compilable
 from trainer.errors import ConfigError
-from trainer.loop.averaging import WeightAverage
 from trainer.loop.fit import fit
 from trainer.loop.heldout import Heldout
 from trainer.loop.reporting import Training
@@ -273,7 +273,8 @@ class TrainerStart:
         source = self.noise or plan.noise()
         self.sanity = SanityChecks(engine, source) if train.sanity_checks else None
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
-        average = self.average = WeightAverage(engine, train.ema_decay, resumed) if train.ema_decay else None
+        average = WeightAverage(train.ema_decay).start(engine, resumed) if train.ema_decay else None
+        self.average = average
 
         def stored() -> Stored:
             states = average.states() if average is not None else engine.state()
