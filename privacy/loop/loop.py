@@ -15,7 +15,8 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -55,17 +56,21 @@ class StepResult:
 
     Attributes:
         number: of the step, from 1 on.
-        epsilon: of everything that the ledger has charged so far; None without a formal guarantee.
         lr: of the optimizer's first group.
         noised_grad_norm: of the sum after noise, divided by the public batch size; post-processing, so it may be published.
         private: computed without noise: never to be published, and never to decide anything. `.inside()` gives the number.
     """
 
     number: int
-    epsilon: float | None
     lr: float
     noised_grad_norm: float
     private: dict[str, Private[float]]
+    _epsilon: Callable[[], float] = field(repr=False, compare=False)
+
+    @property
+    def epsilon(self) -> float:
+        """Of everything that the ledger had charged by then: an upper bound, which takes a moment when it is first asked for."""
+        return self._epsilon()
 
 
 def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -178,10 +183,11 @@ class PrivateLoop:
             self._registered, self._resumed = start.registered, opened.resumed
             self._engine: OwnEngine = start.engine
             self._open, self._ledger, self.plan = start.undone, opened.ledger, opened.ledger.plan
+            self._table, self._exact = self.plan.epsilon_table(), dict[int, float]()
+            self._charged = collectives.on_main(lambda: self._ledger.num_charged)
             self._run: Run | None = None
             self._steps: Generator[StepRecord, None, None] | None = None
             if isinstance(opened, Finished):
-                self._spent = self._exact_claim()
                 collectives.say(
                     f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; more need another run folder"
                 )
@@ -190,7 +196,6 @@ class PrivateLoop:
                 self._open.callback(self._steps.close)
                 if opened.step == self.num_steps:
                     next(self._steps, None)  # a crash came between the last checkpoint and the run's end
-                self._spent = collectives.on_main(self._ledger.claim)
             failing.pop_all()
 
     @property
@@ -218,9 +223,9 @@ class PrivateLoop:
         self._run.saved = number
 
     @property
-    def epsilon(self) -> float | None:
+    def epsilon(self) -> float:
         """Epsilon of all that the ledger has charged so far; at the end of the run, verify.py finds it to the last digit."""
-        return None if self._spent is None else self._spent[0]
+        return self._epsilon_of(self._charged, is_last=self.steps_done == self.num_steps)
 
     @property
     def delta(self) -> float:
@@ -230,7 +235,6 @@ class PrivateLoop:
     @property
     def claim(self) -> str:
         """Epsilon and delta in words, epsilon rounded up."""
-        assert self.epsilon is not None, "a loop without a guarantee is not opened"
         useless = useless_delta(self.delta, self.plan.num_examples)
         return f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}" + (f"; {useless}" if useless else "")
 
@@ -298,7 +302,7 @@ class PrivateLoop:
             if number == self.num_steps:
                 next(self._steps, None)  # the run's end
             is_last = number == self.num_steps
-            self._spent = self._exact_claim() if is_last else collectives.on_main(self._ledger.claim)
+            charged = self._charged = collectives.on_main(lambda: self._ledger.num_charged)
         if record is None:
             assert self._run.outcome == BUDGET_SPENT, "nothing else ends the steps of a loop"
             raise BudgetSpent(
@@ -311,7 +315,8 @@ class PrivateLoop:
                 f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: are the "
                 "items and the weights finite, and is the learning rate small enough?"
             )
-        return StepResult(number, self.epsilon, record.lr.value, record.noised_grad_norm.value, record.private)
+        bound = partial(self._epsilon_of, charged, is_last=is_last)
+        return StepResult(number, record.lr.value, record.noised_grad_norm.value, record.private, bound)
 
     def save(self) -> None:
         """Writes a checkpoint of the last step, if there is none. Collective.
@@ -353,10 +358,19 @@ class PrivateLoop:
         finally:
             self.close()
 
-    def _exact_claim(self) -> tuple[float, float] | None:
-        """Epsilon of exactly what is charged, which takes seconds; while the run goes on a table of upper bounds is read."""
-        epsilon = collectives.on_main(lambda: self.plan.epsilon_after(self._ledger.num_charged))
-        return None if epsilon is None else (epsilon, self.plan.target_delta)
+    def _epsilon_of(self, charged: int, *, is_last: bool) -> float:
+        """Of exactly so many attempts, which takes seconds; while the run goes on a table of upper bounds is read.
+
+        Each rank computes it when it is asked, since a step costs less than its epsilon.
+        """
+        assert self._table is not None, "a loop without a guarantee is not opened"
+        if not is_last:
+            return self._table.epsilon(charged)
+        if charged not in self._exact:
+            exact = self.plan.epsilon_after(charged)
+            assert exact is not None, "as above"
+            self._exact[charged] = exact
+        return self._exact[charged]
 
 
 def on_all_or_none(check: Callable[[], object]) -> None:
