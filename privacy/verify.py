@@ -851,8 +851,9 @@ def check_plan(folder: Folder) -> str:
     wanted = defaults | {name: value for name, value in asked.items() if name in planned}
     if plan["enabled"]:
         rows += [(name, value, planned[name]) for name, value in wanted.items() if name in planned]
-        cap, usual = plan["cap"], plan["usual_cap"]  # the cap is charged, whatever it is
-        require(cap is usual is None or batch <= cap <= usual, f"cap {shown(cap)} is none that config.toml leads to")
+        cap, usual = plan["cap"], plan["usual_cap"]  # whatever it is, it is charged
+        known = "cap" in asked or cap == usual or (cap is not None and usual is not None and batch <= cap < usual)
+        require(known, f"config.toml asks for cap at most {shown(usual)}, and the ledger has {shown(cap)}")
     for name, value, known in rows:
         require(equal(value, known), f"config.toml asks for {name} = {shown(value)}, and the ledger has {shown(known)}")
     simulated = bool(asked.get("simulation", False)) and not plan.reasons

@@ -24,7 +24,6 @@ from data.index.tar_index import ExampleTable
 from data.reading.reader import RawExample, TarReader
 from data.reading.workers import data_loader, shared
 
-
 KEPT_BYTES = 128 << 20
 """Decoded examples that stay on each rank, shared out among its workers. In memory alone: they are private."""
 

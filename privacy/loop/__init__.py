@@ -1,4 +1,4 @@
-"""Private training in a loop of one's own: `PrivateLoop` with `WeightAverage`, and `floats`, `integers` and `mask` to say what one item is."""
+"""Private training in a loop of one's own: `PrivateLoop`, its `WeightAverage`, and `floats`, `integers`, `mask` for an item."""
 
 from ..step.averaging import WeightAverage
 from .fields import Field, floats, integers, mask

@@ -159,7 +159,7 @@ class OwnEngine:
         self._fixed |= {name: (marks[name], number) for name, number in numbers.items()}
 
     def _require_rates_that_go_on(self) -> None:
-        """Schedulers of torch begin again with their program, and no checkpoint holds them: one that was not registered is looked for in memory."""
+        """Schedulers of torch begin again with their program: one that was not registered is looked for in memory."""
         found = [
             one for one in gc.get_objects() if LRScheduler in type(one).__mro__ and one.optimizer is self.optimizer
         ]

@@ -265,7 +265,11 @@ class PrivateLoop:
         for thing in things:
             if isinstance(thing, WeightAverage) and registered.average is None:
                 registered.average = thing.start(self._engine, self._resumed)
-            elif isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau) and not self._engine.sets_rate:
+            elif (
+                isinstance(thing, LRScheduler)
+                and not isinstance(thing, ReduceLROnPlateau)
+                and not self._engine.sets_rate
+            ):
                 if thing.optimizer is not optimizer or thing.last_epoch > 0:
                     raise PrivacyConfigError("register a new scheduler, of the optimizer that the loop was given")
                 with warnings.catch_warnings(action="ignore"):  # the optimizer has taken these steps, in other programs

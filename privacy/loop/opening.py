@@ -239,7 +239,9 @@ class OwnStart:
             learning_rate=self.learning_rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
             note_charge=lambda _: engine.require_all_noised(),  # the caller's loss and items have run
             stored=lambda: Stored(
-                self.registered.states(engine), engine.shapes, {**engine.facts(), "run": name, "model": self.model_facts}
+                self.registered.states(engine),
+                engine.shapes,
+                {**engine.facts(), "run": name, "model": self.model_facts},
             ),
             configuration=(text, None, {}),
             retention=Retention(KEPT),

@@ -62,7 +62,9 @@ class WeightAverage:
             PrivacyConfigError: the module is in shards.
         """
         if not holds_whole_weights(self._engine):
-            raise PrivacyConfigError("the average is used where each rank has the whole model; load it from a checkpoint")
+            raise PrivacyConfigError(
+                "the average is used where each rank has the whole model; load it from a checkpoint"
+            )
         average = {name: torch.empty(shape.numel()) for name, shape in self._engine.shapes.items()}
         for pieces in collectives.gather_objects({piece: values.cpu() for piece, values in self._average.items()}):
             for piece, values in pieces.items():

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from privacy.checkpoints.read import AVERAGE, Checkpoint, newest_whole
 from privacy.checkpoints.write import CheckpointWriter, Retention
+from privacy.step.averaging import WeightAverage
 from privacy.step.engine import Engine, GradShard
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.distributed.test_optimizers import gradients, model
 from tests.trainer import test_optimizers as whole
 from trainer.config.machine import load_machine_settings
 from trainer.engines import build_engine
-from privacy.step.averaging import WeightAverage
 from trainer.optimizers import moments
 from trainer.ranks import distributed
 

@@ -111,7 +111,10 @@ def test_warnings():
 def test_contract_2_the_default_cap_follows_delta_steps_and_rate(n, size, steps, cap, more):
     """It is the smallest whose overflow costs less than a thousandth of delta, and never above B + 8 sqrt(B)."""
     asked = {"target_epsilon": 3.0} | more
-    plan = make_plan(PlanRequest(num_examples=n, expected_batch_size=size, num_steps=steps, **asked), resume={"noise_multiplier": 1.5})
+    plan = make_plan(
+        PlanRequest(num_examples=n, expected_batch_size=size, num_steps=steps, **asked),
+        resume={"noise_multiplier": 1.5},
+    )
     assert plan.cap == cap == min(cap, usual_cap(size), n) and not plan.warnings
     if cap < min(usual_cap(size), n):
         tail = [plan.max_intents * stats.binom.sf(c, n, plan.sample_rate) for c in (cap - 1, cap)]

@@ -7,7 +7,7 @@ import pytest
 
 from data.reading.loader import StepPlan
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import CyclicPoissonSampler, PoissonSampler, usual_cap, example_keys
+from privacy.sampling.poisson import CyclicPoissonSampler, PoissonSampler, example_keys, usual_cap
 from privacy.step import batches as module
 from privacy.step import collectives
 from privacy.step.batches import LogicalBatches

@@ -15,10 +15,10 @@ from torch import Tensor
 from privacy.checkpoints import write as checkpoint_writer
 from privacy.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole, set_aside_newer
 from privacy.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
+from privacy.step.averaging import WeightAverage, decay_at
 from tests.trainer.test_checkpoint import assert_same, flip_a_bit, new_engine, new_model, resume, take_steps
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from privacy.step.averaging import WeightAverage, decay_at
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -16,8 +16,7 @@ from privacy.loop.fields import Example
 from privacy.loop.fingerprint import PIECE, fingerprint
 from privacy.loop.opening import few_items
 from privacy.loop.reading import Reader
-from privacy.sampling.keys import SamplingKey
-from tests.privacy.loop.own import D, K, Rows, ledger_of, make, net, quick, rows, weights
+from tests.privacy.loop.own import D, K, Rows, ledger_of, make, net, quick, rows
 
 
 def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:

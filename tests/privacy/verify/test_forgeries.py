@@ -219,7 +219,7 @@ def test_a_configuration_that_would_eat_all_memory_is_bad_input(folder: Path, ju
     ("section", "key", "value", "said"),
     [
         ("privacy", "noise_multiplier", 4.5, "noise_multiplier = 4.5, and the ledger has 4.0"),
-        ("privacy", "cap", 101, "cap = 101, and the ledger has 180"),
+        ("privacy", "cap", 101, "cap = 101, and the ledger has 164"),
         ("privacy", "max_examples_per_owner", 1, "max_examples_per_owner = 1, and the ledger has None"),
         ("privacy", "shared_ledger", "all.jsonl", "shared_ledger = True, and the ledger has False"),
         ("privacy", "simulation", True, "config.toml has a simulation"),
