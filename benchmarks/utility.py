@@ -95,7 +95,7 @@ def prepared(arrays: Arrays, seed: int, path: Path, network: str) -> None:
     from benchmarks.peers.torch_run import NETWORKS, trained
 
     torch.manual_seed(seed)
-    weights = {name: value.detach().numpy() for name, value in trained(NETWORKS[network]()).items()}
+    weights: dict[str, Any] = {name: value.detach().numpy() for name, value in trained(NETWORKS[network]()).items()}
     np.savez(path, **arrays._asdict(), **weights)
 
 

@@ -42,9 +42,12 @@ def overflow_of_several(groups: accountants.Groups, copies: int) -> float:
     joint convexity delta grows by at most the event's probability. Under correlated noise the k may be in k groups, and then
     more releases are theirs; k-fold covers that.
     """
-    capped = [group for group in groups if group.cap is not None and group.num_examples is not None]
-    tails = [stats.binom.sf(g.cap - copies, max(g.num_examples - copies, 0), g.sample_rate) for g in capped]
-    return copies * math.fsum(group.count * float(tail) for group, tail in zip(capped, tails, strict=True))
+    tails = [
+        group.count * float(stats.binom.sf(group.cap - copies, max(group.num_examples - copies, 0), group.sample_rate))
+        for group in groups
+        if group.cap is not None and group.num_examples is not None
+    ]
+    return copies * math.fsum(tails)
 
 
 def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: int, interval: float) -> float:
