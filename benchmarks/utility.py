@@ -10,6 +10,7 @@ round; memory is the high-water mark of the process over that of the same. Sampl
 
 OUTPUT is written after every data set and epsilon (a cell); where it exists already, its cells are kept and the others are run.
 
+Networks: one of 26,010 parameters, and, in the cell `lora`, adapters on 100 million frozen ones.
 Data: scikit-learn's digits, drawn three times as large in a frame of 28 x 28 (1,200 to train on, 597 to test), and the embedded
 Fashion-MNIST (10,000 and 1,000). The settings of the optimizer were chosen once, on 500 other pictures of clothes.
 """
@@ -48,9 +49,10 @@ class Task(NamedTuple):
 
     expected_batch_size: int
     num_steps: int
+    network: str = "small"
 
 
-TASKS = {"digits": Task(200, 36), "fashion": Task(400, 45)}
+TASKS = {"digits": Task(200, 36), "fashion": Task(400, 45), "lora": Task(64, 6, "lora")}
 RATE, MOMENTUM, MAX_GRAD_NORM = 0.5, 0.9, 1.0
 
 
@@ -83,17 +85,17 @@ def fashion() -> Arrays:
     return Arrays(x[:train], y[:train], x[first:], y[first:])
 
 
-DATA = {"digits": digits, "fashion": fashion}
+DATA = {"digits": digits, "fashion": fashion, "lora": digits}
 
 
-def prepared(arrays: Arrays, seed: int, path: Path) -> None:
-    """Writes the data and the starting weights of a seed."""
+def prepared(arrays: Arrays, seed: int, path: Path, network: str) -> None:
+    """Writes the data and the starting weights of a seed, but for those that are frozen."""
     import torch
 
-    from benchmarks.peers.torch_run import network
+    from benchmarks.peers.torch_run import NETWORKS, trained
 
     torch.manual_seed(seed)
-    weights = {name: value.numpy() for name, value in network().state_dict().items()}
+    weights: dict[str, Any] = {name: value.detach().numpy() for name, value in trained(NETWORKS[network]()).items()}
     np.savez(path, **arrays._asdict(), **weights)
 
 
@@ -210,13 +212,13 @@ def cell(name: str, epsilon: float, seeds: int, task: Task, workers: dict[str, W
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(seeds):
             file = Path(folder) / f"{seed}.npz"
-            prepared(arrays, seed, file)
+            prepared(arrays, seed, file, task.network)
             rounds.append({})
             turn = [*systems[seed % len(systems) :], *systems[: seed % len(systems)]]
             for system in (s for s in turn if s in workers):
                 job = Job(
-                    system, str(file), epsilon, DELTA, len(arrays.y), *task, RATE, MOMENTUM, MAX_GRAD_NORM,
-                    sigmas.get(system),
+                    system, str(file), epsilon, DELTA, len(arrays.y), *task[:2], RATE, MOMENTUM, MAX_GRAD_NORM,
+                    sigmas.get(system), task.network,
                 )  # fmt: skip
                 print(f"{name}, epsilon {epsilon:g}, seed {seed}: {system}", file=sys.stderr, flush=True)
                 try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .errors import PrivacyConfigError
 from .lattice import Lattice
 from .releases import SENSITIVITY_SLACK
-from .sampling.poisson import CyclicPoissonSampler, PoissonSampler, Sampler, default_cap
+from .sampling.poisson import CyclicPoissonSampler, PoissonSampler, Sampler, usual_cap
 from .sampling.shuffle import ShuffleSampler
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Correlated(Option):
                 f"examples, so take {n // size} bands or fewer"
             )
         # A cap that cuts batches would cost the smaller groups more than is charged.
-        least = min(default_cap(size), plan.group_size)
+        least = min(usual_cap(size), plan.group_size)
         if n % bands and plan.cap is not None and plan.cap < least:
             raise PrivacyConfigError(
                 f"cap {plan.cap} would cut batches, and {bands} groups of unequal size then differ: take {least} or more"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
+from scipy import stats
 
 from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
@@ -21,7 +23,7 @@ from .lattice import Lattice
 from .limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
 from .options import OPTIONS, Arithmetic, Clipping, Option, Sampling, options_of, require_compatible
 from .plan_request import PlanChoices, PlanRequest, require_types
-from .sampling.poisson import PoissonSampler, Sampler, default_cap
+from .sampling.poisson import PoissonSampler, Sampler, usual_cap
 
 if TYPE_CHECKING:
     import torch
@@ -257,6 +259,23 @@ def _frozen_names() -> list[str]:
     return [field.name for field in fields(PrivacyPlan) if field.name not in others]
 
 
+def default_cap(plan: PrivacyPlan) -> int:
+    """The smallest cap that costs less than a thousandth of delta, and B + 8 sqrt(B) where that is less.
+
+    Batches that pass the cap anywhere in the run, with a probability of at most tau, cost at most tau (1 + e^epsilon). Groups
+    of unequal size that take turns have no smaller one than B + 8 sqrt(B), as their check says.
+    """
+    n, size, most = plan.num_examples, plan.expected_batch_size, plan.max_intents
+    usual = min(usual_cap(size), n)
+    if not plan.formal_guarantee or n % plan.bands:
+        return usual
+    reached = plan.target_epsilon or epsilon_rdp([plan.release_group(most)], plan.target_delta)
+    allowed = plan.target_delta / (1000 * (1 + math.exp(min(reached, 700.0)))) / most
+    caps = range(size, usual)
+    rate, among = plan.sample_rate, plan.group_size
+    return caps.start + bisect_left(caps, -allowed, key=lambda cap: -float(stats.binom.sf(cap, among, rate)))
+
+
 def make_plan(
     request: PlanRequest, *, resume: Mapping[str, Any] | None = None, progress: Progress | None = None
 ) -> PrivacyPlan:
@@ -264,7 +283,7 @@ def make_plan(
 
     Args:
         resume: the `plan` of an existing ledger: sigma is then taken from there instead of being calibrated again,
-            so that another library version cannot change it. Compare with `require_equal` afterwards.
+            so that another library version cannot change it, and so is a default cap. Compare with `require_equal` afterwards.
         progress: called with (stage, sigma, epsilon) during calibration.
 
     Raises:
@@ -280,9 +299,6 @@ def make_plan(
             "allow it explicitly (allow_small_noise) if you mean it"
         )
     delta, reserve = request.target_delta, request.reserved_attempts
-    cap, size = request.cap, request.expected_batch_size
-    if cap == "default":
-        cap = default_cap(max(size, 0))
     plan = PrivacyPlan(
         **{field.name: getattr(request, field.name) for field in fields(PlanChoices)}
         | {
@@ -292,13 +308,19 @@ def make_plan(
             "noise_multiplier": 1.0 if sigma is None else sigma,
             "target_delta": 1 / (2 * max(request.num_examples, 1)) if delta is None else delta,
             "reserved_attempts": max(2, math.ceil(request.num_steps / 100)) if reserve is None else reserve,
-            "cap": None if cap is None or request.sampling == "shuffle" else min(cap, request.num_examples),
+            "cap": None,
         }
     )
+    asked, recorded, default = request.cap, None if resume is None else resume.get("cap"), default_cap(plan)
+    if asked == "default":
+        keeps = isinstance(recorded, int) and recorded <= usual_cap(plan.expected_batch_size)
+        asked = recorded if keeps else default
+    if asked is not None and request.sampling != "shuffle":
+        plan = replace(plan, cap=min(asked, plan.num_examples))
     useless = useless_delta(plan.target_delta, plan.num_examples)
     notes = [useless] if useless and plan.enabled else []
-    if plan.cap is not None and plan.cap < min(size + 6 * math.sqrt(size), plan.num_examples):
-        notes.append(f"cap {plan.cap} is close to the expected batch {size}: the truncation costs epsilon")
+    if request.cap != "default" and plan.cap is not None and plan.cap < default:
+        notes.append(f"cap {plan.cap} is below {default}, and the truncation costs epsilon")
     if target is not None and resume is not None:
         sigma = float(resume["noise_multiplier"])
     elif target is not None:

@@ -133,7 +133,8 @@ class PlanRequest(PlanChoices):
         noise_multiplier: sigma; exactly one of it and `target_epsilon` is given (neither is needed without privacy).
         target_delta: 1 / (2 n) by default.
         reserved_attempts: max(2, ceil(1 % of the steps)) by default.
-        cap: "default" is ceil(B + 8 sqrt(B)); None samples without a cap. Shuffled batches need none.
+        cap: "default" follows delta, steps and rate, up to ceil(B + 8 sqrt(B)) (`privacy.plan.default_cap`); None samples
+            without a cap. Shuffled batches need none.
         allow_small_noise: allows sigma below 0.3.
     """
 

@@ -287,8 +287,8 @@ class Plan:
             shift = drawn / self.accounted
             return slope * shift + math.erfc((edge - shift) / math.sqrt(2)) / 2 if edge - shift > 1 else 1.0
 
-        cuts, usual = 0.0, self["usual_cap"]
-        if usual is not None and one.cap is not None and one.cap < usual:
+        cuts = 0.0
+        if one.cap is not None:
             from scipy.stats import binom  # comes with dp-accounting
 
             # An example that pushes another one out of a batch that is cut moves its sum by up to 2.
@@ -806,13 +806,16 @@ def check_plan(folder: Folder) -> str:
     planned = {**plan.fields, **(adaptive or {})} | ({} if adaptive is None else {"clipping_function": "adaptive"})
     defaults = {
         "reserved_attempts": max(2, -(-steps // 100)), "target_delta": 1 / (2 * n), "sampling": "poisson", "max_grad_norm": 1.0,
-        "clipping_function": "flat", "arithmetic": "floating", "cap": plan["usual_cap"], "bands": 1, "strategy": STRATEGIES[0],
+        "clipping_function": "flat", "arithmetic": "floating", "bands": 1, "strategy": STRATEGIES[0],
         "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "unclipped_num_std": batch / 20,
         "expected_batch_size": None, "target_epsilon": None,
     }  # fmt: skip
     wanted = defaults | {name: value for name, value in asked.items() if name in planned}
     if plan["enabled"]:
         rows += [(name, value, planned[name]) for name, value in wanted.items() if name in planned]
+        cap, usual = plan["cap"], plan["usual_cap"]  # whatever it is, it is charged
+        known = "cap" in asked or cap == usual or (cap is not None and usual is not None and batch <= cap < usual)
+        require(known, f"config.toml asks for cap at most {shown(usual)}, and the ledger has {shown(cap)}")
     for name, value, known in rows:
         require(equal(value, known), f"config.toml asks for {name} = {shown(value)}, and the ledger has {shown(known)}")
     require(bool(plan.reasons) or not asked.get("simulation"), "config.toml has a simulation, the plan a guarantee")

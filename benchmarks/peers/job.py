@@ -20,6 +20,7 @@ class Job:
         data: an `.npz` of x (n, 1, 28, 28) float32, y (n,) int64, x_test, y_test, and the starting weights by name.
         num_examples, expected_batch_size: n and B; the sampling rate is B / n.
         noise_multiplier: sigma; None asks the system to calibrate it by its own accountant, and for nothing else.
+        network: of `torch_run.NETWORKS`; JAX has the small one alone.
     """
 
     system: str
@@ -33,6 +34,7 @@ class Job:
     momentum: float
     max_grad_norm: float
     noise_multiplier: float | None = None
+    network: str = "small"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers.job import MICRO_BATCH, Clock, Job, Outcome, peak_mib, serve
+
+if TYPE_CHECKING:
+    from privacy.plan import PrivacyPlan
 
 Arrays = tuple[Tensor, Tensor]
 Train = Callable[[nn.Sequential, Arrays, Job, Clock], float]
@@ -32,8 +36,34 @@ def network() -> nn.Sequential:
     )  # fmt: skip
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter (Hu et al. 2021, arXiv 2106.09685), and a way around both."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted() -> nn.Sequential:
+    """16 frozen layers of 2,500, 100 million parameters, with 650,010 that are trained. The frozen ones are always the same."""
+    torch.manual_seed(0)
+    first = nn.Linear(784, 2500).requires_grad_(False)
+    return nn.Sequential(nn.Flatten(), first, *(Adapted(2500, 8) for _ in range(16)), nn.Linear(2500, 10))
+
+
+NETWORKS: dict[str, Callable[[], nn.Sequential]] = {"small": network, "lora": adapted}
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def optimizer_of(model: nn.Module, job: Job) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=job.rate, momentum=job.momentum)
+    return torch.optim.SGD(trained(model).values(), lr=job.rate, momentum=job.momentum)
 
 
 def poisson(job: Job) -> Iterator[Tensor]:
@@ -45,7 +75,7 @@ def poisson(job: Job) -> Iterator[Tensor]:
         )
 
 
-def our_sigma(job: Job) -> float:
+def our_plan(job: Job) -> "PrivacyPlan":
     """Calibrated by PLD, with the cap of batches, the slack for rounding and the attempts in reserve charged."""
     from privacy.plan import make_plan
     from privacy.plan_request import PlanRequest
@@ -53,10 +83,15 @@ def our_sigma(job: Job) -> float:
 
     request = PlanRequest(
         num_examples=job.num_examples, expected_batch_size=job.expected_batch_size, num_steps=job.num_steps,
-        target_epsilon=job.epsilon, target_delta=job.delta, max_grad_norm=job.max_grad_norm,
-        sensitivity_slack=SENSITIVITY_SLACK,
+        target_epsilon=job.epsilon if job.noise_multiplier is None else None, noise_multiplier=job.noise_multiplier,
+        target_delta=job.delta, max_grad_norm=job.max_grad_norm, sensitivity_slack=SENSITIVITY_SLACK,
     )  # fmt: skip
-    return make_plan(request).noise_multiplier
+    return make_plan(request)
+
+
+def rows(cap: int) -> int:
+    """Rows of a micro-batch: every step runs those of the largest batch."""
+    return math.ceil(cap / math.ceil(cap / MICRO_BATCH))
 
 
 def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
@@ -64,9 +99,9 @@ def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
     from torch.utils.data import TensorDataset
 
     from privacy.loop import PrivateLoop, floats, integers
-    from privacy.sampling.poisson import default_cap
 
-    cap = min(default_cap(job.expected_batch_size), job.num_examples)
+    cap = our_plan(job).cap
+    assert cap is not None
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y, reduction="none")
@@ -86,9 +121,7 @@ def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
             noise_multiplier=job.noise_multiplier,
             target_delta=job.delta,
             max_grad_norm=job.max_grad_norm,
-            micro_batch_size=math.ceil(
-                cap / math.ceil(cap / MICRO_BATCH)
-            ),  # every step runs rows for the largest batch
+            micro_batch_size=rows(cap),
             save_every=job.num_steps,
         ) as loop,
     ):
@@ -146,7 +179,7 @@ def by_hand(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> floa
     """Autograd for one example after the other, torch's Gaussian: what a reader of the paper would write first."""
     assert job.noise_multiplier is not None
     deviation = job.noise_multiplier * job.max_grad_norm
-    parameters, optimizer = list(model.parameters()), optimizer_of(model, job)
+    parameters, optimizer = list(trained(model).values()), optimizer_of(model, job)
     clock.begin()
     for ids in poisson(job):
         sums = [torch.zeros_like(p) for p in parameters]
@@ -192,7 +225,7 @@ def non_private(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> 
 
 
 SYSTEMS: dict[str, tuple[Callable[[Job], float], Train]] = {
-    "ours": (our_sigma, ours),
+    "ours": (lambda job: our_plan(job).noise_multiplier, ours),
     "opacus": (by_opacus, opacus("hooks")),
     "opacus_ghost": (by_opacus, opacus("ghost")),
     "by_hand": (by_dp_accounting, by_hand),
@@ -204,8 +237,8 @@ def run(job: Job, clock: Clock) -> Outcome:
     with np.load(job.data) as held:
         data = {name: torch.from_numpy(held[name]) for name in held.files}
     x, y, x_test, y_test = (data.pop(name) for name in ("x", "y", "x_test", "y_test"))
-    model = network()
-    model.load_state_dict(data)
+    model = NETWORKS[job.network]()
+    model.load_state_dict(data, strict=False)  # those that are trained
     rate = SYSTEMS[job.system][1](model, (x, y), job, clock)
     seconds, peak = clock.seconds(), peak_mib()
     with torch.no_grad():

@@ -46,6 +46,9 @@ class MakeExample(Protocol):
     def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
         """Raises DecodeError when the example's own bytes do not allow it; `key` is its only source of randomness."""
 
+    def draws(self, raw: RawExample, /) -> bool:
+        """Whether the key changes what is made of this example."""
+
     def padding(self) -> dict[str, np.ndarray]:
         """A harmless row of the same names, shapes and types, on which a loss is finite."""
 
@@ -85,13 +88,19 @@ class CaptionExample:
         """
         if raw.image is None:
             raise DecodeError("the example has no image")
-        captions = [caption for caption in raw.captions(self.caption_field) if caption.strip()]
+        captions = self._captions(raw)
         if not captions:
             raise DecodeError("the example has no caption")
         caption = captions[key % len(captions) if self.train else 0]
         image_CHW = _image(raw, self.image_size, key, self.train and self.augment)
         tokens_L, mask_L = self.tokenizer.encode(" ".join(caption[: 1 << 16].split()), self.num_tokens)
         return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L, **self.coin(key)}
+
+    def _captions(self, raw: RawExample) -> list[str]:
+        return [caption for caption in raw.captions(self.caption_field) if caption.strip()]
+
+    def draws(self, raw: RawExample, /) -> bool:
+        return self.train and (self.augment or self.parallel_share > 0 or len(self._captions(raw)) > 1)
 
     def count_unknown(self, raw: RawExample) -> np.ndarray:
         """(2,) int64: how many words of all the example's captions the vocabulary does not know, and how many they have."""
@@ -141,6 +150,9 @@ class MaskedImageExample:
         image_CHW = _image(raw, self.image_size, key, self.train and self.augment)
         return {"images_CHW": image_CHW, "mask_P": self.mask(key if self.train else 0)}
 
+    def draws(self, raw: RawExample, /) -> bool:
+        return self.train
+
     def mask(self, key: int) -> np.ndarray:
         """(P,) bool: every set of `num_visible` visible patches is equally likely."""
         rng = _own_stream(key, 1)
@@ -172,6 +184,9 @@ class ImageExample:
             DecodeError: no image, or one that cannot be decoded.
         """
         return {"images_CHW": _image(raw, self.image_size, key, self.train)}
+
+    def draws(self, raw: RawExample, /) -> bool:
+        return self.train
 
     def padding(self) -> dict[str, np.ndarray]:
         """A black image."""
@@ -230,6 +245,9 @@ class LabelledImageExample:
         label = read_label(raw, self.num_classes, self.label_field)
         image_CHW = _image(raw, self.image_size, key, self.train and self.augment)
         return {"images_CHW": image_CHW, "labels": np.array(label, dtype=np.int64)}
+
+    def draws(self, raw: RawExample, /) -> bool:
+        return self.train and self.augment
 
     def padding(self) -> dict[str, np.ndarray]:
         """A black image of class 0."""

@@ -24,6 +24,9 @@ from data.index.tar_index import ExampleTable
 from data.reading.reader import RawExample, TarReader
 from data.reading.workers import data_loader, shared
 
+KEPT_BYTES = 128 << 20
+"""Decoded examples that stay on each rank, shared out among its workers. In memory alone: they are private."""
+
 
 class StepPlan(NamedTuple):
     """What this rank reads for one logical step.
@@ -126,7 +129,7 @@ class Loader(Prefetched):
         """
         if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
             raise DataError("micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0")
-        self._dataset = MicroBatches(table, make_example, micro_batch_size)
+        self._dataset = MicroBatches(table, make_example, micro_batch_size, KEPT_BYTES // max(num_workers, 1))
         self._micro_batch_size = micro_batch_size
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -185,18 +188,48 @@ class Loader(Prefetched):
 class MicroBatches(Dataset):
     """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`."""
 
-    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int):
+    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, room: int):
         self._reader = TarReader(table)
-        self._make_example = make_example
+        self._kept = Kept(make_example, room)
         self._micro_batch_size = micro_batch_size
 
     def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
         try:
-            return shared(make_batch(self._reader, self._make_example, request, self._micro_batch_size))
+            examples = zip(self._kept.read(self._reader, request.example_ids), request.example_keys, strict=True)
+            return shared(stack_examples(examples, self._kept, self._micro_batch_size, request.rows.tolist()))
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         except MemoryError:
             return Failure(MemoryError, "in a data worker")
+
+
+class Kept:
+    """Makes examples, and keeps those that their keys do not change: they are read and decoded once.
+
+    Args:
+        room: bytes. The first examples that fit stay, since random batches ask for all of them equally often.
+    """
+
+    def __init__(self, make_example: MakeExample, room: int):
+        self._make_example, self._room = make_example, room
+        self._made: dict[int, dict[str, np.ndarray]] = {}
+        self.padding = make_example.padding
+
+    def read(self, reader: TarReader, ids: np.ndarray) -> Iterator[tuple[int, RawExample | None]]:
+        """What `__call__` takes, for distinct ids: those that are kept are not read."""
+        raws = reader.read_all([i for i in ids.tolist() if i not in self._made])
+        return ((i, None if i in self._made else next(raws)) for i in ids.tolist())
+
+    def __call__(self, example: tuple[int, RawExample | None], key: int, /) -> dict[str, np.ndarray]:
+        number, raw = example
+        if raw is None:
+            return self._made[number]
+        made = self._make_example(raw, key)
+        size = sum(array.nbytes for array in made.values())
+        if size <= self._room and not self._make_example.draws(raw):
+            self._room -= size
+            self._made[number] = made
+        return made
 
 
 def make_batch(
@@ -214,8 +247,8 @@ def make_batch(
 
 
 def stack_examples(
-    examples: Iterable[tuple[RawExample, int]],
-    make_example: MakeExample,
+    examples: Iterable[tuple[Any, int]],
+    make_example: MakeExample | Kept,
     micro_batch_size: int,
     rows: Iterable[int] | None = None,
 ) -> Batch:

@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..sampling.poisson import default_cap
+from scipy import stats
+
 from . import accountants
 from .noise_tail import noise_tail_of_cuts, noise_tail_of_several
 
@@ -21,7 +22,7 @@ def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
         return 0.0
     one = plan.release_group(plan.max_intents)
     cuts = 0.0
-    if one.cap is not None and one.cap < default_cap(plan.expected_batch_size):
+    if one.cap is not None and copies == 1:  # several pay for each batch that may be cut: `overflow_of_several`
         cuts = noise_tail_of_cuts(
             one.noise_multiplier,
             one.sample_rate,
@@ -33,8 +34,24 @@ def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
     return cuts + noise_tail_of_several(one.noise_multiplier, one.sample_rate, one.count, copies, rows=plan.bands)
 
 
+def overflow_of_several(groups: accountants.Groups, copies: int) -> float:
+    """What `copies` examples cost in delta because batches above the cap are cut, where epsilon leaves the cap out.
+
+    Coins of the others are alike in both worlds. Unless in some release more than cap - k of them came up, nobody is cut,
+    whatever the coins of the k, which are independent of that event: given it, each release is that of an uncapped batch. By
+    joint convexity delta grows by at most the event's probability. Under correlated noise the k may be in k groups, and then
+    more releases are theirs; k-fold covers that.
+    """
+    tails = [
+        group.count * float(stats.binom.sf(group.cap - copies, max(group.num_examples - copies, 0), group.sample_rate))
+        for group in groups
+        if group.cap is not None and group.num_examples is not None
+    ]
+    return copies * math.fsum(tails)
+
+
 def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: int, interval: float) -> float:
-    """Epsilon at the plan's delta, less what the noise's edge costs that many examples; the cap is left out.
+    """Epsilon at the plan's delta, less what the noise's edge and the cap cost that many examples.
 
     inf where what is left of delta is below PLD_SMALLEST_DELTA: together they may pass the edge, and then no epsilon holds.
 
@@ -42,7 +59,7 @@ def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: in
         groups: what is charged.
         interval: grid of the privacy loss distribution, where there is one.
     """
-    delta = plan.target_delta - noise_tail_of_plan(plan, copies)
+    delta = plan.target_delta - noise_tail_of_plan(plan, copies) - overflow_of_several(groups, copies)
     if delta < accountants.PLD_SMALLEST_DELTA:
         return math.inf
     if plan.bands > 1:  # they may take turns

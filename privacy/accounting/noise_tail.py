@@ -38,8 +38,7 @@ def noise_tail_of_cuts(
     """What an example costs in addition where it pushes another one out of a batch above the cap: the sum moves by up to 2.
 
     The noise without it may then be centred at the sum with the other one or without: in between, where only one of these two
-    can be, the privacy loss is not that of the sampled Gaussian. At the default cap a batch is cut so seldom that this is below
-    the digits of what one example costs, and is left out.
+    can be, the privacy loss is not that of the sampled Gaussian.
 
     Args:
         num_examples, cap: of the group whose turn it is.

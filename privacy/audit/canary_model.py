@@ -136,6 +136,10 @@ class Canaries:
     def __call__(self, raw: Any, key: int, /) -> dict[str, NDArray[Any]]:
         return self.item(int(raw.fields["txt"]), key)
 
+    def draws(self, raw: RawExample) -> bool:
+        """An item is a function of its key, so it is made anew every time."""
+        return True
+
     def padding(self) -> dict[str, NDArray[Any]]:
         return {name: np.zeros_like(array) for name, array in self.item(0, 0).items()}
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..clipping.clipped_sum import writes_to
 from ..clipping.sharded import put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..step import collectives
 from ..step.engine import GradShard, Piece, ShardState, even_layout
 from ..step.reduction import gather_from_owners
-from ..step.row_shards import RowShards, in_shards, own_part
+from ..step.row_shards import RowShards, in_shards, own_part, own_rows
 from .fingerprint import fingerprint, fixed_tensors
 from .shards import require_rows, switch_reduction
 
@@ -32,6 +33,8 @@ OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
 
 
+LOOKED_OVER = 1 << 22
+"""Words of frozen weights and buffers that are hashed before each step, in turn, whether torch has seen a write or not."""
 OF_TORCH = ("state", "param_groups", "_opt_called", "_need_device_dtype_check_for_fused")
 """Attributes that torch's own optimizers and schedulers change at a step, and that need no place in a checkpoint."""
 
@@ -47,7 +50,7 @@ class OwnEngine:
         put_away(model)
         trainable = require_plain(model, optimizer)
         self.replicated = not require_rows(model)
-        self.module, self.optimizer, self._trainable, self._sets_rate = model, optimizer, trainable, sets_rate
+        self.module, self.optimizer, self._trainable, self.sets_rate = model, optimizer, trainable, sets_rate
         self.shapes = {name: p.shape for name, p in trainable.items()}
         first = next(iter(trainable.values()))
         self.device, self.compute_dtype = first.device, first.dtype
@@ -59,7 +62,9 @@ class OwnEngine:
         self._held, self._left = _held(optimizer), _kept(optimizer.state)
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._rates, self._is_resumed = list[float](), False
-        self._seen, self._seen_fixed = self.fingerprint(), fingerprint(fixed_tensors(model))
+        self._seen, fixed = self.fingerprint(), fixed_tensors(model)
+        self._fixed = dict(zip(fixed, zip(_marks(fixed).values(), fingerprint(fixed), strict=True), strict=True))
+        self._in_turn = deque(fixed)
 
     def release(self) -> None:
         """Gives model and optimizer back."""
@@ -72,7 +77,7 @@ class OwnEngine:
         _clear_gradients(self.module, self.optimizer)
         for name, gradient in self._gradients(shards).items():
             self._trainable[name].grad = gradient
-        if self._sets_rate:
+        if self.sets_rate:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
         self._rates, self._is_resumed = _rates(self.optimizer), False
@@ -111,24 +116,46 @@ class OwnEngine:
             raise PrivacyConfigError(
                 "the optimizer's parameters changed since the loop was made: make a new PrivateLoop"
             )
-        if fingerprint(fixed_tensors(self.module)) != self._seen_fixed:
-            raise PrivacyConfigError(
-                "frozen weights or buffers changed since the loop was made: every gradient goes through them, so they may hold "
-                "nothing of private data, and no checkpoint keeps them; change a copy of the model"
-            )
-        if self._is_resumed and not self._sets_rate:
+        self._require_fixed()
+        if self._is_resumed and not self.sets_rate:
             self._require_rates_that_go_on()
         return self.require_all_noised()
 
+    def _require_fixed(self) -> None:
+        """Hashes the frozen weights and buffers that were written to or exchanged, and some of the others in turn.
+
+        What is written through `.data` moves no count of torch. So all are gone through, LOOKED_OVER words before a step.
+
+        Raises:
+            PrivacyConfigError: one has changed.
+        """
+        now = fixed_tensors(self.module)
+        marks, changed = _marks(now), sorted(now.keys() ^ self._fixed.keys())
+        if not changed:
+            looked_at = {name for name in now if marks[name] != self._fixed[name][0]}
+            words = 0
+            while words < LOOKED_OVER and len(looked_at) < len(now):
+                words += now[self._in_turn[0]].numel()
+                looked_at.add(self._in_turn[0])
+                self._in_turn.rotate(-1)
+            numbers = dict(zip(looked_at, fingerprint({name: now[name] for name in looked_at}), strict=True))
+            changed = [name for name, number in numbers.items() if number != self._fixed[name][1]]
+        if changed:
+            raise PrivacyConfigError(
+                f"frozen weights or buffers changed since the loop was made ({changed[0]}): every gradient goes through them, so "
+                "they may hold nothing of private data, and no checkpoint keeps them; change a copy of the model"
+            )
+        self._fixed |= {name: (marks[name], number) for name, number in numbers.items()}
+
     def _require_rates_that_go_on(self) -> None:
-        """Schedulers of torch begin again with their program, and no checkpoint holds them: they are looked for in memory."""
+        """Schedulers of torch begin again with their program: one that was not registered is looked for in memory."""
         found = [
             one for one in gc.get_objects() if LRScheduler in type(one).__mro__ and one.optimizer is self.optimizer
         ]
         now, begins = _rates(self.optimizer), bool(found) and max(one.last_epoch for one in found) == 0
         said = (
-            f"the run goes on with the learning rate {now}, and its last step took {self._rates}; a scheduler of torch needs "
-            "`for _ in range(loop.steps_done): scheduler.step()` once the loop is made"
+            f"the run goes on with the learning rate {now}, and its last step took {self._rates}; give a scheduler of torch to "
+            "loop.register(scheduler), which forwards it"
         )
         if begins and now != self._rates:
             raise PrivacyConfigError(f"{said}; for another rate, give learning_rate=, or no scheduler")
@@ -357,6 +384,12 @@ def _leaves(value: object, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...],
     else:
         return {place: value}
     return {at: leaf for key, child in children for at, leaf in _leaves(child, (*place, key)).items()}
+
+
+def _marks(tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """What changes when a tensor is exchanged, given other memory, or written to in any way but through `.data`."""
+    local = {name: own_rows(x)[0] for name, x in tensors.items()}  # of a detached view the count is that of its tensor
+    return {name: (id(x), local[name].data_ptr(), writes_to(local[name])) for name, x in tensors.items()}
 
 
 def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -69,12 +69,18 @@ class Field:
         if tensor.dtype == torch.uint64 and bool((tensor.view(torch.int64) < 0).any()):
             raise Unusable("holds integers that are not allowed")
         tensor = _plain(tensor, torch.int64)
+        if not bool(self.allows(tensor).all()):
+            raise Unusable(f"holds integers other than 0 to {self.below - 1}")
+        return tensor
+
+    def allows(self, tensor: Tensor) -> Tensor:
+        """Whether each number is one that the field takes; any floating-point number is."""
+        if self.below is None:
+            return torch.ones(tensor.shape, dtype=torch.bool)
         is_allowed = (tensor >= 0) & (tensor < self.below)
         for one in self.also:
             is_allowed |= tensor == one
-        if not bool(is_allowed.all()):
-            raise Unusable(f"holds integers other than 0 to {self.below - 1}")
-        return tensor
+        return is_allowed
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,14 +12,17 @@ import difflib
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
@@ -30,6 +33,7 @@ from ..plan_request import PlanRequest
 from ..releases import SENSITIVITY_SLACK
 from ..run.run import Finished, Run, open_run
 from ..step import collectives
+from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
 from ..step.step import StepRecord
 from . import lineage
@@ -55,17 +59,21 @@ class StepResult:
 
     Attributes:
         number: of the step, from 1 on.
-        epsilon: of everything that the ledger has charged so far; None without a formal guarantee.
         lr: of the optimizer's first group.
         noised_grad_norm: of the sum after noise, divided by the public batch size; post-processing, so it may be published.
         private: computed without noise: never to be published, and never to decide anything. `.inside()` gives the number.
     """
 
     number: int
-    epsilon: float | None
     lr: float
     noised_grad_norm: float
     private: dict[str, Private[float]]
+    _epsilon: Callable[[], float] = field(repr=False, compare=False)
+
+    @property
+    def epsilon(self) -> float:
+        """Of everything that the ledger had charged by then: an upper bound, which takes a moment when it is first asked for."""
+        return self._epsilon()
 
 
 def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -180,22 +188,24 @@ class PrivateLoop:
         with ExitStack() as failing:
             failing.callback(start.undone.close)
             opened = open_run(start)
+            self._registered, self._resumed = start.registered, opened.resumed
             self._engine: OwnEngine = start.engine
             self._is_alone = start.starts_from is None and not opened.ledger.behind
             self._open, self._ledger, self.plan = start.undone, opened.ledger, opened.ledger.plan
+            self._table, self._exact = self.plan.epsilon_table(), dict[int, float]()
+            self._charged = collectives.on_main(lambda: self._ledger.num_charged)
+            self._composed = self._compose(is_last=isinstance(opened, Finished))
             self._run: Run | None = None
             self._steps: Generator[StepRecord, None, None] | None = None
             if isinstance(opened, Finished):
-                self._spent = self._exact_claim()
                 collectives.say(
                     f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; more need another run folder"
                 )
             else:
-                self._run, self._steps = opened, opened.steps()
+                self._run, self._steps = opened, opened.steps(start.registered)
                 self._open.callback(self._steps.close)
                 if opened.step == self.num_steps:
                     next(self._steps, None)  # a crash came between the last checkpoint and the run's end
-                self._spent = collectives.on_main(self._ledger.claim)
             failing.pop_all()
 
     @property
@@ -223,19 +233,18 @@ class PrivateLoop:
         self._run.saved = number
 
     @property
-    def epsilon(self) -> float | None:
+    def epsilon(self) -> float:
         """Epsilon of all that the ledger has charged so far; at the end of the run, verify.py finds it to the last digit."""
-        return None if self._spent is None else self._spent[0]
+        return self._epsilon_of(self._charged, self._composed, is_last=self.steps_done == self.num_steps)
 
     @property
     def delta(self) -> float:
         """Delta of the claim: the least of all runs that it covers."""
-        return self._spent[1] if self._spent and self._ledger.behind else self.plan.target_delta
+        return self.plan.target_delta if self._composed is None else self._composed[1]
 
     @property
     def claim(self) -> str:
         """Epsilon and delta in words, epsilon rounded up; "of this run alone" where nobody said what the weights started from."""
-        assert self.epsilon is not None, "a loop without a guarantee is not opened"
         useless = useless_delta(self.delta, self.plan.num_examples)
         words = f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}{' of this run alone' * self._is_alone}"
         return words + (f"; {useless}" if useless else "")
@@ -248,6 +257,41 @@ class PrivateLoop:
         """
         while self.steps_done < self.num_steps:
             yield self.step()
+
+    def register(self, *things: LRScheduler | WeightAverage) -> None:
+        """Has the loop keep schedulers and an average of the weights, which then go on over a stop as if there had been none.
+
+        Each step moves them on, before its checkpoint and before its turn ends, so the caller calls no `scheduler.step()`. The
+        average is in the checkpoints. A scheduler is a function of its number of steps, and is forwarded by those that are done.
+
+        Args:
+            things: schedulers of this loop's optimizer as they were made, and at most one `WeightAverage`.
+
+        Raises:
+            PrivacyConfigError: anything else, a scheduler that follows a metric or moves already, or a step was taken before.
+        """
+        registered, optimizer = self._registered, self._engine.optimizer
+        if self._run is not None and self._run.step >= self._run.first_step:
+            raise PrivacyConfigError("register schedulers and averages before the first step of this program")
+        for thing in things:
+            if isinstance(thing, WeightAverage) and registered.average is None:
+                registered.average = thing.start(self._engine, self._resumed)
+            elif (
+                isinstance(thing, LRScheduler)
+                and not isinstance(thing, ReduceLROnPlateau)
+                and not self._engine.sets_rate
+            ):
+                if thing.optimizer is not optimizer or thing.last_epoch > 0:
+                    raise PrivacyConfigError("register a new scheduler, of the optimizer that the loop was given")
+                with warnings.catch_warnings(action="ignore"):  # the optimizer has taken these steps, in other programs
+                    for _ in range(self.steps_done):
+                        thing.step()
+                registered.schedulers.append(thing)
+            else:
+                raise PrivacyConfigError(
+                    f"{type(thing).__name__} cannot be registered: the loop keeps schedulers of torch that follow steps alone, "
+                    "without learning_rate=, and one WeightAverage; do anything else between turns"
+                )
 
     def step(self) -> StepResult:
         """Takes the next step. Collective.
@@ -276,7 +320,8 @@ class PrivateLoop:
             if number == self.num_steps:
                 next(self._steps, None)  # the run's end
             is_last = number == self.num_steps
-            self._spent = self._exact_claim() if is_last else collectives.on_main(self._ledger.claim)
+            charged = self._charged = collectives.on_main(lambda: self._ledger.num_charged)
+            self._composed = self._compose(is_last=is_last)
         if record is None:
             assert self._run.outcome == BUDGET_SPENT, "nothing else ends the steps of a loop"
             raise BudgetSpent(
@@ -289,7 +334,8 @@ class PrivateLoop:
                 f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: are the "
                 "items and the weights finite, and is the learning rate small enough?"
             )
-        return StepResult(number, self.epsilon, record.lr.value, record.noised_grad_norm.value, record.private)
+        bound = partial(self._epsilon_of, charged, self._composed, is_last=is_last)
+        return StepResult(number, record.lr.value, record.noised_grad_norm.value, record.private, bound)
 
     def save(self) -> None:
         """Writes a checkpoint of the last step, if there is none. Collective.
@@ -331,12 +377,29 @@ class PrivateLoop:
         finally:
             self.close()
 
-    def _exact_claim(self) -> tuple[float, float] | None:
-        """Epsilon of exactly what is charged, which takes seconds; while the run goes on a table of upper bounds is read."""
-        if self._ledger.behind:
-            return collectives.on_main(lambda: claim_of(self.run_dir, read_ledger(self.run_dir / "ledger.jsonl")))
-        epsilon = collectives.on_main(lambda: self.plan.epsilon_after(self._ledger.num_charged))
-        return None if epsilon is None else (epsilon, self.plan.target_delta)
+    def _compose(self, *, is_last: bool) -> tuple[float, float] | None:
+        """The claim of this run and of all private runs behind its weights; None where there are none. Collective."""
+        if not self._ledger.behind:
+            return None
+        exact = partial(claim_of, self.run_dir)
+        ledger = self.run_dir / "ledger.jsonl"
+        return collectives.on_main(lambda: exact(read_ledger(ledger)) if is_last else self._ledger.claim())
+
+    def _epsilon_of(self, charged: int, composed: tuple[float, float] | None, *, is_last: bool) -> float:
+        """Of exactly so many attempts, which takes seconds; while the run goes on a table of upper bounds is read.
+
+        Each rank computes it when it is asked, since a step costs less than its epsilon.
+        """
+        if composed is not None:
+            return composed[0]
+        assert self._table is not None, "a loop without a guarantee is not opened"
+        if not is_last:
+            return self._table.epsilon(charged)
+        if charged not in self._exact:
+            exact = self.plan.epsilon_after(charged)
+            assert exact is not None, "as above"
+            self._exact[charged] = exact
+        return self._exact[charged]
 
 
 def on_all_or_none(check: Callable[[], object]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
@@ -25,12 +26,14 @@ from ..ledger.durable import require_apart
 from ..plan import PrivacyPlan
 from ..plan_request import PlanRequest
 from ..run.ledger import Opening, RunLedger, open_ledger
-from ..run.run import Parts, Stored
+from ..run.run import Parts, Stored, Watcher
 from ..step import collectives
-from ..step.batches import most_rows
-from ..step.engine import to_device
+from ..step.averaging import WeightAverage
+from ..step.batches import Dealt, most_rows
+from ..step.engine import ShardState, to_device
 from ..step.folder import RunFolder
 from ..step.neighbours import require_neighbours_apart
+from ..step.step import MicroBatch, StepRecord
 from . import lineage
 from .engine import OwnEngine, settings
 from .fingerprint import fixed_tensors
@@ -44,11 +47,34 @@ KEPT = 2
 
 
 @dataclass
+class Registered(Watcher):
+    """What `PrivateLoop.register` was given: it moves on after each step, before the step's checkpoint."""
+
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    average: WeightAverage | None = None
+
+    def take(
+        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+    ) -> StepRecord:
+        record = step(batches)
+        for scheduler in self.schedulers:
+            scheduler.step()
+        if self.average is not None:
+            self.average.update(plan.step)
+        return record
+
+    def states(self, engine: OwnEngine) -> Iterator[ShardState]:
+        """What a checkpoint holds of this rank."""
+        return engine.state() if self.average is None else self.average.states()
+
+
+@dataclass
 class OwnStart:
     """See `privacy.run.run.Start`; the arguments are those of `PrivateLoop`.
 
     Attributes:
         undone: gives back what was opened, in reverse order.
+        registered: what goes along with the steps.
     """
 
     model: nn.Module
@@ -69,6 +95,7 @@ class OwnStart:
     is_new: bool = field(default=True, init=False)
     ledger: RunLedger = field(init=False)
     undone: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    registered: "Registered" = field(default_factory=lambda: Registered())
     engine: OwnEngine = field(init=False)
     task: Task = field(init=False)
 
@@ -225,7 +252,9 @@ class OwnStart:
             learning_rate=self.learning_rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
             note_charge=lambda _: engine.require_all_noised(),  # the caller's loss and items have run
             stored=lambda: Stored(
-                engine.state(), engine.shapes, {**engine.facts(), "run": name, "model": self.model_facts}
+                self.registered.states(engine),
+                engine.shapes,
+                {**engine.facts(), "run": name, "model": self.model_facts},
             ),
             configuration=(text, None, {}),
             retention=Retention(KEPT),

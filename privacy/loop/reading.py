@@ -5,6 +5,8 @@ An item is read as a function of itself and of its own secret key: Python's, num
 the key before `dataset[i]`, so that a random augmentation of one item never depends on the others (contract 13). An item that
 cannot be read, or is not what the fields say, stays in the batch and counts as zero (contract 2). What a machine does wrong (a
 file that cannot be opened, a network, memory) ends the run instead: it is no property of the item.
+
+Items of a plain `TensorDataset` draw nothing, and those of a micro-batch are read together, with the same checks of each.
 """
 
 import hashlib
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ..card.text import one_line
 from ..errors import PrivacyConfigError
@@ -122,12 +124,36 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
                 raise ItemNotRead(f"item {index} could not be read: {type(error).__name__}: {error}") from error
             raise Unusable(f"cannot be read: {type(error).__name__}: {error}") from error
 
+    def _columns(self) -> dict[str, Tensor] | None:
+        """The tensors of a `TensorDataset` that hold the fields as they are declared; None for any other data."""
+        fields = self.example.fields
+        if type(self.dataset) is not TensorDataset or self.example.is_named or len(self.dataset.tensors) != len(fields):
+            return None
+        columns = dict(zip(fields, self.dataset.tensors, strict=True))
+        is_plain = all(
+            type(column) is Tensor and column.layout == torch.strided and column.device.type == "cpu"
+            and column.dtype == fields[name].dtype and column.shape[1:] == fields[name].shape
+            for name, column in columns.items()
+        )  # fmt: skip
+        return columns if is_plain else None
+
     def __getitem__(self, request: Request) -> MicroBatch | ItemNotRead:
         inputs = {
             name: row.expand(self.micro_batch_size, *row.shape).clone() for name, row in self.example.padding().items()
         }
         is_padding_B = torch.ones(self.micro_batch_size, dtype=torch.bool)
         num_undecodable = 0
+        columns = self._columns()
+        if columns is not None and request:
+            index_N, row_N = torch.tensor([(index, row) for index, _, row in request]).view(-1, 2).unbind(1)
+            read = {name: column.detach()[index_N] for name, column in columns.items()}
+            is_usable_N = torch.ones(len(index_N), dtype=torch.bool)
+            for name, value in read.items():
+                is_usable_N &= self.example.fields[name].allows(value).view(len(index_N), -1).all(1)
+            for name, value in read.items():
+                inputs[name][row_N[is_usable_N]] = value[is_usable_N]
+            is_padding_B[row_N[is_usable_N]] = False
+            return MicroBatch(inputs, is_padding_B, int((~is_usable_N).sum()))
         with kept_random_numbers():
             for index, key, row in request:
                 try:

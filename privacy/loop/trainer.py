@@ -143,16 +143,14 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
             **self._private,
         ) as loop:
             self.loop = loop
-            schedule = self.create_scheduler(args.max_steps, optimizer)
-            for _ in range(loop.steps_done):
-                schedule.step()
+            if self._private.get("learning_rate") is None:
+                loop.register(self.create_scheduler(args.max_steps, optimizer))
             self.state = TrainerState(global_step=loop.steps_done, max_steps=args.max_steps, num_train_epochs=1)
             self.state.is_world_process_zero = self.is_world_process_zero()
             self.state.is_local_process_zero = self.is_local_process_zero()
             self.state.compute_steps(args, args.max_steps)
             self.control = self.callback_handler.on_train_begin(args, self.state, TrainerControl())
             for step in loop:
-                schedule.step()
                 self.state.global_step = step.number
                 self.control = self.callback_handler.on_step_end(args, self.state, self.control)
                 if self.control.should_log:

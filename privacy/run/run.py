@@ -180,6 +180,7 @@ class Run:
         step: the last one that was taken; the first of this start is `first_step`.
         saved: the step of the newest checkpoint; None before the first.
         outcome: how the steps ended (privacy/errors.py); None while they go on.
+        resumed: the checkpoint that this start goes on from, if there is one.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class Run:
         self.first_step = self.step + 1
         self.saved = None if resumed is None else resumed.step
         self.outcome: int | None = None
+        self.resumed = resumed
         self.mechanism = Mechanism(
             plan=plan,
             clipped=parts.clipped,

@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from data.examples.examples import CaptionExample, MakeExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.tar_index import ExampleTable
-from data.reading.loader import Loader, StepPlan, eval_batches
+from data.reading.loader import Loader, MicroBatches, MicroBatchRequest, StepPlan, eval_batches
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
 from tests.processes import Forked, kill_group
@@ -60,6 +60,31 @@ def test_same_batches_for_any_number_of_workers(table: ExampleTable) -> None:
             assert one.inputs.keys() == two.inputs.keys() == {"images_BCHW", "tokens_BL", "token_mask_BL"}
             assert all(torch.equal(one.inputs[name], two.inputs[name]) for name in one.inputs)
             assert torch.equal(one.is_padding_B, two.is_padding_B) and one.num_undecodable == two.num_undecodable
+
+
+def test_what_no_key_changes_is_read_and_decoded_once_as_far_as_it_fits(
+    table: ExampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same batches as without; only what fits stays, and nothing where a key draws a crop or a caption."""
+    read: list[int] = []
+    read_all = TarReader.read_all
+    monkeypatch.setattr(TarReader, "read_all", lambda self, ids: (read.extend(ids), read_all(self, ids))[1])
+    whole = MicroBatchRequest(np.arange(12), np.arange(12, dtype=np.uint64), np.arange(12))
+    everything = set(range(12))
+    for changes, room, kept in (
+        ({"augment": False}, 1 << 20, everything),
+        ({"augment": False}, 7000, {0, 1}),
+        ({}, 1 << 20, set()),
+        ({"augment": False, "parallel_share": 0.5}, 1 << 20, set()),
+    ):
+        batches = MicroBatches(table, replace(MAKE, **changes), 12, room)
+        first = batches[whole]
+        read.clear()
+        second = batches[whole]
+        bad = set(first.is_padding_B.nonzero().flatten().tolist())  # looked at again
+        assert set(read) == everything - kept | bad and 0 < len(bad) < 5
+        assert torch.equal(first.is_padding_B, second.is_padding_B) and first.num_undecodable == second.num_undecodable
+        assert all(torch.equal(first.inputs[name], second.inputs[name]) for name in first.inputs)
 
 
 def test_examples_stand_in_the_rows_of_the_plan(table: ExampleTable) -> None:
@@ -135,6 +160,9 @@ class Failing:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
         return self.padding()
+
+    def draws(self, raw: RawExample, /) -> bool:
+        return True
 
     def padding(self) -> dict[str, np.ndarray]:
         return {"label": np.zeros((), dtype=np.int64)}

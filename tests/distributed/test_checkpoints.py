@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from privacy.checkpoints.read import AVERAGE, Checkpoint, newest_whole
 from privacy.checkpoints.write import CheckpointWriter, Retention
+from privacy.step.averaging import WeightAverage
 from privacy.step.engine import Engine, GradShard
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer import test_optimizers as whole
 from trainer.config.machine import load_machine_settings
 from trainer.engines import build_engine
-from trainer.loop.averaging import WeightAverage
 from trainer.optimizers import moments
 from trainer.ranks import distributed
 
@@ -72,7 +72,7 @@ def rank_save(device: torch.device, folder: Path, engines: list[tuple[str, int]]
     found = {}
     for name, stage in engines:
         engine = new_engine(name, stage, model(), device)
-        average = WeightAverage(engine, 0.5, None)
+        average = WeightAverage(0.5).start(engine, None)
         for number, gradient in enumerate(gradients()[:2], 1):
             step(engine, gradient)
             average.update(number)
@@ -100,7 +100,7 @@ def rank_load(device: torch.device, folder: Path, engines: list[tuple[str, int]]
             checkpoint.load_weights(module)
             engine = new_engine(name, stage, module, device)
             checkpoint.restore(engine, moments(SECTION))
-            found[f"{target.name} -> {name}-{stage}"] = gathered(WeightAverage(engine, 0.5, checkpoint))
+            found[f"{target.name} -> {name}-{stage}"] = gathered(WeightAverage(0.5).start(engine, checkpoint))
             step(engine, gradients()[2])  # and it can go on from there
             found[f"{target.name} -> {name}-{stage}, a step later"] = {
                 f"param|{s.piece.name}|{s.piece.offset}": s.tensors["param"].detach().cpu().clone()

@@ -23,7 +23,7 @@ from privacy.accounting.accountants import (
 )
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.errors import PrivacyConfigError
-from privacy.sampling.poisson import default_cap
+from privacy.sampling.poisson import usual_cap
 
 # DP-Cap: n = 233e6, B = 1 310 720, sigma 0.728, 5708 steps, delta 1/n.
 N, B, T, DELTA = 233_000_000, 1_310_720, 5708, 4.2918e-9
@@ -76,7 +76,7 @@ def test_dpcap_point_against_published_numbers():
 
 
 def test_contract_2_the_cap_is_charged_and_eight_deviations_are_free():
-    free = ReleaseGroup(B / N, 0.728, T, N, default_cap(B))
+    free = ReleaseGroup(B / N, 0.728, T, N, usual_cap(B))
     assert epsilon_pld([free], DELTA, 1e-3) == pytest.approx(epsilon_pld([DPCAP], DELTA, 1e-3), abs=2e-3)
     tight = ReleaseGroup(B / N, 0.728, T, N, B)
     assert epsilon_pld([tight], DELTA, 1e-2) > 50

@@ -5,14 +5,14 @@ import pytest
 from privacy.accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon
 from privacy.accounting.calibration import calibrate_noise_multiplier
 from privacy.errors import PrivacyConfigError
-from privacy.sampling.poisson import default_cap
+from privacy.sampling.poisson import usual_cap
 
 N, B, T, DELTA = 233_000_000, 1_310_720, 5708, 4.2918e-9
 
 
 @pytest.mark.full
 def test_dpcap_point_with_cap_reserve_and_slack_within_the_time_limit():
-    group, start = ReleaseGroup(B / N, 0, T + 58, N, default_cap(B)), time.process_time()
+    group, start = ReleaseGroup(B / N, 0, T + 58, N, usual_cap(B)), time.process_time()
     result = calibrate_noise_multiplier(group, DELTA, 8, sensitivity_slack=1e-4)
     assert time.process_time() - start < 15
     assert 0.708 < result.noise_multiplier < 0.710

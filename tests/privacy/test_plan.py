@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from privacy import verify
 from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
@@ -18,6 +20,7 @@ from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan, make_plan, require_equal
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
+from privacy.sampling.poisson import usual_cap
 
 BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "noise_multiplier": 3.0}
 
@@ -31,10 +34,10 @@ def test_defaults_of_the_contract():
     plan = _plan()
     assert plan.target_delta == 1 / 6000
     assert plan.reserved_attempts == 2 and _plan(num_steps=1000).reserved_attempts == 10
-    assert plan.cap == 122 == plan.max_batch_size
+    assert plan.cap == 112 == plan.max_batch_size
     assert plan.max_intents == 152
     assert plan.formal_guarantee and plan.reasons == () and plan.warnings == ()
-    assert plan.sample_rate == pytest.approx(0.02) and plan.sampler.cap == 122
+    assert plan.sample_rate == pytest.approx(0.02) and plan.sampler.cap == 112
     assert _plan(expected_batch_size=2999).cap == 3000
     assert _plan(cap=None).max_batch_size == 3000
 
@@ -90,8 +93,41 @@ def test_bad_plans_are_refused_in_one_line(changes, message):
 
 def test_warnings():
     assert "above 1/n" in _plan(target_delta=1e-2).warnings[0]
-    assert "close to the expected batch" in _plan(cap=70).warnings[0]
+    assert "the truncation costs epsilon" in _plan(cap=70).warnings[0]
     assert _plan(noise_multiplier=0.2, allow_small_noise=True).noise_multiplier == 0.2
+
+
+@pytest.mark.parametrize(
+    ("n", "size", "steps", "cap", "more"),
+    [
+        (1200, 200, 36, 291, {"target_delta": 1e-5}),
+        (10_000, 2000, 120, 2306, {"target_delta": 1e-5, "target_epsilon": 8.0}),
+        (1200, 200, 36, 314, {"target_delta": 1e-5, "enabled": False}),
+        (1201, 200, 36, 314, {"target_delta": 1e-5, "bands": 2}),
+        (233_000_000, 1_310_720, 5708, 1_319_879, {}),
+        (50, 50, 5, 50, {}),
+    ],
+)
+def test_contract_2_the_default_cap_follows_delta_steps_and_rate(n, size, steps, cap, more):
+    """It is the smallest whose overflow costs less than a thousandth of delta, and never above B + 8 sqrt(B)."""
+    asked = {"target_epsilon": 3.0} | more
+    plan = make_plan(
+        PlanRequest(num_examples=n, expected_batch_size=size, num_steps=steps, **asked),
+        resume={"noise_multiplier": 1.5},
+    )
+    assert plan.cap == cap == min(cap, usual_cap(size), n) and not plan.warnings
+    if cap < min(usual_cap(size), n):
+        tail = [plan.max_intents * stats.binom.sf(c, n, plan.sample_rate) for c in (cap - 1, cap)]
+        allowed = plan.target_delta / (1000 * (1 + math.exp(plan.target_epsilon)))
+        assert tail[1] <= allowed < tail[0]
+
+
+def test_contract_2_a_cap_is_frozen_at_the_opening(monkeypatch):
+    """A ledger of another version keeps its cap, and one that no version writes is refused by the comparison that follows."""
+    request = PlanRequest(num_examples=3000, expected_batch_size=256, num_steps=30, noise_multiplier=2.0)
+    opened = make_plan(request)
+    for cap, kept in ((384, 384), (opened.cap - 3, opened.cap - 3), (385, opened.cap), (None, opened.cap)):
+        assert make_plan(request, resume={"noise_multiplier": 2.0, "cap": cap}).cap == kept
 
 
 @pytest.mark.full
@@ -151,7 +187,7 @@ def test_resume_takes_sigma_from_the_ledger_and_not_from_another_calibration():
 
 
 def test_contract_7_the_tail_of_the_noise_source_is_charged_in_delta():
-    plan = _plan(noise_multiplier=1.0, target_delta=1e-13)
+    plan = _plan(noise_multiplier=1.0, target_delta=1e-13, cap=None)
     assert plan.noise_tail_delta == noise_tail_delta(1.0, plan.sample_rate * plan.max_intents)
     assert 0 < plan.noise_tail_delta < 1e-13 and plan.accounted_delta == 1e-13 - plan.noise_tail_delta
     assert plan.epsilon_planned == epsilon([plan.release_group(150)], plan.accounted_delta)

@@ -7,7 +7,7 @@ import pytest
 
 from data.reading.loader import StepPlan
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import CyclicPoissonSampler, PoissonSampler, default_cap, example_keys
+from privacy.sampling.poisson import CyclicPoissonSampler, PoissonSampler, example_keys, usual_cap
 from privacy.step import batches as module
 from privacy.step import collectives
 from privacy.step.batches import LogicalBatches
@@ -51,7 +51,7 @@ def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: 
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-@pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, default_cap(40)), (40, 35), (1, 9), (503, 503)])
+@pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, usual_cap(40)), (40, 35), (1, 9), (503, 503)])
 @pytest.mark.parametrize("pads_to_cap", [True, False])
 def test_members_do_not_depend_on_the_world(
     world_size: int, expected: int, cap: int | None, pads_to_cap: bool, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +73,7 @@ def test_members_do_not_depend_on_the_world(
 
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 1), (0, 0, 1), (0, 1, 1, 0, 2)])
-@pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, default_cap(40)), (1, 9), (503, 503)])
+@pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, usual_cap(40)), (1, 9), (503, 503)])
 @pytest.mark.parametrize("pads_to_cap", [True, False])
 def test_with_stores_of_their_own_nodes_get_their_share_of_the_same_members(
     nodes: tuple[int, ...], expected: int, cap: int | None, pads_to_cap: bool, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +102,7 @@ def test_a_retry_takes_new_coins_and_keys(monkeypatch: pytest.MonkeyPatch) -> No
     assert np.array_equal(first[0].example_ids, other[0].example_ids), "another step's attempts do not matter"
 
 
-@pytest.mark.parametrize("cap", [105, default_cap(100)])
+@pytest.mark.parametrize("cap", [105, usual_cap(100)])
 def test_contracts_4_and_12_every_step_runs_the_micro_batches_of_the_cap(
     cap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,10 +115,10 @@ def test_contracts_4_and_12_every_step_runs_the_micro_batches_of_the_cap(
 
 def test_contract_4_rows_are_those_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps never place their members alike, nor do two attempts or sessions; any rank may have any member."""
-    made = logical_batches(40, default_cap(40))
+    made = logical_batches(40, usual_cap(40))
     found = [plans_of_all(made, 2, step, monkeypatch) for step in range(1, 60)]
     assert len({plan.rows[:8].tobytes() for plans in found for plan in plans}) == 2 * len(found)
-    again = plans_of_all(logical_batches(40, default_cap(40), {5: 1}), 2, 5, monkeypatch)
+    again = plans_of_all(logical_batches(40, usual_cap(40), {5: 1}), 2, 5, monkeypatch)
     assert not np.array_equal(again[0].rows[:8], found[4][0].rows[:8])
     ranks = [{int(i) for plans in found for i in plans[rank].example_ids} for rank in range(2)]
     assert len(ranks[0] & ranks[1]) > 0.8 * NUM_EXAMPLES

@@ -15,10 +15,10 @@ from torch import Tensor
 from privacy.checkpoints import write as checkpoint_writer
 from privacy.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole, set_aside_newer
 from privacy.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
+from privacy.step.averaging import WeightAverage, decay_at
 from tests.trainer.test_checkpoint import assert_same, flip_a_bit, new_engine, new_model, resume, take_steps
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from trainer.loop.averaging import WeightAverage, decay_at
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -214,7 +214,7 @@ class TestAverage:
     def averaged(self, folder: Path, stops: tuple[int, ...], num_steps: int = 6) -> Checkpoint:
         """The last checkpoint of a run that was resumed at `stops`."""
         engine, resumed = new_engine(new_model()), None
-        average = WeightAverage(engine, self.DECAY, None)
+        average = WeightAverage(self.DECAY).start(engine, None)
         writer = CheckpointWriter(folder, Retention(9))
         for step in range(1, num_steps + 1):
             take_steps(engine, step, step)
@@ -223,7 +223,7 @@ class TestAverage:
                 writer.save(step, average.states(), engine.shapes, {})
                 resumed = Checkpoint(folder / checkpoint_name(step))
                 engine = resume(resumed.path)
-                average = WeightAverage(engine, self.DECAY, resumed)
+                average = WeightAverage(self.DECAY).start(engine, resumed)
         assert resumed is not None
         return resumed
 
@@ -250,7 +250,7 @@ class TestAverage:
 
     def test_in_use_for_evaluation(self, folder: Path) -> None:
         engine = new_engine(new_model())
-        average = WeightAverage(engine, self.DECAY, None)
+        average = WeightAverage(self.DECAY).start(engine, None)
         for step in (1, 2):
             take_steps(engine, step, step)
             average.update(step)

@@ -11,7 +11,7 @@ import torch
 from data.errors import DataError
 from privacy.accounting.accountants import epsilon_rdp
 from privacy.plan import PrivacyPlan, make_plan
-from privacy.sampling.poisson import default_cap
+from privacy.sampling.poisson import usual_cap
 from tests.e2e.launch import alone, train_arguments
 from tests.processes import run_python
 from trainer.config.machine import load_machine_settings
@@ -174,7 +174,7 @@ MOST_RANKS = {
 def test_little_of_a_logical_batch_is_padding(path: Path) -> None:
     config = load_config(path)
     expected, size = config.privacy.expected_batch_size, config.train.micro_batch_size
-    count = default_cap(expected) if config.privacy.enabled else expected
+    count = usual_cap(expected) if config.privacy.enabled else expected
     most = MOST_RANKS.get(path.stem, 128)
     assert f"Little padding on 8 to {most} ranks" in path.read_text() or path.stem.startswith("dpcap_")
     for ranks in (ranks for ranks in RANKS if ranks <= most):

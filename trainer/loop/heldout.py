@@ -9,8 +9,8 @@ from torch import Tensor
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
 from privacy.boundary import Private
+from privacy.step.averaging import WeightAverage
 from privacy.step.engine import Engine, holds_whole_weights, to_device
-from trainer.loop.averaging import WeightAverage
 from trainer.ranks import distributed
 from trainer.tasks.base import Samples, TrainingTask
 from trainer.tasks.blind import LOOKED_AT, BlindBaseline, blind_baseline

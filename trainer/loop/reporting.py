@@ -24,9 +24,9 @@ from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
 from privacy.ledger.durable import torn_line_end
 from privacy.run.run import Run
+from privacy.step.averaging import WeightAverage
 from privacy.step.step import StepRecord
 from trainer.config.recipe import RunConfig
-from trainer.loop.averaging import WeightAverage
 from trainer.loop.heldout import Heldout, HeldoutResults
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
 from trainer.loop.sanity import SanityChecks

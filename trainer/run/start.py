@@ -28,6 +28,7 @@ from privacy.plan import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
 from privacy.step.allocator import keep_freed_memory
+from privacy.step.averaging import WeightAverage
 from privacy.step.batches import Dealt
 from privacy.step.collectives import refuse_together
 from privacy.step.engine import Engine, to_device
@@ -38,7 +39,6 @@ from trainer.config.recipe import EngineName, RunConfig, to_toml
 from trainer.engines import build_engine, sharder
 from trainer.engines.blocks import checkpoint_blocks, compile_blocks, require_compilable
 from trainer.errors import ConfigError
-from trainer.loop.averaging import WeightAverage
 from trainer.loop.fit import fit
 from trainer.loop.heldout import Heldout
 from trainer.loop.reporting import Training
@@ -314,7 +314,8 @@ class TrainerStart:
         source = self.noise or plan.noise()
         self.sanity = SanityChecks(engine, source) if train.sanity_checks else None
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
-        average = self.average = WeightAverage(engine, train.ema_decay, resumed) if train.ema_decay else None
+        average = WeightAverage(train.ema_decay).start(engine, resumed) if train.ema_decay else None
+        self.average = average
 
         def stored() -> Stored:
             states = average.states() if average is not None else engine.state()

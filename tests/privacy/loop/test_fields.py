@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from privacy.errors import PrivacyConfigError
 from privacy.loop import floats, integers, mask
 from privacy.loop.fields import Example, Field, Unusable
+from privacy.loop.reading import MicroBatch, Reader
 
 LABEL = integers(3, also=[-100])
 
@@ -73,3 +75,35 @@ def test_fields_that_cannot_be_are_refused_in_one_line(make: Any, said: str) -> 
     with pytest.raises(PrivacyConfigError, match=re.escape(said)) as refused:
         make()
     assert "\n" not in str(refused.value)
+
+
+def test_items_of_tensors_are_read_together_as_they_are_one_by_one() -> None:
+    """NaN, integers that are not allowed, empty requests, any rows; no random number is drawn or seeded."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(30, 2, 3, generator=generator), torch.randint(-2, 4, (30,), generator=generator)
+    x[3, 1, 1], y[5], y[6] = torch.nan, -100, 2**62
+    fields = Example((floats(2, 3), LABEL))
+    together = Reader(TensorDataset(x.requires_grad_(), y), fields, 8)
+    one_by_one = Reader([(a.detach(), b) for a, b in zip(x, y, strict=True)], fields, 8)
+    for trial in range(40):
+        count = trial % 9
+        ids = torch.randint(30, (count,), generator=generator).tolist()
+        request = [(i, 1, row) for i, row in zip(ids, torch.randperm(8, generator=generator).tolist(), strict=False)]
+        state = torch.get_rng_state()
+        found, expected = together[request], one_by_one[request]
+        assert torch.equal(state, torch.get_rng_state()) and found.num_undecodable == expected.num_undecodable
+        assert torch.equal(found.is_padding_B, expected.is_padding_B)
+        assert all(torch.equal(found.inputs[n].nan_to_num(9), expected.inputs[n].nan_to_num(9)) for n in found.inputs)
+
+
+def test_only_plain_tensors_in_the_fields_own_dtypes_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Augmented(TensorDataset):
+        """Its items draw random numbers."""
+
+    x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+    plain = TensorDataset(x, y)
+    others = [Augmented(x, y), TensorDataset(x.double(), y), TensorDataset(x, y.int()), TensorDataset(x, y, y)]
+    others += [TensorDataset(x.to_sparse(), y), TensorDataset(torch.zeros(4, 3), y), list(plain)]
+    for data, is_together in ((plain, True), *((other, False) for other in others)):
+        monkeypatch.setattr(Reader, "item", lambda *_: pytest.fail("read one by one") if is_together else {})  # noqa: B023
+        assert isinstance(Reader(data, Example((floats(2), integers(3))), 4)[[(0, 1, 0), (3, 2, 1)]], MicroBatch)

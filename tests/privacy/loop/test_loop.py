@@ -268,17 +268,6 @@ def test_a_hand_in_the_loop_stops_it_before_a_charge(meddle: Any, tmp_path: Path
     assert ledger_of(tmp_path / "run").num_charged == 1
 
 
-def test_the_rate_may_change_between_steps_and_evaluation_goes_on_beside(tmp_path: Path) -> None:
-    with quick(), make(tmp_path / "run") as loop:
-        for step in loop:
-            loop._engine.optimizer.param_groups[0]["lr"] = 0.1 / step.number
-            loop.module.eval()
-            with torch.no_grad():
-                loop.module(torch.zeros(1, 6))
-            loop.module.train()
-    assert loop.steps_done == 6
-
-
 KINDS = [torch.optim.SGD, torch.optim.Adam]
 OTHER_KINDS = [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.ASGD]
 
@@ -452,12 +441,3 @@ def test_a_keyword_of_another_library_gets_the_name_that_is_meant() -> None:
         assert "\n" not in str(refused.value)
     with pytest.raises(PrivacyConfigError, match="it takes data_version, dataset, example"):
         PrivateLoop(net(), poisson=True)
-
-
-def test_frozen_settings_name_a_way_out(tmp_path: Path) -> None:
-    with quick():
-        make(tmp_path / "run").close()
-        with pytest.raises(
-            PrivacyConfigError, match="the old value or another run folder: num_steps was 6 and is now 7"
-        ):
-            make(tmp_path / "run", num_steps=7)

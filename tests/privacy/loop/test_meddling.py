@@ -16,8 +16,7 @@ from privacy.loop.fields import Example
 from privacy.loop.fingerprint import PIECE, fingerprint
 from privacy.loop.opening import few_items
 from privacy.loop.reading import Reader
-from privacy.sampling.keys import SamplingKey
-from tests.privacy.loop.own import D, K, Rows, ledger_of, make, net, quick, rows, weights
+from tests.privacy.loop.own import D, K, Rows, ledger_of, make, net, quick, rows
 
 
 def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:
@@ -93,6 +92,33 @@ def test_what_is_written_to_the_model_between_steps_is_found_before_a_charge(tmp
                 if said == "the weights changed":
                     model.head.weight.data.copy_(model.head.weight.flip(0))
             assert ledger_of(tmp_path / str(number)).num_charged == 2
+
+
+def test_frozen_weights_are_looked_at_where_torch_saw_a_write_and_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large model one tensor is hashed before each step: a write is found at once, one through `.data` in its turn."""
+    monkeypatch.setattr("privacy.loop.engine.LOOKED_OVER", 1)
+    hashed: list[list[str]] = []
+    monkeypatch.setattr("privacy.loop.engine.fingerprint", lambda x: (hashed.append(list(x)), fingerprint(x))[1])
+    with quick(), make(tmp_path / "run", model := Shifted(), num_steps=12) as loop:
+        fixed = [{"fixed.weight"}, {"fixed.bias"}, {"mean"}]
+        hashed.clear()
+        for _ in range(4):
+            loop.step()
+        assert [set(names) for names in hashed if names and set(names) <= set().union(*fixed)] == [*fixed, fixed[0]]
+        with torch.no_grad():
+            model.mean.add_(1)
+        with pytest.raises(PrivacyConfigError, match=r"changed since the loop was made \(mean\)"):
+            loop.step()
+        with torch.no_grad():
+            model.mean.sub_(1)
+        model.fixed.weight.data[0, 0] += 1
+        taken = loop.steps_done
+        with pytest.raises(PrivacyConfigError, match=r"\(fixed.weight\)"):
+            list(loop)
+        assert 0 < loop.steps_done - taken <= 3
+        model.fixed.weight.data[0, 0] -= 1
 
 
 def checkpoints(run_dir: Path) -> list[str]:
@@ -204,25 +230,6 @@ def test_optimizers_that_a_resume_would_not_restore_are_refused(tmp_path: Path) 
             with pytest.raises(PrivacyConfigError, match="outside of the state of its parameters"):
                 make(tmp_path / "run", model, optimizer=kind(model.parameters(), lr=0.1))
     assert not (tmp_path / "run/ledger.jsonl").exists()
-
-
-def test_groups_with_settings_of_their_own_come_back_to_the_bit(tmp_path: Path) -> None:
-    """A momentum that only the second group has is saved and restored."""
-
-    def run(run_dir: Path, leave_at: int | None) -> Tensor:
-        with quick(silent=True) as patch:
-            for name in ("coin_key", "row_key", "example_key"):
-                patch.setattr(SamplingKey, name, lambda *_: bytes(32))
-            for seed in (0, 1):
-                model: Any = net(seed)
-                groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "momentum": 0.9}]
-                with make(run_dir, model, optimizer=torch.optim.SGD(groups, lr=0.1)) as loop:
-                    for step in loop:
-                        if step.number == leave_at:
-                            break
-            return weights(model)
-
-    assert torch.equal(run(tmp_path / "whole", None), run(tmp_path / "left", 3))
 
 
 def test_ranks_with_shards_of_the_data_do_not_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from privacy.errors import PrivacyConfigError
+from privacy.loop import WeightAverage
 from privacy.loop.engine import require_plain
 from privacy.sampling.keys import SamplingKey
-from tests.privacy.loop.own import D, K, ledger_of, make, net, quick
+from tests.privacy.loop.own import D, K, ledger_of, make, net, quick, weights
 
 OF_TORCH = sorted(
     (kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer),
@@ -171,26 +172,55 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_schedulers_and_settings_of_torch_go_on(schedule: str, tmp_path: Path) -> None:
-    """Made before the loop or in it, forwarded after a resume: the rates are those of a run that was never left."""
-    expected: dict[int, float] = {}
-    with quick():
-        for name in ("whole", "before", "inside"):
-            for leave_at in (6,) if name == "whole" else (4, 6):
-                model: Any = net()
-                decayed = {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1}
-                rest = {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0}
-                optimizer = torch.optim.AdamW([decayed, rest], lr=0.05)
-                scheduler = SCHEDULERS[schedule](optimizer) if name != "inside" else None
-                with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
-                    scheduler = scheduler or SCHEDULERS[schedule](optimizer)
-                    for _ in range(loop.steps_done):
-                        scheduler.step()
-                    for step in loop:
-                        scheduler.step()
-                        assert step.lr == pytest.approx(expected.setdefault(step.number, step.lr))
-                        if step.number == leave_at:
-                            break
+def test_what_is_registered_goes_on_over_a_stop_to_the_bit(schedule: str, tmp_path: Path) -> None:
+    """A scheduler that is made before the loop or in it, and an average: rates, weights and average of a run never left."""
+
+    def run(name: str, leave_at: int, *, before: bool) -> tuple[list[float], Tensor, Tensor]:
+        rates = []
+        for last in (leave_at, 6):
+            model: Any = net()
+            decayed = {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1}
+            rest = {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0}
+            optimizer = torch.optim.AdamW([decayed, rest], lr=0.05)
+            scheduler, average = SCHEDULERS[schedule](optimizer) if before else None, WeightAverage(0.8)
+            with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
+                loop.register(scheduler or SCHEDULERS[schedule](optimizer), average)
+                for step in loop:
+                    rates.append(step.lr)
+                    if step.number == last:
+                        break
+                with average.in_use():
+                    averaged = weights(model)
+                assert not torch.equal(averaged, weights(model))
+        return rates, weights(model), averaged
+
+    with quick(silent=True) as patch:
+        for name in ("coin_key", "row_key", "example_key"):
+            patch.setattr(SamplingKey, name, lambda *_: bytes(32))
+        whole = run("whole", 6, before=True)
+        for name, before in (("before", True), ("inside", False)):
+            rates, ends, averaged = run(name, 4, before=before)
+            assert rates == pytest.approx(whole[0]) and len(set(rates)) > 1
+            assert torch.allclose(ends, whole[1], atol=1e-7) and torch.allclose(averaged, whole[2], atol=1e-7)
+
+
+def test_what_cannot_be_kept_is_not_registered(tmp_path: Path) -> None:
+    with quick(), make(tmp_path / "run") as loop:
+        optimizer = loop._engine.optimizer
+        moved = lr_scheduler.StepLR(optimizer, 5)
+        moved.step()
+        for thing in (moved, lr_scheduler.StepLR(of(torch.optim.SGD, net()), 5)):
+            with pytest.raises(PrivacyConfigError, match="a new scheduler, of the optimizer that the loop was given"):
+                loop.register(thing)
+        loop.register(WeightAverage(0.9))
+        for other in (lr_scheduler.ReduceLROnPlateau(optimizer), WeightAverage(0.9), print):
+            with pytest.raises(PrivacyConfigError, match=f"{type(other).__name__} cannot be registered"):
+                loop.register(other)  # type: ignore[arg-type]
+        loop.step()
+        with pytest.raises(PrivacyConfigError, match="before the first step"):
+            loop.register(lr_scheduler.StepLR(optimizer, 5))
+        with pytest.raises(PrivacyConfigError, match="at least 0 and below 1"):
+            WeightAverage(1.0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -232,7 +262,7 @@ def test_a_scheduler_that_would_begin_again_at_a_resume_is_refused_with_both_rat
     with quick():
         for name, schedule, inside in (("begins", cosine, False), ("inside", SCHEDULERS["one cycle"], True)):
             last = run(name, 0.1, schedule, inside=inside, leave_at=4)[-1]
-            with pytest.raises(PrivacyConfigError, match=r"range\(loop.steps_done\): scheduler.step") as refused:
+            with pytest.raises(PrivacyConfigError, match=r"loop.register\(scheduler\)") as refused:
                 run(name, 0.1, schedule, inside=inside, leave_at=6)
             assert f"its last step took {[last]}" in str(refused.value) and ledger_of(tmp_path / name).num_charged == 4
         capsys.readouterr()
@@ -241,7 +271,7 @@ def test_a_scheduler_that_would_begin_again_at_a_resume_is_refused_with_both_rat
         assert "learning rate [0.01], and its last step took [0.1]" in capsys.readouterr().out
         late = lambda optimizer: lr_scheduler.StepLR(optimizer, 5)  # noqa: E731
         run("flat", 0.1, late, inside=False, leave_at=2)
-        assert "scheduler.step()" not in capsys.readouterr().out
+        assert "loop.register" not in capsys.readouterr().out
         run("flat", 0.1, late, inside=False, leave_at=3)  # rates agree, and nobody knows where the scheduler stands
-        assert "scheduler.step()" in capsys.readouterr().out
+        assert "loop.register" in capsys.readouterr().out
         assert run("begins", 0.1, cosine, inside=False, leave_at=6, learning_rate=lambda step: 0.03) == [0.03] * 2

@@ -2,18 +2,20 @@
 
 Sharded like the master weights: each rank averages the coordinates that it owns, whatever the engine. Checkpoints hold it with
 the weights; `Checkpoint.load_weights(..., average=True)` gives the averaged model to evaluation and export, and
-`in_use` to held-out evaluation during training.
+`in_use` to evaluation during training. The trainer keeps one for `train.ema_decay`, and a `PrivateLoop` what is registered.
 """
 
 import contextlib
 from collections.abc import Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from privacy.checkpoints.read import AVERAGE, Checkpoint
-from privacy.step.engine import Engine, Piece, ShardState
-from trainer.ranks import distributed
+from ..checkpoints.read import AVERAGE, Checkpoint
+from ..errors import PrivacyConfigError
+from . import collectives
+from .engine import Engine, Piece, ShardState, holds_whole_weights
 
 
 def decay_at(step: int, decay: float) -> float:
@@ -22,15 +24,19 @@ def decay_at(step: int, decay: float) -> float:
 
 
 class WeightAverage:
-    """average <- decay * average + (1 - decay) * weights after every step, in fp32.
+    """average <- decay * average + (1 - decay) * weights after every step, in fp32."""
 
-    Starts from the checkpoint's average or, where there is none, from the weights as they are.
-    """
+    _engine: Engine
 
-    def __init__(self, engine: Engine, decay: float, resumed: Checkpoint | None) -> None:
-        self._engine = engine
+    def __init__(self, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise PrivacyConfigError(f"the decay of a weight average is at least 0 and below 1, not {decay}")
         self._decay = decay
         self._average: dict[Piece, Tensor] = {}
+
+    def start(self, engine: Engine, resumed: Checkpoint | None) -> Self:
+        """Starts from the checkpoint's average or, where there is none, from the weights as they are."""
+        self._engine = engine
         kept = resumed is not None and AVERAGE in resumed.kinds
         for state in engine.state():
             weights = state.tensors["param"].detach().float()
@@ -39,6 +45,7 @@ class WeightAverage:
                 if resumed is not None and kept
                 else weights.clone()
             )
+        return self
 
     def update(self, step: int) -> None:
         """Moves the average towards the weights after step `step`."""
@@ -49,9 +56,17 @@ class WeightAverage:
     @contextlib.contextmanager
     @torch.no_grad()
     def in_use(self) -> Iterator[None]:
-        """Inside, the module computes with the average; only for engines that hold whole weights. Collective."""
+        """Inside, the module computes with the average. Collective.
+
+        Raises:
+            PrivacyConfigError: the module is in shards.
+        """
+        if not holds_whole_weights(self._engine):
+            raise PrivacyConfigError(
+                "the average is used where each rank has the whole model; load it from a checkpoint"
+            )
         average = {name: torch.empty(shape.numel()) for name, shape in self._engine.shapes.items()}
-        for pieces in distributed.gather_objects({piece: values.cpu() for piece, values in self._average.items()}):
+        for pieces in collectives.gather_objects({piece: values.cpu() for piece, values in self._average.items()}):
             for piece, values in pieces.items():
                 average[piece.name][piece.offset : piece.offset + piece.length] = values
         parameters = {n: p for n, p in self._engine.module.named_parameters() if n in average}
