@@ -136,7 +136,7 @@ class Canaries:
     def __call__(self, raw: Any, key: int, /) -> dict[str, NDArray[Any]]:
         return self.item(int(raw.fields["txt"]), key)
 
-    def draws(self, raw: RawExample) -> bool:
+    def draws(self, raw: Any, /) -> bool:
         """An item is a function of its key, so it is made anew every time."""
         return True
 
