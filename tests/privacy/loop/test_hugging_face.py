@@ -84,8 +84,7 @@ def test_adapters_alone_are_clipped_stepped_and_kept(tmp_path: Path) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         return PrivateLoop(
             model, torch.optim.AdamW(trained, lr=0.1), texts, example=fields(model, length=6), run_dir=tmp_path / "run",
-            starts_from="public",
-            expected_batch_size=10, num_steps=4, noise_multiplier=4.0, micro_batch_size=8,
+            starts_from="public", expected_batch_size=10, num_steps=4, noise_multiplier=4.0, micro_batch_size=8,
         )  # fmt: skip
 
     with quick():
@@ -157,8 +156,7 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
         args, model = TrainingArguments(str(tmp_path / "out"), **(more | changes)), image_model()
         made = PrivateTrainer(
             model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=held_out, example=fields(model),
-            starts_from="public",
-            expected_batch_size=10, noise_multiplier=4.0, callbacks=[StopsAfter(last)],
+            starts_from="public", expected_batch_size=10, noise_multiplier=4.0, callbacks=[StopsAfter(last)],
         )  # fmt: skip
         made.evaluate = lambda: (model.eval(), setattr(model, "left_behind", True))
         return made
@@ -179,8 +177,7 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
         with pytest.raises(PrivacyConfigError, match="give loss="):
             PrivateTrainer(
                 image_model(), TrainingArguments(str(tmp_path / "out"), max_steps=3), run_dir=tmp_path / "run",
-                starts_from="public",
-                train_dataset=data, compute_loss_func=lambda *_: torch.zeros(()),
+                starts_from="public", train_dataset=data, compute_loss_func=lambda *_: torch.zeros(()),
             )  # fmt: skip
         assert not (tmp_path / "run").exists()  # nothing was begun for a refusal
         first, second = trainer(last=2), trainer()
@@ -215,8 +212,8 @@ def test_evaluation_on_training_items_is_refused_unless_they_are_declared_public
         model = image_model()
         return PrivateTrainer(
             model, TrainingArguments(str(tmp_path / "out"), max_steps=3), run_dir=tmp_path / "run", train_dataset=data,
-            starts_from="public",
-            eval_dataset=given, example=fields(model), expected_batch_size=10, noise_multiplier=4.0, **changes,
+            starts_from="public", eval_dataset=given, example=fields(model), expected_batch_size=10, noise_multiplier=4.0,
+            **changes,
         )  # fmt: skip
 
     class Stream(IterableDataset[Any]):
@@ -274,8 +271,7 @@ def test_a_trainer_of_transformers_takes_private_steps_resumes_and_logs_nothing_
         model = image_model()
         return PrivateTrainer(
             model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=held_out, example=fields(model),
-            starts_from="public",
-            expected_batch_size=10, noise_multiplier=4.0,
+            starts_from="public", expected_batch_size=10, noise_multiplier=4.0,
         )  # fmt: skip
 
     with quick():
