@@ -1,7 +1,7 @@
 """How many operations of torch a micro-batch launches, counted on the meta device: what the host of a GPU has to issue in time.
 
-Views and allocations launch nothing and do not count. Attention is one fused operation, as on CPU and CUDA; a Triton kernel is
-one, and so is every cast, sum and copy around it.
+Views and allocations launch nothing and do not count. Attention is one fused operation, as on CPU and CUDA; what clipping
+compiles there counts as many kernels as torch.compile makes of it (KERNELS).
 """
 
 import sys
@@ -14,11 +14,15 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from privacy.clipping import accumulators, clipped_sum, contributions, triton_norm
+from privacy.clipping import accumulators, clipped_sum, contributions, fused
 from trainer.planner.probe import with_fused_attention
 
 aten = torch.ops.aten
 LAUNCH_NOTHING = {aten.empty, aten.empty_like, aten.new_empty, aten._unsafe_view, aten.promote_types}
+
+
+KERNELS = {"_strip": 2, "_layer_norm": 2, "_rms_norm": 2}
+"""Kernels of a fused function, where it is not one: inductor ends one where a sum along another dimension begins."""
 
 
 class _Launches(TorchDispatchMode):
@@ -27,6 +31,13 @@ class _Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view and func.overloadpacket not in LAUNCH_NOTHING
         return func(*args, **(kwargs or {}))
+
+    def fused(self, function: Callable[..., Any], arguments: tuple[Any, ...], for_all_sizes: bool) -> Any:
+        """Stands in for `fused.launch`."""
+        before = self.count
+        result = function(*arguments)
+        self.count = before + KERNELS.get(function.__name__, 1)
+        return result
 
 
 class _Kernel:
@@ -44,9 +55,9 @@ class _Kernel:
 
 @contextmanager
 def _as_on_cuda(launches: _Launches) -> Iterator[None]:
-    """Tensors of the meta device take the way of CUDA's: Triton kernels, products of bf16 in fp32, rows blanked unseen."""
+    """Tensors of the meta device take the way of CUDA's: compiled functions, products of bf16 in fp32, rows blanked unseen."""
     kernels = ModuleType("privacy.clipping.kernels")
-    vars(kernels).update(pair_of_tiles=_Kernel(launches), zero_excluded_rows=_Kernel(launches), ROW_BLOCK=1024)
+    vars(kernels).update(zero_excluded_rows=_Kernel(launches), ROW_BLOCK=1024)
     with ExitStack() as stack:
         for target, name, value in (
             (contributions, "_has_bf16_units", lambda device: True),
@@ -55,7 +66,7 @@ def _as_on_cuda(launches: _Launches) -> Iterator[None]:
             (accumulators, "has_fp32_products_of_bf16", lambda device: True),
             (contributions, "_in_place", lambda x: x.is_contiguous()),
             (clipped_sum, "needs_blanking", lambda is_finite_B: True),
-            (triton_norm, "can_run", lambda a_BTd, g_BTp: a_BTd.dtype in triton_norm.DTYPES),
+            (fused, "launch", launches.fused),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(mock.patch.dict(sys.modules, {kernels.__name__: kernels}))

@@ -84,7 +84,7 @@ def flops(mode: str, workload: Workload, device: torch.device, dtype: torch.dtyp
 
 
 def flop_ratios(workload: Workload, device: torch.device, dtype: torch.dtype, modes: Sequence[str]) -> dict[str, float]:
-    """Against non-private. On CUDA ours are counted on the meta device, where the Triton kernel's work is seen."""
+    """Against non-private. On CUDA ours are counted on the meta device."""
     counted_on = torch.device("meta") if device.type == "cuda" else device
     whole = {on: flops("non_private", workload, on, dtype) for on in {counted_on, device}}
     on = {mode: counted_on if mode in OURS else device for mode in modes}
@@ -137,7 +137,7 @@ def matrix_peak(dtype: torch.dtype) -> float:
 
 
 def operations(workload: Workload, modes: Sequence[str] = COUNTED) -> dict[str, int]:
-    """Launches of one micro-batch by mode: CPU workloads in fp32, CUDA's in bf16 with Triton."""
+    """Launches of one micro-batch by mode: CPU workloads in fp32, CUDA's in bf16."""
     on_cuda = workload.name in CUDA_WORKLOADS
     dtype = torch.bfloat16 if on_cuda else torch.float32
     steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..boundary import Private, Public, Reason
 from ..clipping import ClippedSum, MicroBatchStats
-from ..clipping.integers import to_real
+from ..clipping.accumulators import real
 from ..clipping.recorder import Task
 from ..correlated.segment import Segment
 from ..noise import NoiseSource, add_rounded_noise
@@ -129,7 +129,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
         deviation = plan.lattice.noise_deviation(plan.noise_multiplier)
         for shard in shards:
             add_rounded_noise(shard.values, deviation, mechanism.noise)
-        shards = [s._replace(values=to_real(s.values, plan.lattice.exponent)) for s in shards]
+        shards = [s._replace(values=real(s.values, plan.lattice.exponent)) for s in shards]
     else:
         mechanism.segment.add_row([shard.values for shard in shards], noise_std, mechanism.noise)
     for shard in shards:
