@@ -205,7 +205,7 @@ class Total:
         """Adds a contribution of `num_examples` examples from entry `first` on.
 
         Args:
-            parts: flat, fp32 or fp64, each of other examples, which meet in fp64 before they are rounded.
+            parts: flat, fp32 or fp64, each of other examples, which meet in fp64 before they are rounded. Written over.
         """
         high = self.high if self._splits(num_examples) else None
         scale, most = self._limits(num_examples)
@@ -265,7 +265,8 @@ def _rounded(
     if scale is None:
         return x, None
     # Clamped first: what no int32 holds would become any number. Both powers of two are exact.
-    x = (x * scale).nan_to_num_(0.0).clamp_(-most, most).round_()
+    x = x.mul_(scale) if x.device.type == "cpu" else x * scale  # what is compiled would write its argument back
+    x.nan_to_num_(0.0).clamp_(-most, most).round_()  # type: ignore[arg-type]  # both are numbers, or both tensors
     if not splits:
         return x.to(kind), None
     high = (x * 2.0**-30).round_()
@@ -275,7 +276,7 @@ def _rounded(
 
 @fused(for_all_sizes=True)
 def _add(parts: list[Tensor], low: Tensor, high: Tensor | None, scale: Number | None, most: Number) -> None:
-    x = functools.reduce(torch.add, parts[1:], parts[0].double()) if len(parts) > 1 else parts[0]
+    x = functools.reduce(Tensor.add_, parts[1:], parts[0].double()) if len(parts) > 1 else parts[0]
     more_low, more_high = _rounded(x, low.dtype, high is not None, scale, most)
     low.add_(more_low)
     if high is not None and more_high is not None:

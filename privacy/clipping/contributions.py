@@ -379,18 +379,26 @@ TERMS_PER_SUM = 1024
 """The most terms that are added up in fp32, in an order that is not known, before a norm takes their sum."""
 
 
-def roundings(terms: int, each: int = 1) -> int:
-    """How many roundings a term of a sum passes through at most, whatever the order in which TERMS_PER_SUM are added.
+def roundings(terms: int, at_once: int = TERMS_PER_SUM, each: int = 1) -> int:
+    """How many roundings a term of a sum passes through at most, whatever the order in which `at_once` of them are added.
 
     Args:
-        each: what a term is charged.
+        each: what a term counts for in its sum.
     """
-    return min(each * terms, each * TERMS_PER_SUM + -(-terms // TERMS_PER_SUM))
+    return min(each * terms, each * at_once + -(-terms // at_once))
+
+
+def _terms_of_gram(x_BTd: Tensor) -> tuple[int, int]:
+    """`at_once` and `each`. On matrix units a term counts four (norms.py), so sums are short where a Gram matrix, which each of
+    them writes, is small beside its operands."""
+    if not _are_on_matrix_units(x_BTd):
+        return TERMS_PER_SUM, 1
+    return (512 if x_BTd.shape[1] <= 64 else 2048), 4
 
 
 def _gram_roundings(x_BTd: Tensor, width: int | None = None) -> int:
-    """Those of a term of `gram(x, x)`, x being of the given width: on matrix units four for each product (norms.py)."""
-    return roundings(x_BTd.shape[2] if width is None else width, 4 if _are_on_matrix_units(x_BTd) else 1)
+    """Those of a term of `gram(x, x)`, x being of the given width."""
+    return roundings(x_BTd.shape[2] if width is None else width, *_terms_of_gram(x_BTd))
 
 
 def product(x_BTd: Tensor, y_BdS: Tensor) -> Tensor:
@@ -406,8 +414,9 @@ def gram(x_BTd: Tensor, y_BSd: Tensor) -> Tensor:
 
 
 def _grams(x_BTd: Tensor, y_BSd: Tensor) -> list[Tensor]:
-    """What `gram` adds up: TERMS_PER_SUM products each. (Not `baddbmm`, whose order may be that of one long sum.)"""
-    parts = zip(x_BTd.split(TERMS_PER_SUM, 2), y_BSd.split(TERMS_PER_SUM, 2), strict=True)
+    """What `gram` adds up, each of so many terms. (Not `baddbmm`, whose order may be that of one long sum.)"""
+    at_once, _ = _terms_of_gram(y_BSd)
+    parts = zip(x_BTd.split(at_once, 2), y_BSd.split(at_once, 2), strict=True)
     return [product(x, y.transpose(1, 2)) for x, y in parts]
 
 
@@ -429,10 +438,10 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     count, strips = max(1, tokens // size), []
     for i in range(count):
         start, until = i * size, tokens if i == count - 1 else (i + 1) * size
-        grams = (_grams(x[:, start:until], x[:, :until]) for x in (a_BTd, g_BTp))
-        strips.append(_strip(*grams, start))
-    parts = (x[0] if count == 1 else torch.cat(x, 1) for x in zip(*strips, strict=True))
-    return _norm_of_strips(*parts, a_BTd.shape[2], g_BTp.shape[2])
+        grams_a, grams_g = (_grams(x[:, start:until], x[:, :until]) for x in (a_BTd, g_BTp))
+        strips.append(_strip(grams_a, grams_g, start))
+    rows_BT, square_a_BT, square_g_BT = (x[0] if count == 1 else torch.cat(x, 1) for x in zip(*strips, strict=True))
+    return _norm_of_strips(rows_BT, square_a_BT, square_g_BT, a_BTd.shape[2], g_BTp.shape[2])
 
 
 _TOKENS_PER_STRIP = (48, 256)
@@ -444,14 +453,15 @@ def _strip(grams_a: list[Tensor], grams_g: list[Tensor], start: int) -> tuple[Te
     """Of the t tokens from `start` on, (B, t) each: their parts of the squared norm, and the squared lengths of a and g.
 
     Args:
-        grams_a: of these tokens and all up to the last of them, (B, t, start + t), in parts to be added up.
+        grams_a: of these tokens and all up to the last of them, (B, t, start + t), in parts to be added up. Written over.
     """
-    strip_a, strip_g = functools.reduce(torch.add, grams_a), functools.reduce(torch.add, grams_g)
-    product_Bts = strip_a * strip_g
+    on_cpu = grams_a[0].device.type == "cpu"  # elsewhere what is compiled would write its arguments back
+    strip_a, strip_g = (functools.reduce(Tensor.add_ if on_cpu else torch.add, x) for x in (grams_a, grams_g))
+    square_a_Bt, square_g_Bt = (x[:, :, start:].diagonal(dim1=1, dim2=2).clone() for x in (strip_a, strip_g))
+    product_Bts = strip_a.mul_(strip_g) if on_cpu else strip_a * strip_g
     rows_Bt = product_Bts[:, :, start:].sum(2)
     if start > 0:  # what is left of the square on the diagonal has a mirror image, which is not computed
         rows_Bt = rows_Bt + 2 * product_Bts[:, :, :start].sum(2)
-    square_a_Bt, square_g_Bt = (x[:, :, start:].diagonal(dim1=1, dim2=2).clone() for x in (strip_a, strip_g))
     return rows_Bt, square_a_Bt, square_g_Bt
 
 

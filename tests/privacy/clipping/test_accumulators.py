@@ -105,7 +105,7 @@ def test_contract_4_sums_equal_those_of_big_integers_in_any_order(seed: int) -> 
         for x, examples in parts:
             total.make_room()
             for some in (slice(0, 130), slice(130, 300)):  # as products of large matrices come
-                total.add([x[some]], examples, some.start)
+                total.add([x[some].clone()], examples, some.start)
         assert total.read(slice(None)).tolist() == expected
         assert total.read(slice(7, 9)).tolist() == expected[7:9]
 
@@ -251,7 +251,7 @@ def rank_sums(device: torch.device, orders: list[list[list[int]]]) -> list[list[
                 slot = sums.slot(name)
                 if i < len(mine):
                     x, examples = parts[name][mine[i]]
-                    slot.total.add([x.repeat(5)[: shape.numel()]], examples)
+                    slot.total.add([x.repeat(5)[: shape.numel()].clone()], examples)
                 sums.filled(name)
             sums.finish()
         shards = reduce_to_owners(clipped, even_layout(SHAPES, collectives.world_size()))
