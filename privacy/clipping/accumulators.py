@@ -32,11 +32,10 @@ two roundings differ by at most twice that:
 
 A rounding for every example is a theorem for written-out gradients, and for products over one token. Products with few rows or
 columns (NARROW) are added up token by token by some kernels: there n is so small that n^2 T u C is within the same bound. For
-other products over T tokens it is the one assumption, about the order of additions inside one matrix product. Kernels on CPU
-add blocks of some hundred terms, each of which starts at zero, and so round an entry, at the size that the sum of several
-examples has by then, about once an example. CUDA's round more often: matrix units cut off after 8 to 16 terms, 12 to 25 times
-for 197 tokens, and fp32 products round at every term. There it is assumed that roundings do not all go the same way. The search
-in tests/privacy/clipping/neighbours.py supports it; docs/guarantee.md states it.
+other products over T tokens it is the one assumption, about the order of additions inside one matrix product: that its kernel
+rounds an entry, at the size that the sum of several examples has by then, at most about once an example, not at each of the T
+terms. (Kernels on CPU add blocks of some hundred terms, each of which starts at zero; matrix units of a GPU add 8 to 16 terms at
+a time.) The search in tests/privacy/clipping/neighbours.py supports it; docs/guarantee.md states it.
 
 All this compares x with zeros in its place, and privacy/sampling/rows.py makes that suffice: members stand in random rows of a
 fixed number, so that all others stand alike whether x is drawn or not. Were the rows behind x to close up instead, other
