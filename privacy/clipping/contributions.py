@@ -457,11 +457,12 @@ def _strip(grams_a: list[Tensor], grams_g: list[Tensor], start: int) -> tuple[Te
     """
     on_cpu = grams_a[0].device.type == "cpu"  # elsewhere what is compiled would write its arguments back
     strip_a, strip_g = (functools.reduce(Tensor.add_ if on_cpu else torch.add, x) for x in (grams_a, grams_g))
-    square_a_Bt, square_g_Bt = (x[:, :, start:].diagonal(dim1=1, dim2=2).clone() for x in (strip_a, strip_g))
+    square_a_Bt, square_g_Bt = (x.diagonal(start, 1, 2).clone() for x in (strip_a, strip_g))
     product_Bts = strip_a.mul_(strip_g) if on_cpu else strip_a * strip_g
-    rows_Bt = product_Bts[:, :, start:].sum(2)
+    left_Bts, square_Btt = product_Bts.split([start, product_Bts.shape[1]], 2)
+    rows_Bt = square_Btt.sum(2)
     if start > 0:  # what is left of the square on the diagonal has a mirror image, which is not computed
-        rows_Bt = rows_Bt + 2 * product_Bts[:, :, :start].sum(2)
+        rows_Bt = rows_Bt + 2 * left_Bts.sum(2)
     return rows_Bt, square_a_Bt, square_g_Bt
 
 

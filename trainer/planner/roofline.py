@@ -207,7 +207,6 @@ def as_on_cuda(counter: OperationCounter) -> Iterator[None]:
         },
         "accumulators": {"has_fp32_products_of_bf16": lambda device: True},
         "clipped_sum": {"needs_blanking": lambda is_finite_B: True},
-        "triton_norm": {"can_run": lambda a_BTd, g_BTp: a_BTd.dtype in (torch.float32, torch.bfloat16)},
         "fused": {"launch": counter.launch_fused},
     }
     with ExitStack() as stack:
