@@ -34,7 +34,7 @@ test: $(STAMP)
 
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
-	@for optional in triton evaluation captions examples docs; do \
+	@for optional in evaluation captions examples docs; do \
 		$(INSTALL) $(call extra,$$optional) >&2 || echo "the extra $$optional could not be installed: tests that need it will be skipped" >&2; \
 	done
 	$(PYTEST) --hypothesis-profile=full -m "not gpu and not cluster"

@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.operations import count_operations  # noqa: E402
 from benchmarks.workloads import (  # noqa: E402
     BASELINES,
     CPU_WORKLOADS,
@@ -42,6 +41,7 @@ from benchmarks.workloads import (  # noqa: E402
 )
 from privacy.step.allocator import keep_freed_memory  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
+from trainer.planner.roofline import count_operations  # noqa: E402
 
 OPACUS_ROUNDS = 2
 """Opacus is slow, and twice or thrice the time needs no third digit."""
@@ -84,7 +84,7 @@ def flops(mode: str, workload: Workload, device: torch.device, dtype: torch.dtyp
 
 
 def flop_ratios(workload: Workload, device: torch.device, dtype: torch.dtype, modes: Sequence[str]) -> dict[str, float]:
-    """Against non-private. On CUDA ours are counted on the meta device, where the Triton kernel's work is seen."""
+    """Against non-private. On CUDA ours are counted on the meta device."""
     counted_on = torch.device("meta") if device.type == "cuda" else device
     whole = {on: flops("non_private", workload, on, dtype) for on in {counted_on, device}}
     on = {mode: counted_on if mode in OURS else device for mode in modes}
@@ -137,11 +137,11 @@ def matrix_peak(dtype: torch.dtype) -> float:
 
 
 def operations(workload: Workload, modes: Sequence[str] = COUNTED) -> dict[str, int]:
-    """Launches of one micro-batch by mode: CPU workloads in fp32, CUDA's in bf16 with Triton."""
+    """Launches of one micro-batch by mode: CPU workloads in fp32, CUDA's in bf16."""
     on_cuda = workload.name in CUDA_WORKLOADS
     dtype = torch.bfloat16 if on_cuda else torch.float32
     steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}
-    return {mode: count_operations(step, as_on_cuda=on_cuda) for mode, step in steps.items()}
+    return {mode: count_operations(step, on_cuda=on_cuda).launches for mode, step in steps.items()}
 
 
 def count(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

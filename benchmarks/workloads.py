@@ -13,8 +13,8 @@ from models.config import VitConfig, captioner_config
 from models.vit import VisionTransformer
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import real
 from privacy.clipping.certified_sum import CertifiedSum
-from privacy.clipping.integers import to_real
 from privacy.lattice import Lattice
 from privacy.noise import SystemNoise, add_noise, add_rounded_noise
 from privacy.step.engine import even_layout
@@ -158,8 +158,8 @@ def end_of_step(model: nn.Module, clipped: ClippedSum) -> None:
     for number in range(len(shards)):
         if isinstance(clipped, CertifiedSum):
             add_rounded_noise(shards[number].values, clipped.lattice.noise_deviation(0.728), SystemNoise())
-            real = to_real(shards[number].values, clipped.lattice.exponent)
-            shards[number] = shards[number]._replace(values=real)
+            values = real(shards[number].values, clipped.lattice.exponent)
+            shards[number] = shards[number]._replace(values=values)
         else:
             add_noise(shards[number].values, 0.728 * clipped.sensitivity, SystemNoise())
     parameters = dict(model.named_parameters())

@@ -60,6 +60,7 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 from ..releases import SENSITIVITY_SLACK
+from .fused import fused
 from .precision import has_fp32_products_of_bf16
 
 EXAMPLES_PER_SUM = 64
@@ -83,6 +84,7 @@ UNDECLARED_CAP = 1 << 20
 """Examples of a logical batch for which there is room where nobody says how many there are."""
 
 Layout = Literal["float64", "int64", "int32+int16"]
+Number = Tensor | float
 
 
 @dataclass(frozen=True)
@@ -198,37 +200,39 @@ class Total:
         """fp64 of the same size, in which contributions that share examples meet; hand its `low` to `add` afterwards."""
         return Total(torch.zeros_like(self.low, dtype=torch.float64))
 
-    def add(self, values: Tensor, num_examples: int, first: int = 0) -> None:
-        """Adds a contribution of `num_examples` examples, flat, fp32 or fp64, from entry `first` on; it is written over."""
-        for some in blocks(len(values), PIECE_ENTRIES[values.device.type != "cpu"]):
-            low, high = self._whole(values[some], num_examples)
+    def add(self, parts: Sequence[Tensor], num_examples: int, first: int = 0) -> None:
+        """Adds a contribution of `num_examples` examples from entry `first` on.
+
+        Args:
+            parts: flat, fp32 or fp64, each of other examples, which meet in fp64 before they are rounded. Written over.
+        """
+        high = self.high if self._splits(num_examples) else None
+        scale, most = self._limits(num_examples)
+        for some in blocks(len(parts[0]), PIECE_ENTRIES[self.low.device.type != "cpu"]):
             place = slice(first + some.start, first + some.stop)
-            self.low[place].add_(low)
-            if self.high is not None and high is not None:
-                self.high[place].add_(high)
+            _add([x[some] for x in parts], self.low[place], None if high is None else high[place], scale, most)
 
     def add_rows(self, ids_N: Tensor, values_Np: Tensor, num_examples: int) -> None:
         """Adds rows of a table, fp64, of which none but zeros comes twice."""
-        low_Np, high_Np = self._whole(values_Np, num_examples)
         width = values_Np.shape[1]
-        self.low.view(-1, width).index_add_(0, ids_N, low_Np)
-        if self.high is not None and high_Np is not None:
-            self.high.view(-1, width).index_add_(0, ids_N, high_Np)
+        for total, whole_Np in zip((self.low, self.high), self._whole(values_Np, num_examples), strict=True):
+            if total is not None and whole_Np is not None:
+                total.view(-1, width).index_add_(0, ids_N, whole_Np)
 
-    def _whole(self, x: Tensor, num_examples: int) -> tuple[Tensor, Tensor | None]:
-        """(low, high) with x = low + 2^30 high, whole, |low| <= 2^29; `high` where it may be other than zero."""
+    def _whole(self, values: Tensor, num_examples: int) -> tuple[Tensor, Tensor | None]:
+        return _rounded(values, self.low.dtype, self._splits(num_examples), *self._limits(num_examples))
+
+    def _splits(self, num_examples: int) -> bool:
+        """Whether an addend of so many examples may be too large for `low`."""
+        return self.high is not None and self.unit is not None and num_examples * self.unit.largest >= 2**29
+
+    def _limits(self, num_examples: int) -> tuple[Number | None, Number]:
+        """How many units are 1, and how many an addend may have. Tensors on CUDA, since compiled code is made for one number."""
         if self.unit is None:
-            return x, None
-        # Clamped first: what no int32 holds would become any number. Both powers of two are exact.
-        most = num_examples * self.unit.largest
-        x.mul_(2.0**self.unit.exponent).nan_to_num_(0.0, most, -most).clamp_(-most, most).round_()
-        if self.high is None:
-            return x.to(torch.int64), None
-        if most < 2**29:
-            return x.to(torch.int32), None
-        high = (x * 2.0**-30).round_()
-        x.sub_(high, alpha=2.0**30)  # exact: a multiple of x's last place, and no longer than it
-        return x.to(torch.int32), high.to(torch.int16)
+            return None, 0.0
+        scale, most = 2.0**self.unit.exponent, float(num_examples * self.unit.largest)
+        device = self.low.device
+        return (scale, most) if device.type == "cpu" else (_on_device(scale, device), _on_device(most, device))
 
     def make_room(self) -> None:
         """Called before every coordinate gets one more addend: three of 2^29 fit on top of what a carry leaves."""
@@ -236,10 +240,7 @@ class Total:
             return
         if self._waiting == 3:
             for some in blocks(len(self.low), PIECE_ENTRIES[self.low.device.type != "cpu"]):
-                # floor((low + 2^29) / 2^30), without overflow
-                carry = (self.low[some] >> 29).add_(1).bitwise_right_shift_(1)
-                self.high[some].add_(carry.to(torch.int16))
-                self.low[some].sub_(carry.bitwise_left_shift_(30))
+                _carry(self.low[some], self.high[some])
             self._waiting = 0
         self._waiting += 1
 
@@ -250,10 +251,61 @@ class Total:
         return self.high[some].to(torch.int64).bitwise_left_shift_(30).add_(self.low[some])
 
 
+@functools.lru_cache(maxsize=64)
+def _on_device(value: float, device: torch.device) -> Tensor:
+    """() fp64, which takes the dtype of what it meets. Filled there: nothing waits for a copy."""
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _rounded(
+    x: Tensor, kind: torch.dtype, splits: bool, scale: Number | None, most: Number
+) -> tuple[Tensor, Tensor | None]:
+    """(low, high) with x = low + 2^30 high in units, whole, |low| <= 2^29; no `high` where all fits into `low`."""
+    if scale is None:
+        return x, None
+    # Clamped first: what no int32 holds would become any number. Both powers of two are exact.
+    x = x.mul_(scale) if x.device.type == "cpu" else x * scale  # what is compiled would write its argument back
+    x.nan_to_num_(0.0).clamp_(-most, most).round_()  # type: ignore[arg-type]  # both are numbers, or both tensors
+    if not splits:
+        return x.to(kind), None
+    high = (x * 2.0**-30).round_()
+    x.sub_(high, alpha=2.0**30)  # exact: a multiple of x's last place, and no longer than it
+    return x.to(kind), high.to(torch.int16)
+
+
+@fused(for_all_sizes=True)
+def _add(parts: list[Tensor], low: Tensor, high: Tensor | None, scale: Number | None, most: Number) -> None:
+    x = functools.reduce(Tensor.add_, parts[1:], parts[0].double()) if len(parts) > 1 else parts[0]
+    more_low, more_high = _rounded(x, low.dtype, high is not None, scale, most)
+    low.add_(more_low)
+    if high is not None and more_high is not None:
+        high.add_(more_high)
+
+
+@fused(for_all_sizes=True)
+def _carry(low: Tensor, high: Tensor) -> None:
+    carry = (low >> 29).add_(1).bitwise_right_shift_(1)  # floor((low + 2^29) / 2^30), without overflow
+    high.add_(carry.to(torch.int16))
+    low.sub_(carry.bitwise_left_shift_(30))
+
+
 def add_together(totals: Sequence[Total], values: Sequence[Tensor], num_examples: int) -> None:
-    """As `Total.add` on each, by few operations for all of them: for parameters of few numbers, of which a model has hundreds."""
+    """As `Total.add` on each, by few operations for all of them: for parameters of few numbers, of which a model has hundreds.
+
+    Args:
+        totals: without `high`, and in one allocation.
+    """
+    assert len({total.low.untyped_storage().data_ptr() for total in totals}) == 1
     low, _ = totals[0]._whole(torch.cat(list(values)), num_examples)
-    torch._foreach_add_([total.low for total in totals], list(low.split([len(x) for x in values])))
+    starts = tuple((total.low.storage_offset(), len(total.low)) for total in totals)
+    size = max(start + count for start, count in starts)
+    totals[0].low.as_strided((size,), (1,), 0).index_add_(0, _places(starts, low.device), low)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(starts: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """The entries from each start on, one range behind the other."""
+    return torch.cat([torch.arange(start, start + count, device=device) for start, count in starts])
 
 
 @dataclass(frozen=True)
@@ -292,20 +344,13 @@ class Slot:
         count = max(1, p // max(NARROW, PRODUCT_ENTRIES // d))
         for some in (slice(p * i // count, p * (i + 1) // count) for i in range(count)):  # about equal: none is narrow
             parts = zip(g_BTp[:, :, some].split(size), a_BTd.split(size), strict=True)
-            products = (_product(g, a, wide, on_matrix_units) for g, a in parts)
-            product_pd = next(products)
-            if len(g_BTp) > size:
-                product_pd = functools.reduce(Tensor.add_, products, product_pd.double())
-            self.total.add(product_pd.view(-1), len(g_BTp), ((rows.start or 0) + some.start) * d)
+            products = [_product(g, a, wide, on_matrix_units).view(-1) for g, a in parts]
+            self.total.add(products, len(g_BTp), ((rows.start or 0) + some.start) * d)
 
     def add_matrices(self, grad_Bn: Tensor, weight_B: Tensor) -> None:
         """The parameter, flattened, += sum_b weight_b grad_b, for as many numbers as matrices have: as in `add_product`."""
         parts = zip(grad_Bn.split(self.examples), weight_B.split(self.examples), strict=True)
-        sums = (torch.mv(grad.t(), weight) for grad, weight in parts)
-        sum_n = next(sums)
-        if len(grad_Bn) > self.examples:
-            sum_n = functools.reduce(Tensor.add_, sums, sum_n.double())
-        self.total.add(sum_n, len(grad_Bn))
+        self.total.add([torch.mv(grad.t(), weight) for grad, weight in parts], len(grad_Bn))
 
 
 def _product(g_BTp: Tensor, a_BTd: Tensor, wide: torch.dtype, on_matrix_units: bool) -> Tensor:
@@ -400,7 +445,7 @@ class LocalSums:
         (What it takes from its heap stays in pieces: a sum of 6 bytes leaves no room for a gradient of 8.)
         """
         names = [name for name in self._shapes if name not in self._totals]
-        short = [name for name in names if self._grid.layout_of(self._shapes[name].numel()) != self._grid.layout]
+        short = [name for name in names if self._shapes[name].numel() <= SHORT]  # together, for `add_together`
         blocks, count = [short], BLOCK_COORDINATES
         for name in names:
             if name not in short:
@@ -410,8 +455,8 @@ class LocalSums:
                 blocks[-1].append(name)
                 count += self._shapes[name].numel()
         for block in blocks:
-            layout = "int64" if block is short else self._grid.layout
             counts = [self._shapes[name].numel() for name in block]
+            layout = self._grid.layout_of(max(counts, default=0))
             self._totals |= zip(block, Total.zeros(counts, layout, self.unit, self.device), strict=True)
 
     def slot(self, name: str) -> Slot:
@@ -440,9 +485,10 @@ class LocalSums:
         self._make()
         for name in self._shapes:
             total = self._totals[name]
-            yield name, real(total.read(slice(None)), self.unit).view(self._shapes[name])
+            values = total.read(slice(None)).view(self._shapes[name])
+            yield name, values if self.unit is None else real(values, self.unit.exponent)
 
 
-def real(values: Tensor, unit: Unit | None) -> Tensor:
-    """What multiples of the unit stand for, in fp64; others are as they are."""
-    return values if unit is None else values.double().mul_(2.0**-unit.exponent)
+def real(values: Tensor, exponent: int) -> Tensor:
+    """fp64 numbers that int64 multiples of 2^-exponent stand for; rounded where they have more than 53 bits."""
+    return values.double().mul_(2.0**-exponent)

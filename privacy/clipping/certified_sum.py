@@ -156,14 +156,7 @@ class CertifiedSum(ClippedSum):
         for name, gradient_Bn in written.items():
             norm_B = torch.linalg.vector_norm(gradient_Bn, dim=1, dtype=torch.float64)
             squared[self._function.group_of[name]] += norm_B.square_()
-        norms = [squared_B.sqrt_() for squared_B in squared]
-        is_finite_B = torch.stack(norms).isfinite().all(0) & loss_B.isfinite()
-        excluded_B = is_padding_B | ~is_finite_B
-        weights = [
-            self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
-            for norm_B, bound in zip(norms, self._function.bounds, strict=True)
-        ]
-        return Factors(norms, weights, is_finite_B, None, self.max_grad_norm, torch.zeros_like(excluded_B))
+        return self._weighed([squared_B.sqrt_() for squared_B in squared], loss_B, is_padding_B)
 
     def check_rows(self, task: Task, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Looks for an example whose integers depend on its row, its micro-batch or its neighbours; collective where `task` is.

@@ -298,7 +298,9 @@ class ClippedSum:
             self._by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors), again)
         if len(marks) != len(again):
             raise PrivacyConfigError(NOT_REPEATED)
-        differ = [(before != after).any() for before, after in zip(marks, again, strict=True)]
+        # Of an excluded example nothing is summed; on CUDA its rows are zeroed where they stand, which the second backward reads.
+        is_summed_B = factors.is_finite_B
+        differ = [((before != after) & is_summed_B).any() for before, after in zip(marks, again, strict=True)]
         # It stays on the device, so that no micro-batch waits for it.
         self._differs = torch.stack([*differ, *self._differs[:1]]).any().reshape(1)
         return factors.stats(first.loss_B, is_padding_B)
@@ -324,7 +326,7 @@ class ClippedSum:
             kept: takes the contributions, if given.
             marks: see `by_parameter`.
         """
-        tallies = [NormTally.zeros(len(passed.loss_B), self._device, self._dtype) for _ in self._function.bounds]
+        tallies = [NormTally(len(passed.loss_B), self._device, self._dtype) for _ in self._function.bounds]
 
         writes: Writes = []
 
@@ -350,17 +352,22 @@ class ClippedSum:
         by_parameter(passed, written, marks)
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
-        norms = [tally.safe_norm() for tally in tallies]
+        factors = self._weighed([tally.safe_norm() for tally in tallies], loss_B, is_padding_B)
+        is_longer_B = torch.stack([t.is_lengthened(norm_B) for t, norm_B in zip(tallies, factors.norms, strict=True)])
+        return factors._replace(
+            blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None,
+            is_cancelled_B=(is_longer_B & (torch.stack(factors.weights) < 1)).any(0),
+        )
+
+    def _weighed(self, norms: list[Tensor], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
+        """From the norms of each group of parameters: zero for padding, and where a loss or norm is not finite."""
         is_finite_B = torch.stack(norms).isfinite().all(0) & loss_B.isfinite()
         excluded_B = is_padding_B | ~is_finite_B
         weights = [
             self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
-        blank_B = ~is_finite_B if needs_blanking(is_finite_B) else None
-        is_longer_B = torch.stack([t.is_lengthened(norm_B) for t, norm_B in zip(tallies, norms, strict=True)])
-        is_cancelled_B = (is_longer_B & (torch.stack(weights) < 1)).any(0)
-        return Factors(norms, weights, is_finite_B, blank_B, self._function.sensitivity, is_cancelled_B)
+        return Factors(norms, weights, is_finite_B, None, self.sensitivity, torch.zeros_like(excluded_B))
 
     def _short_sums(self, kept: Mapping[str, Parts], tallies: list[NormTally], factors: Factors) -> dict[str, Tensor]:
         """(n,) fp64: the weighted sum of each short gradient, by one product for all that have one factor."""
@@ -390,7 +397,7 @@ class ClippedSum:
         for part in parts:
             (part.without(factors.blank_B) if factors.blank_B is not None else part).add_weighted(weight_B, into)
         if into is not slot:
-            slot.total.add(into.total.low, len(weight_B))
+            slot.total.add([into.total.low], len(weight_B))
         self.accumulator.filled(name)
 
 

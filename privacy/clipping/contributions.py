@@ -15,14 +15,15 @@ Shapes: B examples, T tokens (any flattened middle dimensions), d input width, p
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from . import triton_norm
 from .accumulators import EXAMPLES_PER_SUM, SHORT, Slot, blocks
+from .fused import fused
 from .precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
 
 WIDENED_ENTRIES = (1 << 18, 1 << 24)
@@ -51,10 +52,7 @@ class OuterProducts:
     @property
     def norm_terms(self) -> int:
         """How many roundings a term of the squared norm passes through at most (norms.py)."""
-        tokens, d, p = self.a_BTd.shape[1], self.a_BTd.shape[2], self.g_BTp.shape[2]
-        if triton_norm.can_run(self.a_BTd, self.g_BTp):
-            return triton_norm.roundings(tokens, d, p)
-        return roundings(d) + roundings(p) + 2 * tokens + 3
+        return _gram_roundings(self.a_BTd) + _gram_roundings(self.g_BTp) + 2 * self.a_BTd.shape[1] + 3
 
     @property
     def sum_terms(self) -> int:
@@ -75,16 +73,11 @@ class OuterProducts:
 
     def instantiate(self) -> Tensor:
         """(B, p, d)."""
-        g_BpT, a_BTd = self.g_BTp.transpose(1, 2), self.a_BTd
-        if self.folds_in_bf16 and has_fp32_products_of_bf16(a_BTd.device):
-            return torch.bmm(g_BpT, a_BTd, out_dtype=torch.float32)
-        return torch.bmm(wide(g_BpT), wide(a_BTd))
+        return product(self.g_BTp.transpose(1, 2), self.a_BTd)
 
     def norm(self) -> Norm:
         """The ghost norm, by Gram matrices."""
-        if triton_norm.can_run(self.a_BTd, self.g_BTp):
-            return triton_norm.ghost_norm(self.a_BTd, self.g_BTp)
-        return ghost_norm(wide(self.a_BTd), wide(self.g_BTp))
+        return ghost_norm(self.a_BTd, self.g_BTp)
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
         """slot (p, d) += sum_b weight_b grad_b; the factor goes into the smaller operand, which is copied."""
@@ -103,7 +96,7 @@ class OuterProducts:
 
         Then the factor times the operand is rounded to bf16 again, which norms.py allows for (`fold_error`).
         """
-        return _has_bf16_units(self.g_BTp.device) and self.a_BTd.dtype == self.g_BTp.dtype == torch.bfloat16
+        return _are_on_matrix_units(self.a_BTd, self.g_BTp)
 
     def without(self, excluded_B: Tensor) -> "OuterProducts":
         return OuterProducts(*both_blanked(self.a_BTd, self.g_BTp, excluded_B))
@@ -120,7 +113,7 @@ class Rows:
 
     @property
     def norm_terms(self) -> int:
-        return roundings(self.g_BTp.shape[2]) + 2 * self.ids_BT.shape[1] + 3
+        return _gram_roundings(self.g_BTp) + 2 * self.ids_BT.shape[1] + 3
 
     def norm(self) -> Norm:
         squared_B = inner(self, self)
@@ -187,7 +180,7 @@ class Dense:
             return
         entries = WIDENED_ENTRIES[grad_Bn.device.type == "cuda"]
         for some in blocks(grad_Bn.shape[1], max(1, entries // len(grad_Bn))):
-            slot.total.add(torch.mv(grad_Bn[:, some].double().t(), wide_B), len(grad_Bn), some.start)
+            slot.total.add([torch.mv(grad_Bn[:, some].double().t(), wide_B)], len(grad_Bn), some.start)
 
     def without(self, excluded_B: Tensor) -> "Dense":
         return Dense(blanked(self.grad_B, excluded_B), self.is_product)
@@ -201,8 +194,8 @@ class ChunkedOuterProducts:
         a_BTd: layer inputs.
         gram_g_BTT: g_s . g_t, fp32 (or fp64), summed over the chunks.
         num_rows: V.
-        gradients: yields (rows, g_BTv) for a partition of the rows, the same bits at every call: norm, inner products and sum
-            must see the same gradient.
+        gradients: yields (rows, g_BTv), in the dtype of a and free to be written to, for a partition of the rows, the same bits
+            at every call: norm, inner products and sum must see the same gradient.
     """
 
     a_BTd: Tensor
@@ -213,7 +206,8 @@ class ChunkedOuterProducts:
 
     @property
     def norm_terms(self) -> int:
-        return roundings(self.a_BTd.shape[2]) + roundings(self.num_rows) + 2 * self.a_BTd.shape[1] + 3
+        a, num_tokens = self.a_BTd, self.a_BTd.shape[1]
+        return _gram_roundings(a) + _gram_roundings(a, self.num_rows) + 2 * num_tokens + 3
 
     @property
     def sum_terms(self) -> int:
@@ -221,27 +215,27 @@ class ChunkedOuterProducts:
 
     def norm(self) -> Norm:
         """The ghost norm, as in `OuterProducts.norm`."""
-        a_BTd = self.a_BTd.to(self.gram_g_BTT.dtype)
-        gram_a_BTT = gram(a_BTd, a_BTd)
-        squared_B = total(gram_a_BTT * self.gram_g_BTT)
-        square_a_BT, square_g_BT = gram_a_BTT.diagonal(dim1=1, dim2=2), self.gram_g_BTT.diagonal(dim1=1, dim2=2)
-        return norm_of_grams(squared_B, square_a_BT, square_g_BT, self.a_BTd.shape[2], self.num_rows)
+        return _norm_of_strips(
+            *_strip(_grams(self.a_BTd, self.a_BTd), [self.gram_g_BTT], 0), self.a_BTd.shape[2], self.num_rows
+        )
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
         """slot (V, d) += sum_b weight_b grad_b."""
-        a_BTd = self.a_BTd.to(weight_B.dtype) * weight_B[:, None, None]
+        narrow = self.folds_in_bf16
+        a_BTd = _scaled(self.a_BTd if narrow else wide(self.a_BTd), weight_B)
         for rows, g_BTv in self.gradients():
-            slot.add_product(g_BTv.to(weight_B.dtype), a_BTd, rows)
+            slot.add_product(g_BTv if narrow else wide(g_BTv), a_BTd, rows)
+
+    @property
+    def folds_in_bf16(self) -> bool:
+        """As in `OuterProducts`."""
+        return _are_on_matrix_units(self.a_BTd)
 
     def without(self, excluded_B: Tensor) -> "ChunkedOuterProducts":
         def remaining() -> Iterator[tuple[slice, Tensor]]:
-            for rows, g_BTv in self.gradients():
-                yield rows, blank(g_BTv)
+            return ((rows, blanked(g_BTv, excluded_B)) for rows, g_BTv in self.gradients())
 
-        def blank(x: Tensor) -> Tensor:  # not by multiplication: 0 * NaN is NaN
-            return torch.where(excluded_B[:, None, None], x.new_zeros(()), x)
-
-        return ChunkedOuterProducts(blank(self.a_BTd), blank(self.gram_g_BTT), self.num_rows, remaining)
+        return replace(self, a_BTd=blanked(self.a_BTd, excluded_B), gradients=remaining)
 
 
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
@@ -295,10 +289,9 @@ def _written(part: Contribution, shape: torch.Size) -> Tensor:
                 return table.index_put_((ids_N.flatten(),), g_Np, accumulate=True).view(len(g_BTp), *shape)
             return table.index_add_(0, ids_N.flatten(), g_Np).view(len(g_BTp), *shape)
         case ChunkedOuterProducts():
-            a_BTd = wide(part.a_BTd)
-            whole = a_BTd.new_empty(len(a_BTd), *shape)
+            whole = part.gram_g_BTT.new_empty(len(part.a_BTd), *shape)
             for rows, g_BTv in part.gradients():
-                whole[:, rows] = torch.bmm(wide(g_BTv).transpose(1, 2), a_BTd)
+                whole[:, rows] = product(g_BTv.transpose(1, 2), part.a_BTd)
             return whole
 
 
@@ -308,19 +301,41 @@ def _written(part: Contribution, shape: torch.Size) -> Tensor:
 def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
     """x (B, ...) with the excluded rows exactly zero. On CUDA x itself may be overwritten: it is the recorder's own copy."""
     if _in_place(x):
-        return triton_norm.blank_rows_(x, excluded_B)
+        return blank_rows_(x, excluded_B)
     return torch.where(excluded_B.view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x)
 
 
 def both_blanked(x: Tensor, y: Tensor, excluded_B: Tensor) -> tuple[Tensor, Tensor]:
     """As `blanked`, with one kernel for both."""
     if _in_place(x) and _in_place(y):
-        return triton_norm.blank_rows_(x, excluded_B, y), y
+        return blank_rows_(x, excluded_B, y), y
     return blanked(x, excluded_B), blanked(y, excluded_B)
 
 
+def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tensor:
+    """Zeroes the excluded rows of a contiguous x (B, ...) in place, and those of y; returns x.
+
+    On CUDA nothing may wait for the answer whether there are such rows, nor may launches depend on the data: every micro-batch
+    launches the same kernels. No library has a kernel that leaves good rows alone: to write every tensor again would cost 15 % of
+    a step (counted in bytes, ViT-L in bf16). So one program a row overwrites it where it stands, and ends at once if it is good.
+    """
+    from .kernels import ROW_BLOCK, zero_excluded_rows
+
+    y = x[:0] if y is None else y
+    if x.numel() + y.numel() > 0:
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            sizes = (x.numel() // len(x), y.numel() // len(x))
+            zero_excluded_rows[(len(x),)](x, y, excluded_B.view(torch.uint8), *sizes, BLOCK=ROW_BLOCK)
+    return x
+
+
 def _in_place(x: Tensor) -> bool:
-    return x.is_cuda and x.is_contiguous() and triton_norm.is_installed()
+    return x.is_cuda and x.is_contiguous() and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def sum_over_tokens(x_BTd: Tensor) -> Tensor:
@@ -342,13 +357,17 @@ def fold_error(x: Contribution) -> float:
     Zero but where a factor is folded into bf16: half a unit in the last place of every product of factor and entry (and a
     little for fp32 rounding before), and matrix units that cut off rather than round at every 8 or more products.
     """
-    if not isinstance(x, OuterProducts) or not x.folds_in_bf16:
+    if isinstance(x, Dense | Rows) or not x.folds_in_bf16:
         return 0.0
     return 2**-8 * (1 + 2**-10) + x.sum_terms / 8 * 2**-23
 
 
 def _has_bf16_units(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def _are_on_matrix_units(*operands: Tensor) -> bool:
+    return all(x.dtype == torch.bfloat16 and _has_bf16_units(x.device) for x in operands)
 
 
 def _scaled(x_BTd: Tensor, weight_B: Tensor) -> Tensor:
@@ -360,16 +379,45 @@ TERMS_PER_SUM = 1024
 """The most terms that are added up in fp32, in an order that is not known, before a norm takes their sum."""
 
 
-def roundings(terms: int) -> int:
-    """How many roundings a term of a sum passes through at most, whatever the order in which TERMS_PER_SUM are added."""
-    return min(terms, TERMS_PER_SUM + -(-terms // TERMS_PER_SUM))
+def roundings(terms: int, at_once: int = TERMS_PER_SUM, each: int = 1) -> int:
+    """How many roundings a term of a sum passes through at most, whatever the order in which `at_once` of them are added.
+
+    Args:
+        each: what a term counts for in its sum.
+    """
+    return min(each * terms, each * at_once + -(-terms // at_once))
+
+
+def _terms_of_gram(x_BTd: Tensor) -> tuple[int, int]:
+    """`at_once` and `each`. On matrix units a term counts four (norms.py), so sums are short where a Gram matrix, which each of
+    them writes, is small beside its operands."""
+    if not _are_on_matrix_units(x_BTd):
+        return TERMS_PER_SUM, 1
+    return (512 if x_BTd.shape[1] <= 64 else 2048), 4
+
+
+def _gram_roundings(x_BTd: Tensor, width: int | None = None) -> int:
+    """Those of a term of `gram(x, x)`, x being of the given width."""
+    return roundings(x_BTd.shape[2] if width is None else width, *_terms_of_gram(x_BTd))
+
+
+def product(x_BTd: Tensor, y_BdS: Tensor) -> Tensor:
+    """(B, T, S), widened: on CUDA products of bf16 come in fp32."""
+    if _are_on_matrix_units(x_BTd, y_BdS) and has_fp32_products_of_bf16(x_BTd.device):
+        return torch.bmm(x_BTd, y_BdS, out_dtype=torch.float32)
+    return torch.bmm(wide(x_BTd), wide(y_BdS))
 
 
 def gram(x_BTd: Tensor, y_BSd: Tensor) -> Tensor:
-    """(B, T, S): x_t . y_s, widened, TERMS_PER_SUM products at a time."""
-    parts = zip(wide(x_BTd).split(TERMS_PER_SUM, 2), wide(y_BSd).split(TERMS_PER_SUM, 2), strict=True)
-    products = (torch.bmm(x, y.transpose(1, 2)) for x, y in parts)
-    return functools.reduce(Tensor.add_, products)  # not `baddbmm`, whose order may be that of one long sum
+    """(B, T, S): x_t . y_s, widened."""
+    return functools.reduce(Tensor.add_, _grams(x_BTd, y_BSd))
+
+
+def _grams(x_BTd: Tensor, y_BSd: Tensor) -> list[Tensor]:
+    """What `gram` adds up, each of so many terms. (Not `baddbmm`, whose order may be that of one long sum.)"""
+    at_once, _ = _terms_of_gram(y_BSd)
+    parts = zip(x_BTd.split(at_once, 2), y_BSd.split(at_once, 2), strict=True)
+    return [product(x, y.transpose(1, 2)) for x, y in parts]
 
 
 def total(x_BTS: Tensor) -> Tensor:
@@ -378,29 +426,49 @@ def total(x_BTS: Tensor) -> Tensor:
 
 
 def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
-    """The norm of sum_t g_t (x) a_t, whose square is sum_{s,t} (a_s . a_t) (g_s . g_t).
+    """The norm of sum_t g_t (x) a_t, whose square is sum_{s,t} (a_s . a_t) (g_s . g_t)  (Goodfellow 2015; Li et al. 2022).
 
     Both Gram matrices are symmetric, so only the lower triangle is computed, in strips: 5 / 8 of the products at 197 tokens.
-    The diagonals hold the squared lengths of the tokens.
+    On CUDA a strip is larger: as one product of cuBLAS, 197 tokens are memory bound. The diagonals hold the squared lengths of
+    the tokens.
     """
-    squared_B = a_BTd.new_zeros(len(a_BTd))
-    square_a_BT, square_g_BT = a_BTd.new_empty(a_BTd.shape[:2]), a_BTd.new_empty(a_BTd.shape[:2])
-    tokens, size = a_BTd.shape[1], _TOKENS_PER_STRIP[a_BTd.device.type == "cuda"]
-    count = max(1, tokens // size)
+    if not _are_on_matrix_units(a_BTd, g_BTp):
+        a_BTd, g_BTp = wide(a_BTd), wide(g_BTp)
+    tokens, size = a_BTd.shape[1], _TOKENS_PER_STRIP[_has_bf16_units(a_BTd.device)]
+    count, strips = max(1, tokens // size), []
     for i in range(count):
-        until = tokens if i == count - 1 else (i + 1) * size
-        rows = slice(i * size, until)
-        strip_a, strip_g = gram(a_BTd[:, rows], a_BTd[:, :until]), gram(g_BTp[:, rows], g_BTp[:, :until])
-        square_a, square_g = strip_a[:, :, rows], strip_g[:, :, rows]
-        square_a_BT[:, rows] = square_a.diagonal(dim1=1, dim2=2)
-        square_g_BT[:, rows] = square_g.diagonal(dim1=1, dim2=2)
-        square_g *= 0.5  # everything left of the square on the diagonal counts twice; halving and doubling are exact
-        squared_B += 2 * total(strip_a.mul_(strip_g))
-    return norm_of_grams(squared_B, square_a_BT, square_g_BT, a_BTd.shape[2], g_BTp.shape[2])
+        start, until = i * size, tokens if i == count - 1 else (i + 1) * size
+        grams_a, grams_g = (_grams(x[:, start:until], x[:, :until]) for x in (a_BTd, g_BTp))
+        strips.append(_strip(grams_a, grams_g, start))
+    rows_BT, square_a_BT, square_g_BT = (x[0] if count == 1 else torch.cat(x, 1) for x in zip(*strips, strict=True))
+    return _norm_of_strips(rows_BT, square_a_BT, square_g_BT, a_BTd.shape[2], g_BTp.shape[2])
 
 
-_TOKENS_PER_STRIP = (48, 128)
+_TOKENS_PER_STRIP = (48, 256)
 """Rows on CPU and on CUDA: smaller strips compute less of the upper triangle, larger ones use the processor better."""
+
+
+@fused(for_all_sizes=True)
+def _strip(grams_a: list[Tensor], grams_g: list[Tensor], start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the t tokens from `start` on, (B, t) each: their parts of the squared norm, and the squared lengths of a and g.
+
+    Args:
+        grams_a: of these tokens and all up to the last of them, (B, t, start + t), in parts to be added up. Written over.
+    """
+    on_cpu = grams_a[0].device.type == "cpu"  # elsewhere what is compiled would write its arguments back
+    strip_a, strip_g = (functools.reduce(Tensor.add_ if on_cpu else torch.add, x) for x in (grams_a, grams_g))
+    square_a_Bt, square_g_Bt = (x.diagonal(start, 1, 2).clone() for x in (strip_a, strip_g))
+    product_Bts = strip_a.mul_(strip_g) if on_cpu else strip_a * strip_g
+    left_Bts, square_Btt = product_Bts.split([start, product_Bts.shape[1]], 2)
+    rows_Bt = square_Btt.sum(2)
+    if start > 0:  # what is left of the square on the diagonal has a mirror image, which is not computed
+        rows_Bt = rows_Bt + 2 * left_Bts.sum(2)
+    return rows_Bt, square_a_Bt, square_g_Bt
+
+
+@fused(for_all_sizes=True)
+def _norm_of_strips(rows_BT: Tensor, square_a_BT: Tensor, square_g_BT: Tensor, d: int, p: int) -> Norm:
+    return norm_of_grams(rows_BT.sum(1, dtype=torch.float64).to(rows_BT.dtype), square_a_BT, square_g_BT, d, p)
 
 
 def inner(x: Contribution, y: Contribution) -> Tensor:

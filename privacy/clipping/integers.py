@@ -84,11 +84,6 @@ def add_contributions(total_n: Tensor, k_Bn: Tensor, multiplier_B: Tensor) -> No
         total_n[columns] += (k_Bn[:, columns] * multiplier_B[:, None]).sum(0)
 
 
-def to_real(values: Tensor, exponent: int) -> Tensor:
-    """fp64 numbers that int64 multiples of 2^-exponent stand for; rounded where they have more than 53 bits."""
-    return values.double().mul_(2.0**-exponent)
-
-
 def _blocks(x_Bn: Tensor) -> list[slice]:
     """Ranges of columns: at most COLUMNS, of about BLOCK_NUMBERS numbers; 64 times as many on CUDA, where launches cost."""
     numbers = BLOCK_NUMBERS * (1 if x_Bn.device.type == "cpu" else 64)

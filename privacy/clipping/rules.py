@@ -27,6 +27,7 @@ from .contributions import (
     gram,
     sum_over_tokens,
 )
+from .fused import fused
 from .precision import wide
 
 Rule = Callable[..., dict[str, Contribution]]
@@ -124,11 +125,8 @@ def layer_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contributio
     """weight, bias (*normalized_shape,) for x, g (B, ..., *normalized_shape)."""
     assert isinstance(module, nn.LayerNorm)
     require_batch(module, x, len(module.normalized_shape) + 1)
-    normalised = F.layer_norm(wide(x), module.normalized_shape, eps=module.eps)
-    out: dict[str, Contribution] = {"weight": _summed(module, normalised.mul_(g))}
-    if module.bias is not None:
-        out["bias"] = _summed(module, g)
-    return out
+    weight_B, bias_B = _layer_norm(x, g, module.normalized_shape, module.eps)
+    return {"weight": Dense(weight_B), "bias": Dense(bias_B)}
 
 
 @rule(nn.RMSNorm)
@@ -137,14 +135,23 @@ def rms_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]
     assert isinstance(module, nn.RMSNorm)
     require_batch(module, x, len(module.normalized_shape) + 1)
     # By default eps is that of the dtype that the layer itself computes in: fp32 for half-precision inputs.
-    normalised = F.rms_norm(wide(x), list(module.normalized_shape), eps=module.eps)
-    return {"weight": _summed(module, normalised.mul_(g))}
+    return {"weight": Dense(_rms_norm(x, g, module.normalized_shape, module.eps))}
 
 
-def _summed(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Dense:
-    """(B, ..., *normalized_shape) -> (B, *normalized_shape)."""
-    shape = module.normalized_shape
-    return Dense(sum_over_tokens(x.reshape(len(x), -1, math.prod(shape))).view(len(x), *shape))
+@fused(for_all_sizes=False)
+def _layer_norm(x: Tensor, g: Tensor, shape: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
+    """(B, *shape) each: of weight and bias."""
+    return _summed(F.layer_norm(wide(x), shape, eps=eps).mul_(g), shape), _summed(g, shape)
+
+
+@fused(for_all_sizes=False)
+def _rms_norm(x: Tensor, g: Tensor, shape: tuple[int, ...], eps: float | None) -> Tensor:
+    return _summed(F.rms_norm(wide(x), shape, eps=eps).mul_(g), shape)
+
+
+def _summed(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(B, ..., *shape) -> (B, *shape)."""
+    return sum_over_tokens(x.reshape(len(x), -1, math.prod(shape))).view(len(x), *shape)
 
 
 @rule(nn.GroupNorm)
@@ -259,9 +266,8 @@ def vocabulary_head(module: nn.Module, x: Tensor, g: Tensor, *kept: Tensor) -> d
     gram_BTT = g.new_zeros(len(x), num_tokens, num_tokens, dtype=torch.float64)
     bias_BV = wide(g).new_empty(len(x), num_rows)
     for rows, g_BTv in gradients():
-        g_BTv = wide(g_BTv)
         gram_BTT += gram(g_BTv, g_BTv)
-        bias_BV[:, rows] = g_BTv.sum(1)
+        bias_BV[:, rows] = sum_over_tokens(g_BTv)
     out: dict[str, Contribution] = {
         "weight": ChunkedOuterProducts(a_BTd, gram_BTT.to(bias_BV.dtype), num_rows, gradients)
     }

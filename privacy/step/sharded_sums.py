@@ -139,7 +139,8 @@ class ShardedSums:
             position = 0
             for span in itertools.chain.from_iterable(incoming):
                 length = span.stop - span.start
-                owned[span] = real(received[position : position + length], self.unit)
+                values = received[position : position + length]
+                owned[span] = values if self.unit is None else real(values, self.unit.exponent)
                 position += length
         return split(owned, layout.owned_by(rank))
 

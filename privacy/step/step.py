@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..boundary import Private, Public, Reason
 from ..clipping import ClippedSum, MicroBatchStats
-from ..clipping.integers import to_real
+from ..clipping.accumulators import real
 from ..clipping.recorder import Task
 from ..correlated.segment import Segment
 from ..noise import NoiseSource, add_rounded_noise
@@ -131,7 +131,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
         deviation = plan.lattice.noise_deviation(plan.noise_multiplier)
         for number in range(len(shards)):  # by number: what a loop variable holds is not freed
             add_rounded_noise(shards[number].values, deviation, mechanism.noise)
-            shards[number] = shards[number]._replace(values=to_real(shards[number].values, plan.lattice.exponent))
+            shards[number] = shards[number]._replace(values=real(shards[number].values, plan.lattice.exponent))
     else:
         mechanism.segment.add_row([shard.values for shard in shards], noise_std, mechanism.noise)
     for number in range(len(shards)):

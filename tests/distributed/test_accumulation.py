@@ -246,7 +246,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
             total = sums.slot(name).total
             assert total.low.shape == (shapes[name].numel(),) and not total.low.any()
             mine[name] += part
-            total.add(part.flatten(), 2)
+            total.add([part.flatten()], 2)
             sums.filled(name)
         sums.finish()
     exact = {name: sum(parts[name] for parts in distributed.gather_objects(mine)) for name in shapes}

@@ -3,7 +3,6 @@
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from unittest import mock
 
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 
 from models.captioner import build_captioner
 from models.config import captioner_config
-from privacy.clipping import ClippedSum, triton_norm
+from privacy.clipping import ClippedSum
 from privacy.clipping.clipped_sum import Mode
+from privacy.clipping.fused import can_compile
 from privacy.clipping.selfcheck import check_against_autograd
 from tests.gpu.checks import Check, Setting
 from tests.privacy.clipping import oracle, test_models, test_waits
@@ -95,32 +95,17 @@ def error_of(made: Made, bound: float, mode: Mode, expected: Mapping[str, Tensor
     return oracle.relative_error(found, expected)
 
 
-@contextmanager
-def triton(on: bool) -> Iterator[None]:
-    """Ghost norms by the Triton kernel where it can run, or never."""
-    with mock.patch.object(triton_norm, "can_run", triton_norm.can_run if on else lambda *_: False):
-        yield
-
-
-def kernel_runs(device: torch.device) -> bool:
-    x = torch.ones(1, 2, 3, device=device)
-    return triton_norm.can_run(x, x)
-
-
 def checks(setting: Setting) -> Iterator[Check]:
-    kernels = [False, True] if kernel_runs(setting.device) else [False]
-    if len(kernels) == 1:
-        yield Check(
-            "triton kernel", None, "triton is not installed, or this is a CPU without TRITON_INTERPRET=1", "runs"
-        )
+    if setting.is_cuda:
+        found = can_compile(setting.device)
+        yield Check("fused functions", found, found, "torch.compile works on this device")
     modes: tuple[Mode, Mode] = ("bookkeeping", "two_pass")
     dtypes = (torch.float32, torch.bfloat16)
     for (name, make), dtype in itertools.product(MODELS.items(), dtypes):
         expected, bound = expected_sum(make(), dtype)
-        for mode, kernel in itertools.product(modes, kernels):
-            with triton(kernel):
-                error = error_of(moved(make(), setting.device, dtype), bound, mode, expected)
-            title = f"sum, {name}, {dtype}, {mode}{', triton' if kernel else ''}".replace("torch.", "")
+        for mode in modes:
+            error = error_of(moved(make(), setting.device, dtype), bound, mode, expected)
+            title = f"sum, {name}, {dtype}, {mode}".replace("torch.", "")
             yield Check(title, error <= TOLERANCE[dtype], error, f"relative error <= {TOLERANCE[dtype]:g}")
     yield from _compiled(setting, modes)
     yield from _coverage(setting)

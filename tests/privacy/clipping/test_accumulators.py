@@ -105,7 +105,7 @@ def test_contract_4_sums_equal_those_of_big_integers_in_any_order(seed: int) -> 
         for x, examples in parts:
             total.make_room()
             for some in (slice(0, 130), slice(130, 300)):  # as products of large matrices come
-                total.add(x[some].clone(), examples, some.start)
+                total.add([x[some].clone()], examples, some.start)
         assert total.read(slice(None)).tolist() == expected
         assert total.read(slice(7, 9)).tolist() == expected[7:9]
 
@@ -119,7 +119,7 @@ def test_contract_4_the_edge_of_the_range() -> None:
     largest = examples * unit.largest
     for _ in range(100_000 // examples):
         total.make_room()
-        total.add(torch.tensor([1.0, -1.0], dtype=torch.float64) * largest * 2.0**-unit.exponent, examples)
+        total.add([torch.tensor([1.0, -1.0], dtype=torch.float64) * largest * 2.0**-unit.exponent], examples)
     assert total.read(slice(None)).tolist() == [100 * largest, -100 * largest]
     sums = LocalSums({"w": torch.Size([1])}, grid, CPU)
     sums.zero_(unit)
@@ -167,9 +167,9 @@ def test_contract_4_calls_that_cancel_are_clamped_together() -> None:
     (total,) = Total.zeros([2], "int64", Grid.of(2, torch.float32, 1, 1).unit(1.0), CPU)
     slot = Slot(total).of_uses(2)
     for value in (20.0, -19.5):
-        slot.total.add(torch.tensor([value, -value], dtype=torch.float64), 1)
-    total.add(slot.total.low, 1)
-    assert real(total.read(slice(None)), total.unit).tolist() == [0.5, -0.5]
+        slot.total.add([torch.tensor([value, -value], dtype=torch.float64)], 1)
+    total.add([slot.total.low], 1)
+    assert real(total.read(slice(None)), total.unit.exponent).tolist() == [0.5, -0.5]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -251,7 +251,7 @@ def rank_sums(device: torch.device, orders: list[list[list[int]]]) -> list[list[
                 slot = sums.slot(name)
                 if i < len(mine):
                     x, examples = parts[name][mine[i]]
-                    slot.total.add(x.repeat(5)[: shape.numel()].clone(), examples)
+                    slot.total.add([x.repeat(5)[: shape.numel()].clone()], examples)
                 sums.filled(name)
             sums.finish()
         shards = reduce_to_owners(clipped, even_layout(SHAPES, collectives.world_size()))
