@@ -20,7 +20,9 @@ def _methods(names: str, *homes: Any) -> list[Any]:
     return [getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)]
 
 
-_PROPERTIES = "shape dtype device ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized grad_fn"
+_PROPERTIES = (
+    "shape dtype device ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized grad_fn _version"
+)
 _SIZES = "size dim numel nelement ndimension __len__ __hash__ is_floating_point is_complex element_size get_device"
 METADATA.update(getattr(Tensor, name).__get__ for name in _PROPERTIES.split())
 METADATA.update(_methods(_SIZES, Tensor))
