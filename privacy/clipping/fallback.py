@@ -44,7 +44,7 @@ CHUNK_BYTES = 1 << 28
 """Gradients, inputs and outputs of the examples that are replayed together; what a forward keeps inside comes on top."""
 OUTPUTS_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Relative difference between outputs of a replay and those of the forward; 0.1 in half precision."""
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, Enum)
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, Enum)
 Fallback = bool | Collection[str]
 """True lets any module take over, False none, and a collection those of these paths."""
 Dims = tuple[int | None, ...]
@@ -68,6 +68,8 @@ def mapped(x: Any, change: Callable[[Tensor], Any], plain: Callable[[Any], Any] 
     match x:
         case Tensor():
             return change(x)
+        case _ if isinstance(x, PLAIN):
+            return plain(x)
         case tuple() if hasattr(x, "_fields"):
             return type(x)(*(mapped(y, change, plain) for y in x))
         case tuple() | list():
@@ -77,8 +79,6 @@ def mapped(x: Any, change: Callable[[Tensor], Any], plain: Callable[[Any], Any] 
         case _ if dataclasses.is_dataclass(x) and not isinstance(x, type):
             parts = {f.name: mapped(getattr(x, f.name), change, plain) for f in dataclasses.fields(x)}
             return dataclasses.replace(x, **parts)
-        case _ if isinstance(x, PLAIN):
-            return plain(x)
     raise TypeError(type(x).__name__)
 
 
@@ -416,7 +416,7 @@ class Replay:
         """
         for y, before, d in zip(outputs, self.recorded, dims_out, strict=False):
             before = before.movedim(d or 0, 0)
-            rows = before.flatten(1).isfinite().all(1)
+            rows = before.reshape(len(before), -1).isfinite().all(1)
             y, before = y[rows].double(), before[rows].double()
             tolerance = OUTPUTS_TOLERANCE.get(self.recorded[0].dtype, 0.1)
             if float((y - before).norm()) > tolerance * float(before.norm()):

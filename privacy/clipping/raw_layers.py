@@ -54,7 +54,8 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
 @handles([F.linear])
 def _linear(func: Any, args: Any, kwargs: Any) -> Tensor:
     x, weight, bias = _arguments(args, kwargs, ("input", "weight", "bias"))
-    if isinstance(x, PerExample) or x.dim() < 2:
+    x = _of_examples(func, args, kwargs, x)
+    if x.dim() < 2:
         raise refusal(func, args, kwargs, "its input is not of the batch")
     if isinstance(weight, PerExample):
         output = _tap_of(func, args, kwargs, x, weight)(x, F.linear(x, _value(weight)))
@@ -84,12 +85,20 @@ def _group_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _scaled(func: Any, args: Any, kwargs: Any, normalise: Any, trailing: tuple[int, ...]) -> Tensor:
     """normalise(x) * weight + bias, whose vectors get the trailing dimensions."""
     x, weight, bias = args[0], kwargs["weight"], kwargs.get("bias")
-    if isinstance(x, PerExample):
-        raise refusal(func, args, kwargs, "its input is not of the batch")
+    x = _of_examples(func, args, kwargs, x)
     y = _evident(normalise(x), x, weight, bias)
     if weight is not None:
         y = y * weight.reshape(*weight.shape, *trailing)
     return y if bias is None else y + bias.reshape(*bias.shape, *trailing)
+
+
+def _of_examples(func: Any, args: Any, kwargs: Any, x: Tensor) -> Tensor:
+    """A layer's input, whose first dimension is the examples by the convention of all rules: queries that were expanded to them."""
+    if not isinstance(x, PerExample):
+        return x
+    if not x.may_join or x.shape[0] != x.scope.batch_size:
+        raise refusal(func, args, kwargs, "its input is not of the batch")
+    return x.diagonal_part()
 
 
 def _evident(y: Tensor, x: Tensor, *values: Any) -> Tensor:

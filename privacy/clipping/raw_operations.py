@@ -56,7 +56,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         assert isinstance(result, Tensor)
         return result
 
-    in_place = func in _IN_PLACE_FUNCTIONS
+    in_place = func in _IN_PLACE_FUNCTIONS or kwargs.get("inplace", False)
     meets_batch = _meets_batch(func, args, kwargs, operands, n)
     if in_place and (not meets_batch or isinstance(args[0], PerExample)):
         raise refusal(func, args, kwargs, "it would be changed in place, or change a tensor that is not of the batch")

@@ -243,7 +243,7 @@ mobilevit = make(
 )  # fmt: skip
 mobilevit2 = make("MobileViTV2Model", "MobileViTV2Config", image_size=64, width_multiplier=0.125, n_attn_blocks=[1, 1, 1], attn_dropout=0.0, ffn_dropout=0.0)
 efficientnet = make(
-    "EfficientNetModel", "EfficientNetConfig", image_size=32, width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=16,
+    "EfficientNetModel", "EfficientNetConfig", image_size=32, width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=320,
     dropout_rate=0.0, drop_connect_rate=0.0,
 )  # fmt: skip
 levit = make(
@@ -251,7 +251,7 @@ levit = make(
     depths=[1, 1, 1], key_dim=[4, 4, 4], mlp_ratio=[2, 2, 2], attention_ratio=[2, 2, 2], drop_path_rate=0,
 )  # fmt: skip
 cvt = make(
-    "CvtModel", "CvtConfig", embed_dim=[8, 12, 16], num_heads=[1, 1, 2], depth=[1, 1, 1], drop_path_rate=[0.0, 0.0, 0.0],
+    "CvtModel", "CvtConfig", embed_dim=[8, 12, 16], num_heads=[1, 1, 2], depth=[1, 2, 3], drop_path_rate=[0.0, 0.0, 0.0],
     drop_rate=[0.0, 0.0, 0.0],
 )  # fmt: skip
 beit = {**VIT, "use_relative_position_bias": True, "drop_path_rate": 0.0}
@@ -353,8 +353,8 @@ MODELS: dict[str, Entry] = {
     "SmolLM3": (make("SmolLM3ForCausalLM", "SmolLM3Config", **GQA), written, texts),
     "OPT": (make("OPTForCausalLM", "OPTConfig", **TEXT, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0), written, texts),
     "Falcon": (make("FalconForCausalLM", "FalconConfig", **TEXT, hidden_dropout=0.0, attention_dropout=0.0), written, texts),
-    "Mixtral": (make("MixtralForCausalLM", "MixtralConfig", **GQA, num_local_experts=3, num_experts_per_tok=2), written, texts),
-    "gpt-oss": (make("GptOssForCausalLM", "GptOssConfig", **GQA, num_local_experts=3, num_experts_per_tok=2), written, texts),
+    "Mixtral": (make("MixtralForCausalLM", "MixtralConfig", **GQA, num_local_experts=3, num_experts_per_tok=2, experts_implementation="batched_mm"), written, texts),
+    "gpt-oss": (make("GptOssForCausalLM", "GptOssConfig", **GQA, num_local_experts=3, num_experts_per_tok=2, experts_implementation="batched_mm"), written, texts),
     "Mamba": (make("MambaForCausalLM", "MambaConfig", vocab_size=WORDS, hidden_size=16, state_size=4, num_hidden_layers=2, expand=2, time_step_rank=2, **ENDS), written, texts),
     "T5": (make("T5ForConditionalGeneration", "T5Config", **T5), translated, texts),
     "RoBERTa": (make("RobertaForMaskedLM", "RobertaConfig", **TEXT, **DRY), read, texts),
@@ -413,6 +413,8 @@ def prepared(name: str) -> Task:
     for module in task.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and LABELS[name] == "mixes":
             module.train()
+        if "Levit" in type(module).__name__:  # in eval mode it caches biases between calls, and their graph with them
+            module.training = True
     with torch.no_grad():
         for p in task.parameters():
             p.add_(0.1 * torch.randn_like(p))
