@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
 from ..clipping.coverage import claims
+from ..clipping.fallback import Fallback, Uncovered, plan_of
 from ..clipping.recorder import Task
 from ..clipping.selfcheck import check_against_autograd
 from ..clipping.sharded import full, is_dtensor, kind_of, put_away
@@ -58,6 +59,7 @@ class OwnStart:
     folder: RunFolder
     request: PlanRequest
     made_up: Mapping[str, Tensor] | Sequence[Tensor] | None
+    fallback: Fallback
     learning_rate: Callable[[int], float] | None
     num_workers: int
     save_every: int | None
@@ -141,14 +143,17 @@ class OwnStart:
         self.undone.callback(self.engine.release)
 
     def require_rules_for_all_layers(self) -> None:
-        """Names a layer without a clipping rule, such as BatchNorm; a gradient of autograd would say less."""
-        claims(self.model, self.engine.shapes)
+        """Names all layers without a clipping rule, such as BatchNorm, that the fallback cannot take over either."""
+        with contextlib.suppress(*(() if self.fallback is False else (Uncovered,))):
+            claims(self.model, self.engine.shapes)
 
     def require_sums_of_autograd(self) -> None:
         """Clipped sums of made-up items are those that autograd gives one by one."""
         example = self.reader.example
         self.items = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
-        check_against_autograd(self.model, to_device(self.items, self.engine), self.task)
+        check_against_autograd(self.model, to_device(self.items, self.engine), self.task, fallback=self.fallback)
+        for line in plan_of(self.model).sentences(self.model):
+            collectives.say(line)
 
     def require_neighbours_apart(self) -> None:
         """No item's loss depends on the others of its micro-batch, at the size that training has."""

@@ -196,7 +196,7 @@ class TrainerStart:
         whole = self.model
         if self.shard is not None:
             whole = self.task.build(torch.Generator().manual_seed(self.config.train.seed), one_block=True)
-        check_against_autograd(whole, self.task.synthetic_inputs(2))
+        check_against_autograd(whole, self.task.synthetic_inputs(2), fallback=False)
 
     def open_heldout(self) -> None:
         """Held-out data are there, and no training shards that are declared public; before the hours of the next check."""
