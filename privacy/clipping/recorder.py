@@ -132,8 +132,9 @@ class _WholeTap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.recorder.report_whole(ctx.claim, ctx.replay, ctx.saved_tensors, gradients)
-        return None, None, None, None, None, *gradients, *[None] * len(ctx.saved_tensors)
+        inputs = ctx.saved_tensors  # read once: under activation checkpointing it is recomputed
+        ctx.recorder.report_whole(ctx.claim, ctx.replay, inputs, gradients)
+        return None, None, None, None, None, *gradients, *[None] * len(inputs)
 
 
 @dataclass

@@ -238,15 +238,15 @@ def writes_a_buffer(m: Piece, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], Model], str]] = {
-    "draws": (lambda: made(lambda m, x: F.dropout(windows(m, x), 0.1)), "draw random|draws random|loss of an example"),
-    "dropout layer": (lambda: made(nn.TransformerEncoderLayer(D, 2, 8, batch_first=True)), "place of an example"),
-    "dropout of an LSTM": (lambda: made(nn.LSTM(D, D, 2, dropout=0.1), lambda m, x: m(x)[0]), "place of an example"),
-    "buffer": (lambda: made(writes_a_buffer), "buffer"),
+    "draws": (lambda: made(lambda m, x: F.dropout(windows(m, x), 0.1)), "draws random"),
+    "dropout layer": (lambda: made(nn.TransformerEncoderLayer(D, 2, 8, batch_first=True)), "draws random"),
+    "dropout of an LSTM": (lambda: made(nn.LSTM(D, D, 2, dropout=0.1), lambda m, x: m(x)[0]), "draws random"),
+    "buffer": (lambda: made(writes_a_buffer), "cannot follow its forward .*mutate"),
     "branches on values": (
         lambda: made(lambda m, x: windows(m, x) if bool(x.detach().sum() < 1e9) else x),
-        r"^inner \(Piece\) .* vmap cannot follow",
+        r"^inner \(Piece\) .*vmap cannot follow",
     ),
-    "mixes": (lambda: made(lambda m, x: windows(m, x) + x.mean(0)), "loss of an example changes"),
+    "mixes": (lambda: made(lambda m, x: windows(m, x) + x.mean(0)), "alone than together|loss of an example changes"),
 }
 
 
@@ -269,21 +269,19 @@ def test_an_output_for_all_examples_together_disqualifies_a_module() -> None:
 
 
 def test_mixing_is_looked_for_at_the_size_of_training_with_the_fallback_in_place() -> None:
-    """Above 8 examples only the first 4 are served; where the last third is cut off, no neighbour shows it."""
+    """Above 30 examples only the first 4 are served: that is no neighbour's doing, so losses do not show it."""
 
     def capacity(m: Piece, x: Tensor) -> Tensor:
-        served = torch.arange(len(x)) < (4 if len(x) > 8 else 8)
+        served = torch.arange(len(x)) < (4 if len(x) > 30 else 30)
         return torch.where(served[:, None, None], windows(m, x), x)
 
     torch.manual_seed(0)
     model = made(capacity)
     total = ClippedSum(model, 1.0)
-    check_against_autograd(model, batch(2)) if False else None
-    with pytest.raises(PrivacyConfigError, match="other outputs for examples alone|clipping rules do not see|loss of an"):
-        check_against_autograd(model, batch(5))
-    check_against_autograd(made(windows), batch(2))
-    with pytest.raises(PrivacyConfigError, match="has not passed"):
-        add(total, model, batch(9))
+    check_against_autograd(model, batch(2))
+    add(total, model, batch(30))
+    with pytest.raises(PrivacyConfigError, match="other outputs for examples alone than together"):
+        add(total, model, batch(40))
 
 
 def test_a_write_to_what_a_module_was_given_is_refused_before_the_replay() -> None:
@@ -295,7 +293,7 @@ def test_a_write_to_what_a_module_was_given_is_refused_before_the_replay() -> No
 
     torch.manual_seed(0)
     with pytest.raises(PrivacyConfigError, match="in place"):
-        check_against_autograd(made(lambda m, x: m.a(x[:, :1] @ m.matrix + m.matrix[0].softmax(0)), later), batch(2))
+        check_against_autograd(made(lambda m, x: x + m.matrix[0].softmax(0), later), batch(2))
 
 
 def test_a_replay_leaves_attributes_as_they_were() -> None:
