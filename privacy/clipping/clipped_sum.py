@@ -121,6 +121,7 @@ class ClippedSum:
         self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
         self._model, self._at_rest = model, compiled_weights(model)
         self._recorder: Recorder | None = None
+        self._recorded_by: object = None
         try:
             self._record()
         except Uncovered:  # the fallback may do for what has no rule; the self-check finds out

@@ -17,16 +17,18 @@ from .fallback import Dims, Plan, Uncovered, plan_of
 from .rules import RULES, register_lazily
 from .sharded import is_dtensor, kind_of
 
-SAME = (
-    "__init__",
-    "__module__",
-    "__doc__",
-    "__qualname__",
-    "__annotations__",
-    "__firstlineno__",
-    "__static_attributes__",
-)
-SAME += ("__constants__", "extra_repr", "reset_parameters", "__repr__", "__parameters__", "__orig_bases__")
+SAME = {
+    *(
+        "__init__",
+        "__module__",
+        "__doc__",
+        "__qualname__",
+        "__annotations__",
+        "__firstlineno__",
+        "__static_attributes__",
+    ),
+    *("__constants__", "extra_repr", "reset_parameters", "__repr__", "__parameters__", "__orig_bases__"),
+}
 """What a subclass may have of its own and still compute what its base class does."""
 
 
@@ -36,7 +38,7 @@ def rule_of(module: nn.Module) -> type[nn.Module] | None:
     for kind in kind_of(module).__mro__:
         if kind in RULES:
             return None if any(hasattr(kind, name) for name in own) else kind
-        own |= vars(kind).keys() - {*SAME}
+        own |= vars(kind).keys() - SAME
     return None
 
 

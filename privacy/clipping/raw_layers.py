@@ -93,7 +93,7 @@ def _scaled(func: Any, args: Any, kwargs: Any, normalise: Any, trailing: tuple[i
 
 
 def _of_examples(func: Any, args: Any, kwargs: Any, x: Tensor) -> Tensor:
-    """A layer's input, whose first dimension is the examples by the convention of all rules: queries that were expanded to them."""
+    """A layer's input, whose first dimension is the examples by the convention of all rules, as of queries expanded to them."""
     if not isinstance(x, PerExample):
         return x
     if not x.may_join or x.shape[0] != x.scope.batch_size:

@@ -56,7 +56,7 @@ class Call:
         input: None for a raw parameter, but where a function of torch used it as a layer would (raw_layers.py).
         kept: what else the layer's rule asked for.
         is_borrowed: the memory of input and gradient is used again as soon as the call has been reported.
-        written: by local name, the gradients of a module that the fallback has replayed; then `output_gradient` holds their norms.
+        written: by local name, the gradients of a module that the fallback has replayed; `output_gradient` holds their norms.
     """
 
     claim: Claim
@@ -285,7 +285,7 @@ class Recorder:
                 return
             if torch.compiler.is_compiling():
                 raise PrivacyConfigError(
-                    f"{claim.path or 'the model'} is differentiated per example as a whole, which cannot be compiled: leave it out"
+                    f"{claim.path or 'the model'} is differentiated per example as a whole: leave it out of torch.compile"
                 )
             self._inside.append((claim, {id(x): x._version for x in tensors_of((args, kwargs))}))
 
@@ -411,8 +411,8 @@ class Recorder:
             )
         name = f"{claim.path}.{local_name}" if local_name else claim.path
         raise Uncovered(
-            f"layer {name} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, but the "
-            f"first dimension of both must be the {size} examples of the micro-batch: {way_out}; or freeze the layer's parameters",
+            f"layer {name} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, but the first "
+            f"dimension of both must be the {size} examples of the micro-batch: {way_out}; or freeze the layer's parameters",
             [claim.parameters[local_name]] if local_name else list(claim.parameters.values()),
         )
 

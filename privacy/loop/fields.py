@@ -45,7 +45,7 @@ class Field:
     def _with_fixed(self, values: Tensor) -> Tensor:
         """The integers that must stay take the first places of each item."""
         first = torch.tensor([one for one, count in self.fixed for _ in range(count)], dtype=self.dtype)
-        values.flatten(1)[:, : len(first)] = first
+        values.view(len(values), -1)[:, : len(first)] = first
         return values
 
     def made_up(self, count: int, generator: torch.Generator) -> Tensor:

@@ -1,6 +1,6 @@
-"""The fallback: modules that no rule follows are exact as a whole, and each condition that this rests on has a case that breaks it.
+"""The fallback: modules that no rule follows are exact as a whole, and each condition has a case that breaks it.
 
-Conditions are those of `privacy/clipping/fallback.py`. Models map (B, T, D), with as many tokens as examples in some micro-batches.
+Conditions are those of `privacy/clipping/fallback.py`. Models map (B, T, D), with T = B in some micro-batches.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""106 tiny models of transformers and peft, and whether each keeps examples apart: written down before any of them was made to work.
+"""106 tiny models of transformers and peft, and whether each keeps examples apart: written down before any was made to work.
 
 A model mixes only where another example's input changes an example's loss, batch norm in training mode included
 (`test_zoo.py` tries it). What draws random numbers, folds examples into another dimension or writes in place keeps them apart.
@@ -13,8 +13,9 @@ VideoMAE, V-JEPA 2, CLIP, ChineseCLIP, AltCLIP, MetaCLIP2, ViLT, ViT + GPT-2, Tr
 InternVL, SmolVLM, LLaVA, LLaVA with long text, PaliGemma, PaliGemma with long text, Qwen2-VL, Qwen2.5-VL, GPT-2, GPT-J, GPT-NeoX,
 BLOOM, Llama with grouped queries, Llama tied with biases, Qwen2, Qwen3, Gemma2, Gemma3, VaultGemma, Phi-3, OLMo2, SmolLM3, OPT,
 Falcon, Mixtral, gpt-oss, Mamba, T5, RoBERTa, BERT, ModernBERT, BART, LoRA on ViT, LoRA on GPT-2, DoRA on Llama, BiT,
-ResNet with frozen batch norm, RegNet with frozen batch norm, MobileNetV2 with frozen batch norm, MobileViT with frozen batch norm,
-MobileViTV2 with frozen batch norm, EfficientNet with frozen batch norm, LeViT with frozen batch norm, CvT with frozen batch norm
+ResNet with frozen batch norm, RegNet with frozen batch norm, MobileNetV2 with frozen batch norm,
+MobileViT with frozen batch norm, MobileViTV2 with frozen batch norm, EfficientNet with frozen batch norm,
+LeViT with frozen batch norm, CvT with frozen batch norm
 """
 MIXES = """
 ResNet, RegNet, MobileNetV2, MobileViT, MobileViTV2, EfficientNet, LeViT, CvT, SigLIP with its pairwise loss,
