@@ -66,30 +66,13 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @handles([F.layer_norm])
 def _layer_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    _, shape = args
-    return _scaled(func, args, kwargs, lambda x: F.layer_norm(x, shape, eps=kwargs["eps"]), ())
-
-
-@handles([F.rms_norm])
-def _rms_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    _, shape = args
-    return _scaled(func, args, kwargs, lambda x: F.rms_norm(x, shape, eps=kwargs["eps"]), ())
-
-
-@handles([F.group_norm])
-def _group_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    x, groups = args
-    return _scaled(func, args, kwargs, lambda x: F.group_norm(x, groups, eps=kwargs["eps"]), (1,) * (x.dim() - 2))
-
-
-def _scaled(func: Any, args: Any, kwargs: Any, normalise: Any, trailing: tuple[int, ...]) -> Tensor:
-    """normalise(x) * weight + bias, whose vectors get the trailing dimensions."""
-    x, weight, bias = args[0], kwargs["weight"], kwargs.get("bias")
+    """The normalised input, times weight, plus bias."""
+    (x, shape), weight, bias = args, kwargs["weight"], kwargs.get("bias")
     x = _of_examples(func, args, kwargs, x)
-    y = _evident(normalise(x), x, weight, bias)
+    y = _evident(F.layer_norm(x, shape, eps=kwargs["eps"]), x, weight, bias)
     if weight is not None:
-        y = y * weight.reshape(*weight.shape, *trailing)
-    return y if bias is None else y + bias.reshape(*bias.shape, *trailing)
+        y = y * weight
+    return y if bias is None else y + bias
 
 
 def _of_examples(func: Any, args: Any, kwargs: Any, x: Tensor) -> Tensor:

@@ -503,19 +503,23 @@ def main(names: list[str]) -> None:
         rows[name] = " ".join(what.split())[:240], error
         print(f"{name} | {LABELS[name]} | {error:.0e} | {rows[name][0]}", flush=True)
     if not names:
-        apart = {name: row for name, row in rows.items() if LABELS[name] == "apart"}
-        passed = [error for what, error in apart.values() if what.startswith("exact")]
-        head = HEAD.format(
-            transformers=hf.__version__, torch=torch.__version__.partition("+")[0], apart=len(apart),
-            exact=sum(e <= 1e-9 for e in passed), narrow=sum(e > 1e-9 for e in passed), refused=len(apart) - len(passed),
-        )  # fmt: skip
-        lines = [
-            f"| {name} | {'yes' if LABELS[name] == 'apart' else 'mixes'} | "
-            f"{what.replace('|', '/').replace('exact, by the fallback for', 'exact; fallback:') if what.startswith('exact') else 'refused: ' + what.replace('|', '/')} | "
-            f"{f'{error:.0e}' if what.startswith('exact') else ''} |"
-            for name, (what, error) in rows.items()
-        ]
-        PAGE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+        PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def page(rows: dict[str, tuple[str, float]]) -> str:
+    """docs/foreign_models.md, of outcomes and errors by model."""
+    apart = {name: row for name, row in rows.items() if LABELS[name] == "apart"}
+    passed = [error for what, error in apart.values() if what.startswith("exact")]
+    head = HEAD.format(
+        transformers=hf.__version__, torch=torch.__version__.partition("+")[0], apart=len(apart),
+        exact=sum(e <= 1e-9 for e in passed), narrow=sum(e > 1e-9 for e in passed), refused=len(apart) - len(passed),
+    )  # fmt: skip
+    lines = []
+    for name, (what, error) in rows.items():
+        said = what.replace("|", "/").replace("exact, by the fallback for", "exact; fallback:")
+        said, shown = (said, f"{error:.0e}") if what.startswith("exact") else (f"refused: {said}", "")
+        lines.append(f"| {name} | {'yes' if LABELS[name] == 'apart' else 'mixes'} | {said} | {shown} |")
+    return head + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
