@@ -61,7 +61,7 @@ def loop_side(optimizer: str) -> Side:
             model=model, optimizer=getattr(torch.optim, kind)(model.parameters(), **ALIKE[kind]), loss=model, request=request,
             reader=Reader(canaries, example, micro_batch_size), folder=RunFolder(folder / "run"), made_up=made_up(4),
             learning_rate=None, num_workers=0, save_every=None, data_version="canaries", mirror=None, unit="one canary",
-            may_restart=False, starts_from=[],
+            may_restart=False, starts_from=[], fallback=False,
         )  # fmt: skip
 
     return start

@@ -112,7 +112,9 @@ class CertifiedSum(ClippedSum):
             return no_examples(torch.float64, self._device)
         size = self.rows_at_once(len(is_padding_B))
         if self._to_be_checked is not None:
-            require_passed(self._to_be_checked, task, {name: x[:size] for name, x in inputs.items()}, self._made_for)
+            self._record_what_passed()
+            part = {name: x[:size] for name, x in inputs.items()}
+            require_passed(self._to_be_checked, task, part, self._made_for, self.require_replays)
         parts = []
         with torch.no_grad():
             for start in range(0, len(is_padding_B), size):
@@ -136,7 +138,7 @@ class CertifiedSum(ClippedSum):
         def write(name: str, parts: Parts) -> None:
             written[name] = in_full(parts, self._shapes[name]).grad_B.float()  # fp64 models' are rounded
 
-        with self._recorder.forward(task, inputs, num_rows) as passed:
+        with self._record().forward(task, inputs, num_rows) as passed:
             by_parameter(passed, write)
         with exact(passed.loss_B.device):
             factors = self._written_factors(written, passed.loss_B, is_padding_B)

@@ -72,13 +72,20 @@ def note_passed(model: nn.Module, task: Task, made_up: Inputs, structure: Struct
     _PASSED.setdefault(model, []).append(Passed(structure, moved, reference, made_up, set()))
 
 
-def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], made_for: list[object]) -> None:
+def require_passed(
+    model: nn.Module,
+    task: Task,
+    inputs: Mapping[str, Tensor],
+    made_for: list[object],
+    require_replays: Callable[[Task, Inputs], None],
+) -> None:
     """Requires that the model has passed with this task, is what it was then, and keeps examples apart in this shape.
 
     It looks at names, dtypes and shapes of the inputs, never at their values.
 
     Args:
         made_for: `trained(model)` when the clipper was made.
+        require_replays: tries the fallback on made-up examples of this size.
 
     Raises:
         PrivacyConfigError: the model has not passed the self-check, or has changed since, or passed with something else; or
@@ -124,7 +131,10 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
             y = y.index_select(dim, torch.arange(x.shape[dim], device=y.device).clamp(max=y.shape[dim] - 1))
         made_up[name] = y.to(x.device)
     with whole(model), nothing_is_small(model), untouched(model, task):
-        require_apart(task, made_up, len(next(iter(inputs.values()))))
+        size = len(next(iter(inputs.values())))
+        require_apart(task, made_up, size)
+        rows = torch.arange(size) % len(next(iter(made_up.values())))
+        require_replays(task, {name: x[rows.to(x.device)] for name, x in made_up.items()})
     mine.tried.add(way)
 
 

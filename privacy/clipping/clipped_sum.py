@@ -23,7 +23,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Literal
 
 import torch
@@ -37,6 +37,7 @@ from .checked import require_passed, trained
 from .compiled import compiled_weights
 from .contributions import Contribution, in_full, is_short, may_cancel
 from .coverage import claims
+from .fallback import Uncovered, plan_of
 from .functions import ClippingFunction, flat
 from .norms import Factors, MicroBatchStats, NormTally, no_examples
 from .precision import exact, require_exact_products, wide, wide_dtype
@@ -118,8 +119,14 @@ class ClippedSum:
         self._shapes = shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self.mode = mode
         self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
-        at_rest = compiled_weights(model)
-        self._recorder = Recorder(claims(model, shapes), at_rest)
+        self._model, self._at_rest = model, compiled_weights(model)
+        self._recorder: Recorder | None = None
+        self._recorded_by: object = None
+        try:
+            self._record()
+        except Uncovered:  # the fallback may do for what has no rule; the self-check finds out
+            if not self_check:
+                raise
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(parameters.values()))
         wide = {wide_dtype(p.dtype): name for name, p in parameters.items()}
@@ -130,7 +137,7 @@ class ClippedSum:
             )
         self._differs = torch.empty(0, dtype=torch.bool)
         """() or (1,): whether a second pass of this logical batch differed from its first."""
-        self._keeps_graph = not at_rest and all(
+        self._keeps_graph = not self._at_rest and all(
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
         )
@@ -146,6 +153,19 @@ class ClippedSum:
         self._make_function = function
         self.adaptive = adaptive
         self.max_grad_norm = max_grad_norm
+
+    def _record(self) -> Recorder:
+        """The recorder, made anew where the self-check has given parameters to the fallback since."""
+        plan = plan_of(self._model).frozen()
+        if self._recorder is None or plan != self._recorded_by:
+            self.detach()
+            self._recorder, self._recorded_by = Recorder(claims(self._model, self._shapes), self._at_rest), plan
+        return self._recorder
+
+    def _record_what_passed(self) -> None:
+        """Hooks are added here, since checks of a new shape put everything back that they find; a refusal waits for its turn."""
+        with suppress(Uncovered):
+            self._record()
 
     def _grid(self, cap: int | None, rows: int | None) -> Grid:
         return Grid.of(sum(self._numel.values()), self._dtype, cap, rows)
@@ -223,7 +243,8 @@ class ClippedSum:
 
     def detach(self) -> None:
         """Removes the hooks from the model."""
-        self._recorder.remove()
+        if self._recorder is not None:
+            self._recorder.remove()
 
     def add_micro_batch(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         """Adds the clipped gradients of one micro-batch.
@@ -246,13 +267,32 @@ class ClippedSum:
             ]
             return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
         if self._to_be_checked is not None:
-            require_passed(self._to_be_checked, task, inputs, self._made_for)
+            self._record_what_passed()
+            require_passed(self._to_be_checked, task, inputs, self._made_for, self.require_replays)
         with torch.no_grad():
             self.accumulator.start(size)
             in_passes = self._in_one_pass if self.mode == "bookkeeping" else self._in_two_passes
             stats = in_passes(task, inputs, is_padding_B)
             self.accumulator.finish()
         return stats
+
+    def require_replays(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
+        """What the fallback replays at this size are the outputs that the forward gave, chunks and their edges included.
+
+        Args:
+            inputs: made up, never private data.
+
+        Raises:
+            PrivacyConfigError: they are not.
+        """
+        recorder = self._record()
+        if plan_of(self._model).covers:
+            recorder.compares = True
+            try:
+                with torch.no_grad(), recorder.forward(task, inputs, len(next(iter(inputs.values())))) as passed:
+                    passed.backward(lambda call: None)
+            finally:
+                recorder.compares = False
 
     def check_repeatable(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
         """Two passes over the same inputs must agree to the last bit (contract 6); call it before `two_pass` training.
@@ -268,7 +308,7 @@ class ClippedSum:
 
     def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         kept: dict[str, Parts] = {}
-        with self._recorder.forward(task, inputs, len(is_padding_B)) as passed:
+        with self._record().forward(task, inputs, len(is_padding_B)) as passed:
             tallies, writes = self._tallies(passed, kept)
         require_unwritten(writes, "a backward of the model")
         del writes  # it holds all that is kept, which is freed one by one
@@ -308,13 +348,13 @@ class ClippedSum:
     def _twice(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> Generator[Forward, None, None]:
         """Yields two forwards to differentiate: the same one, whose graph is kept, or two where it cannot be kept."""
         writes = [(name, tensor, writes_to(tensor)) for name, tensor in inputs.items()]
-        with self._recorder.forward(task, inputs, batch_size, num_backwards=2 if self._keeps_graph else 1) as passed:
+        with self._record().forward(task, inputs, batch_size, num_backwards=2 if self._keeps_graph else 1) as passed:
             yield passed
             if self._keeps_graph:
                 yield passed
                 return
         require_unwritten(writes, "the forward of the model")
-        with self._recorder.forward(task, inputs, batch_size) as passed:
+        with self._record().forward(task, inputs, batch_size) as passed:
             yield passed
 
     def _tallies(

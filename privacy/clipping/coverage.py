@@ -1,19 +1,45 @@
 """Who clips which parameter: every trainable one is claimed by exactly one rule, or training refuses to start (contract 3).
 
-Three ways to be claimed: the module that owns the parameter has a rule for its type; or the parameter is a raw one (class
+Four ways to be claimed: the module that owns the parameter has a rule for its type; or the parameter is a raw one (class
 token, positions, layer scale) that the module's forward reads, and then raw.py splits its use by example or refuses it at the
-first forward; or, for a parameter that several modules share, all of its owners have a claim, and their contributions add up.
+first forward; or, for a parameter that several modules share, all of its owners have a claim, and their contributions add up; or
+the self-check has given it to a module around it, which is differentiated per example as a whole (fallback.py).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ..errors import PrivacyConfigError
+from .fallback import Dims, Plan, Uncovered, plan_of
 from .rules import RULES, register_lazily
-from .sharded import kind_of
+from .sharded import is_dtensor, kind_of
+
+SAME = {
+    *(
+        "__init__",
+        "__module__",
+        "__doc__",
+        "__qualname__",
+        "__annotations__",
+        "__firstlineno__",
+        "__static_attributes__",
+    ),
+    *("__constants__", "extra_repr", "reset_parameters", "__repr__", "__parameters__", "__orig_bases__"),
+}
+"""What a subclass may have of its own and still compute what its base class does."""
+
+
+def rule_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class whose clipping rule is the module's: its own, or one whose whole behaviour it inherits; None without one."""
+    own: set[str] = set()
+    for kind in kind_of(module).__mro__:
+        if kind in RULES:
+            return None if any(hasattr(kind, name) for name in own) else kind
+        own |= vars(kind).keys() - SAME
+    return None
 
 
 @dataclass(frozen=True)
@@ -22,35 +48,53 @@ class Claim:
 
     A layer whose mode decides whether it is supported (dropout) has a claim without parameters, so that the recorder asks
     again at every forward.
+
+    Attributes:
+        dims, expanded: of a module that covers parameters of its own and of those in it (`fallback.Plan`).
     """
 
     module: nn.Module
     path: str
     parameters: dict[str, str]
+    dims: dict[str, Dims] | None = None
+    expanded: set[str] = field(default_factory=set, compare=False)
 
     @property
     def is_raw(self) -> bool:
-        return kind_of(self.module) not in RULES
+        return rule_of(self.module) is None
 
 
 def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
-    """Finds the claims on every trainable parameter.
+    """Finds the claims on every trainable parameter; those of the fallback come first.
 
     Args:
         model: the module whose parameters are trained.
         shapes: full shape by canonical name (an engine may hold the parameters themselves in shards).
 
     Raises:
-        PrivacyConfigError: naming the first module or parameter that cannot be clipped per example.
+        PrivacyConfigError: naming all modules that cannot be clipped per example, or a parameter; `Uncovered`, where the
+            fallback might do.
     """
     register_lazily()
-    canonical = {id(p): name for name, p in model.named_parameters()}
-    owners = []
+    canonical, plan = {id(p): name for name, p in model.named_parameters()}, plan_of(model)
+    owners = _covering(model, shapes, plan, canonical)
+    covered = {name for claim in owners for name in claim.parameters.values()}
+    refused: list[tuple[str, list[str]]] = []
     for path, module in model.named_modules():
-        refuse_unsupported(module, path)
         parameters = {name: canonical[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        reason, way_out = mixing_reason(module), {*parameters.values()} - covered
+        if reason is not None:
+            refused.append((_refusal(module, path, reason), []))
+        elif way_out and (reason := reason_without_rule(module)) is not None:
+            refused.append((_refusal(module, path, reason), [path] if path else list(way_out)))
         if parameters or depends_on_mode(module):
             owners.append(Claim(module, path, parameters))
+    if refused:
+        lines = [line for line, _ in refused]
+        said = lines[0] if len(lines) == 1 else f"{len(lines)} layers are refused: " + "; ".join(lines)
+        if not all(names for _, names in refused):
+            raise PrivacyConfigError(said)
+        raise Uncovered(said, [name for _, names in refused for name in names])
     claimed = {name for claim in owners for name in claim.parameters.values()}
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     missing = trainable - claimed
@@ -62,23 +106,63 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     return owners
 
 
-def refuse_unsupported(module: nn.Module, path: str) -> None:
-    """Raises `PrivacyConfigError` if the module, in its present mode, cannot be trained per example."""
-    reason = unsupported_reason(module)
+def _covering(
+    model: nn.Module, shapes: Mapping[str, torch.Size], plan: Plan, canonical: Mapping[int, str]
+) -> list[Claim]:
+    """The claims of modules that the fallback differentiates as a whole.
+
+    Raises:
+        PrivacyConfigError: weights that are held in shards.
+    """
+    found = []
+    for path, names in plan.covers.items():
+        module = model.get_submodule(path)
+        local = {
+            n: canonical[id(p)] for n, p in module.named_parameters() if canonical[id(p)] in names and p.requires_grad
+        }
+        for n, name in local.items():
+            if is_dtensor(module.get_parameter(n)) or module.get_parameter(n).shape != shapes[name]:
+                raise PrivacyConfigError(
+                    f"{name} is in {path or 'the model'}, which is differentiated per example as a whole, and that takes whole "
+                    "weights: train unsharded, or freeze it"
+                )
+        if local:
+            found.append(Claim(module, path, local, plan.dims[path], plan.expanded))
+    return found
+
+
+def _refusal(module: nn.Module, path: str, reason: str) -> str:
+    names = [f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+    what = f"{type(module).__name__}, trains {', '.join(names)}" if names else type(module).__name__
+    return f"layer {path or 'root'} ({what}) is refused: {reason}"
+
+
+def refuse_unsupported(module: nn.Module, path: str, *, is_covered: bool = False) -> None:
+    """
+    Args:
+        is_covered: the fallback has taken over what it trains.
+
+    Raises:
+        PrivacyConfigError: the module, in its present mode, cannot be trained per example.
+    """
+    reason = mixing_reason(module)
+    if reason is None and not is_covered:
+        reason = reason_without_rule(module)
     if reason is not None:
-        names = [f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-        what = f"{type(module).__name__}, trains {', '.join(names)}" if names else type(module).__name__
-        raise PrivacyConfigError(f"layer {path or 'root'} ({what}) is refused: {reason}")
+        raise PrivacyConfigError(_refusal(module, path, reason))
 
 
-def unsupported_reason(module: nn.Module) -> str | None:
-    """Why this module is refused and what to use instead, or None. Modes (training, eval) count as they are now."""
-    match module:  # These are wrong even with frozen parameters: an example's gradient would depend on the others.
+def mixing_reason(module: nn.Module) -> str | None:
+    """Why an example's gradient would depend on the others, or on chance, even with frozen parameters, and what to do; or None.
+
+    Modes (training, eval) count as they are now.
+    """
+    match module:
         case nn.modules.batchnorm._BatchNorm() if module.training or module.running_mean is None:
-            return "it mixes the examples of a batch (use LayerNorm or GroupNorm)"
+            return "it mixes the examples of a batch (use LayerNorm or GroupNorm; fix(model) replaces it)"
         case nn.modules.dropout._DropoutNd() if module.training and module.p > 0:
             return "its mask depends on the place of an example in the batch (set p = 0, or call model.eval())"
-        case nn.MultiheadAttention() if module.training and module.dropout > 0:
+        case nn.MultiheadAttention() | nn.RNNBase() if module.training and module.dropout > 0:
             return "its dropout mask depends on the place of an example in the batch (set dropout = 0)"
         case nn.modules.instancenorm._InstanceNorm() if module.training and module.track_running_stats:
             return (
@@ -86,11 +170,14 @@ def unsupported_reason(module: nn.Module) -> str | None:
             )
         case nn.Embedding() | nn.EmbeddingBag() if module.max_norm is not None:
             return "max_norm shrinks the rows that examples look up, which would leave the run without noise (max_norm = None)"
+    return None
+
+
+def reason_without_rule(module: nn.Module) -> str | None:
+    """Why no rule covers what the module itself trains, and what to do where the fallback does not either; or None."""
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return None
     match module:
-        case nn.modules.batchnorm._BatchNorm():
-            return "its parameters cannot be trained per example (use LayerNorm or GroupNorm)"
         case nn.MultiheadAttention():
             return (
                 "it reads its weights without calling its layers (use nn.Linear for query, key, value and output around "
@@ -98,19 +185,11 @@ def unsupported_reason(module: nn.Module) -> str | None:
             )
         case nn.ParameterList() | nn.ParameterDict():
             return "its parameters are read without calling it (make them attributes of the module that uses them)"
-        case nn.Embedding() if module.scale_grad_by_freq or module.sparse:
+        case nn.Embedding() | nn.EmbeddingBag() if module.scale_grad_by_freq or module.sparse:
             return "scale_grad_by_freq and sparse embeddings are not supported"
-        case nn.modules.instancenorm._InstanceNorm():
-            return "no clipping rule covers it (use GroupNorm)"
-        case nn.EmbeddingBag():
-            return "no clipping rule covers it (use nn.Embedding and sum or mean over its tokens)"
-        case nn.RNNBase() | nn.RNNCellBase():
-            return "no clipping rule covers it (build the cell of nn.Linear layers, or freeze it)"
-        case nn.Bilinear():
-            return "no clipping rule covers it (use nn.Linear on the outer product of its inputs, or freeze it)"
         case _ if nn.utils.parametrize.is_parametrized(module):
             return "its weights are computed by a parametrization (remove it with parametrize.remove_parametrizations)"
-        case _ if kind_of(module) not in RULES and kind_of(module).__module__.startswith("torch.nn."):
+        case _ if rule_of(module) is None and kind_of(module).__module__.startswith("torch.nn."):
             return "no clipping rule covers it; add a rule (docs/extending.md) or freeze its parameters"
         case _:
             return None
@@ -118,4 +197,6 @@ def unsupported_reason(module: nn.Module) -> str | None:
 
 def depends_on_mode(module: nn.Module) -> bool:
     """Whether `model.train()` could turn a supported module into an unsupported one."""
-    return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention))
+    return isinstance(
+        module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
+    )

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
+from .fallback import Uncovered
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
@@ -194,7 +195,8 @@ def refusal(func: Any, args: Any, kwargs: Any, why: str = "") -> PrivacyConfigEr
     names = sorted({s.scope.name for s in stand_ins([args, kwargs])})
     what = getattr(func, "__name__", str(func))
     why = why or "this use of a parameter cannot be split by example"
-    return PrivacyConfigError(
+    return Uncovered(
         f"{' and '.join(names) or 'a raw parameter'} in {what}(): {why}; move the parameter into a layer that has a "
-        "clipping rule (nn.Linear for a matrix), register a rule for its module (docs/extending.md), or freeze it"
+        "clipping rule (nn.Linear for a matrix), register a rule for its module (docs/extending.md), or freeze it",
+        [part for name in names for part in name.split(" and ")],
     )

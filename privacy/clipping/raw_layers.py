@@ -54,7 +54,8 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
 @handles([F.linear])
 def _linear(func: Any, args: Any, kwargs: Any) -> Tensor:
     x, weight, bias = _arguments(args, kwargs, ("input", "weight", "bias"))
-    if isinstance(x, PerExample) or x.dim() < 2:
+    x = _of_examples(func, args, kwargs, x)
+    if x.dim() < 2:
         raise refusal(func, args, kwargs, "its input is not of the batch")
     if isinstance(weight, PerExample):
         output = _tap_of(func, args, kwargs, x, weight)(x, F.linear(x, _value(weight)))
@@ -65,31 +66,22 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @handles([F.layer_norm])
 def _layer_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    _, shape = args
-    return _scaled(func, args, kwargs, lambda x: F.layer_norm(x, shape, eps=kwargs["eps"]), ())
-
-
-@handles([F.rms_norm])
-def _rms_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    _, shape = args
-    return _scaled(func, args, kwargs, lambda x: F.rms_norm(x, shape, eps=kwargs["eps"]), ())
-
-
-@handles([F.group_norm])
-def _group_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    x, groups = args
-    return _scaled(func, args, kwargs, lambda x: F.group_norm(x, groups, eps=kwargs["eps"]), (1,) * (x.dim() - 2))
-
-
-def _scaled(func: Any, args: Any, kwargs: Any, normalise: Any, trailing: tuple[int, ...]) -> Tensor:
-    """normalise(x) * weight + bias, whose vectors get the trailing dimensions."""
-    x, weight, bias = args[0], kwargs["weight"], kwargs.get("bias")
-    if isinstance(x, PerExample):
-        raise refusal(func, args, kwargs, "its input is not of the batch")
-    y = _evident(normalise(x), x, weight, bias)
+    """The normalised input, times weight, plus bias."""
+    (x, shape), weight, bias = args, kwargs["weight"], kwargs.get("bias")
+    x = _of_examples(func, args, kwargs, x)
+    y = _evident(F.layer_norm(x, shape, eps=kwargs["eps"]), x, weight, bias)
     if weight is not None:
-        y = y * weight.reshape(*weight.shape, *trailing)
-    return y if bias is None else y + bias.reshape(*bias.shape, *trailing)
+        y = y * weight
+    return y if bias is None else y + bias
+
+
+def _of_examples(func: Any, args: Any, kwargs: Any, x: Tensor) -> Tensor:
+    """A layer's input, whose first dimension is the examples by the convention of all rules, as of queries expanded to them."""
+    if not isinstance(x, PerExample):
+        return x
+    if not x.may_join or x.shape[0] != x.scope.batch_size:
+        raise refusal(func, args, kwargs, "its input is not of the batch")
+    return x.diagonal_part()
 
 
 def _evident(y: Tensor, x: Tensor, *values: Any) -> Tensor:

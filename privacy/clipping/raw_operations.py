@@ -5,7 +5,6 @@ ordinary tensor where a tensor of the batch took part, else a new stand-in. n is
 """
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,9 @@ def _methods(names: str, *homes: Any) -> list[Any]:
     return [getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)]
 
 
-_PROPERTIES = "shape dtype device ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized grad_fn"
+_PROPERTIES = (
+    "shape dtype device ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized grad_fn _version"
+)
 _SIZES = "size dim numel nelement ndimension __len__ __hash__ is_floating_point is_complex element_size get_device"
 METADATA.update(getattr(Tensor, name).__get__ for name in _PROPERTIES.split())
 METADATA.update(_methods(_SIZES, Tensor))
@@ -54,7 +55,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         assert isinstance(result, Tensor)
         return result
 
-    in_place = func in _IN_PLACE_FUNCTIONS
+    in_place = func in _IN_PLACE_FUNCTIONS or kwargs.get("inplace", False)
     meets_batch = _meets_batch(func, args, kwargs, operands, n)
     if in_place and (not meets_batch or isinstance(args[0], PerExample)):
         raise refusal(func, args, kwargs, "it would be changed in place, or change a tensor that is not of the batch")
@@ -175,16 +176,6 @@ def _view(func: Any, args: Any, kwargs: Any) -> PerExample:
     )
 
 
-@handles(_methods("flatten", Tensor, torch))
-def _flatten(func: Any, args: Any, kwargs: Any) -> PerExample:
-    x = args[0]
-    start = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
-    end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
-    start, end = start % max(x.dim(), 1), end % max(x.dim(), 1)
-    result: PerExample = x.reshape(*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :])
-    return result
-
-
 @handles(_methods("unsqueeze", Tensor, torch))
 def _unsqueeze(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, dim = args[0], _numbers(args, kwargs)[0]
@@ -194,38 +185,12 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> PerExample:
     return _reshaped(x, shape, lambda: x.full().unsqueeze(dim + 1), diagonal)
 
 
-@handles(_methods("squeeze", Tensor, torch))
-def _squeeze(func: Any, args: Any, kwargs: Any) -> PerExample:
-    x, dims = args[0], _numbers(args, kwargs)
-    gone = {d % max(x.dim(), 1) for d in dims} if dims else set(range(x.dim()))
-    result: PerExample = x.reshape([s for i, s in enumerate(x.shape) if i not in gone or s != 1])
-    return result
-
-
 @handles(_methods("permute", Tensor, torch))
 def _permute(func: Any, args: Any, kwargs: Any) -> PerExample:
     x = args[0]
     dims = [d % x.dim() for d in _numbers(args, kwargs)]
     diagonal = (lambda: x._diagonal.permute(dims)) if dims and dims[0] == 0 else None
     return _reshaped(x, [x.shape[d] for d in dims], lambda: x.full().permute(0, *[d + 1 for d in dims]), diagonal)
-
-
-@handles([*_methods("transpose swapaxes swapdims", Tensor, torch)])
-def _transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
-    x, (i, j) = args[0], _numbers(args, kwargs)
-    dims = list(range(max(x.dim(), 1)))
-    dims[i], dims[j] = dims[j], dims[i]
-    result: PerExample = x.permute(dims) if x.dim() > 0 else x
-    return result
-
-
-@handles([*_methods("t", Tensor, torch), Tensor.T.__get__, Tensor.mT.__get__])  # type: ignore[attr-defined]
-def _matrix_transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
-    x = args[0]
-    if x.dim() != 2:
-        raise refusal(func, args, kwargs)
-    result: PerExample = x.permute(1, 0)
-    return result
 
 
 @handles(_methods("expand repeat", Tensor))
@@ -248,14 +213,6 @@ def _expand_or_repeat(func: Any, args: Any, kwargs: Any) -> PerExample:
         return PerExample.make(shape, x, full, changed(x.full(), 1), x.scope)
     keeps = len(numbers) == x.dim() > 0 and (not repeats or numbers[0] == 1)
     return _reshaped(x, shape, full, (lambda: changed(x._diagonal, 1)) if keeps else None)
-
-
-@handles(_methods("expand_as broadcast_to", Tensor, torch))
-def _expand_as(func: Any, args: Any, kwargs: Any) -> Tensor:
-    sizes = _numbers(args, kwargs)
-    if not isinstance(args[0], PerExample) or not all(isinstance(s, int) for s in sizes):
-        raise refusal(func, args, kwargs)
-    return args[0].expand(sizes)
 
 
 @handles([Tensor.__getitem__])
@@ -296,26 +253,10 @@ def _convert(func: Any, args: Any, kwargs: Any) -> Any:
     return _reshaped(x, x.shape, lambda: x.full().to(like), lambda: x.diagonal_part().to(like))
 
 
-@handles([*_methods("contiguous", Tensor)])
-def _same(func: Any, args: Any, kwargs: Any) -> PerExample:
-    x: PerExample = args[0]
-    return x
-
-
 @handles(_methods("detach", Tensor, torch))
 def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
     x: PerExample = args[0]
     return x.full().detach()[0]
-
-
-@handles([F.dropout, torch.dropout])
-def _dropout(func: Any, args: Any, kwargs: Any) -> PerExample:
-    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    training = kwargs.get("training", args[2] if len(args) > 2 else True)
-    if p > 0 and training:
-        raise refusal(func, args, kwargs, "its mask would be the same for all examples")
-    x: PerExample = args[0]
-    return x
 
 
 @handles(_methods("cat concat concatenate", torch))
@@ -346,11 +287,3 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     shape = list(tensors[0].shape)
     shape[dim] = sum(x.shape[dim] for x in tensors)
     return _both_readings(shape, tensors, full, joined)
-
-
-@handles([torch.stack])
-def _stack(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = args[0] if args else kwargs["tensors"]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    dim = operator.index(dim) % (tensors[0].dim() + 1)
-    return torch.cat([x.unsqueeze(dim) for x in tensors], dim)

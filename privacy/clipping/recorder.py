@@ -20,7 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,14 @@ from . import (
     compiled,
     raw_operations,  # noqa: F401  # fills the table of what a stand-in can do
 )
+from .accumulators import SHORT
 from .contributions import Contribution, Dense, OuterProducts, owned
-from .coverage import Claim, refuse_unsupported
+from .coverage import Claim, refuse_unsupported, rule_of
+from .fallback import Replay, Uncovered, form_of, mapped, numbered, tensors_of
 from .precision import exact, wide
-from .raw import per_example
+from .raw import PerExample, per_example
 from .raw_layers import as_layer
 from .rules import KEEPS, RULES
-from .sharded import kind_of
 
 Task = Callable[..., Tensor]
 
@@ -55,6 +56,7 @@ class Call:
         input: None for a raw parameter, but where a function of torch used it as a layer would (raw_layers.py).
         kept: what else the layer's rule asked for.
         is_borrowed: the memory of input and gradient is used again as soon as the call has been reported.
+        written: by local name, the gradients of a module that the fallback has replayed; `output_gradient` holds their norms.
     """
 
     claim: Claim
@@ -63,6 +65,7 @@ class Call:
     output_gradient: Tensor
     kept: tuple[Tensor, ...] = ()
     is_borrowed: bool = False
+    written: Mapping[str, Tensor] | None = None
 
     def contributions(self) -> Iterator[tuple[str, Contribution]]:
         """(canonical parameter name, contribution) for each trainable parameter of the layer; nothing borrowed is in them."""
@@ -71,6 +74,10 @@ class Call:
 
     def _contributions(self) -> Iterator[tuple[str, Contribution]]:
         gradient = self.output_gradient
+        if self.written is not None:
+            for local, grad_B in self.written.items():
+                yield self.claim.parameters[local], Dense(wide(grad_B), is_product=grad_B[0].numel() > SHORT)
+            return
         if self.local_name and self.input is not None:
             used = as_layer(self.input, gradient)
             yield self.claim.parameters[self.local_name], used.settled() if isinstance(used, OuterProducts) else used
@@ -79,12 +86,15 @@ class Call:
             rows = wide(gradient)  # a scalar parameter is a vector of one
             yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
             return
-        by_name = RULES[kind_of(self.claim.module)](self.claim.module, self.input, gradient, *self.kept)
+        kind = rule_of(self.claim.module)
+        assert kind is not None
+        by_name = RULES[kind](self.claim.module, self.input, gradient, *self.kept)
         for local, name in self.claim.parameters.items():
             if local not in by_name:
-                raise PrivacyConfigError(
+                raise Uncovered(
                     f"the clipping rule of {type(self.claim.module).__name__} does not cover {name}: remove what added it to the "
-                    "layer (such as nn.utils.weight_norm), give it to a module of its own, or freeze it"
+                    "layer (such as nn.utils.weight_norm), give it to a module of its own, or freeze it",
+                    [name],
                 )
             part = by_name[local]
             yield name, part.settled() if isinstance(part, OuterProducts) else part
@@ -97,7 +107,9 @@ class _Tap(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*kept)
         ctx.recorder, ctx.claim, ctx.local_name = recorder, claim, local_name
-        return output.view_as(output)
+        # Not `view_as`: the caller may write into a layer's output in place, since no rule reads it. Where the layer itself or
+        # the next one has kept it, torch's write counter, which both share, refuses the backward.
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,6 +117,24 @@ class _Tap(torch.autograd.Function):
         x = kept[0] if kept else None
         ctx.recorder.report(Call(ctx.claim, ctx.local_name, x, gradients[0].detach(), tuple(kept[1:])))
         return gradients[0], *[None] * (4 + len(kept))
+
+
+class _WholeTap(torch.autograd.Function):
+    """As `_Tap`, around a module with any number of outputs that the fallback replays."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, root: Tensor, recorder: "Recorder", claim: Claim, replay: Replay, num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors[num_outputs:])
+        ctx.recorder, ctx.claim, ctx.replay = recorder, claim, replay
+        return tuple(output.detach() for output in tensors[:num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors  # read once: under activation checkpointing it is recomputed
+        ctx.recorder.report_whole(ctx.claim, ctx.replay, inputs, gradients)
+        return None, None, None, None, None, *gradients, *[None] * len(inputs)
 
 
 @dataclass
@@ -130,7 +160,13 @@ class Forward:
 
 
 class Recorder:
-    """Hooks on the claimed layers of a model; active only inside `forward`."""
+    """Hooks on the claimed layers of a model; active only inside `forward`.
+
+    Attributes:
+        compares: whether outputs of replays are compared with those of the forward, which keeps them in memory.
+    """
+
+    compares = False
 
     def __init__(self, claims: list[Claim], compiled_weights: Sequence[nn.Parameter] = ()):
         self._claims = claims
@@ -140,9 +176,17 @@ class Recorder:
         self._num_calls: Counter[str] = Counter()
         self._num_calls_at: dict[object, dict[str, int]] = {}
         self._sink: Callable[[Call], None] | None = None
+        self._inside: list[tuple[Claim, dict[int, int]]] = []
+        """Modules that the fallback covers and whose forward runs now, with the write counters of what they were given."""
         self._handles: list[RemovableHandle] = []
         for claim in claims:
-            if claim.is_raw:
+            if claim.dims is not None:  # they come first, so their hooks stand around those of layers
+                enter, leave = self._enter(claim), self._leave(claim)
+                self._handles.append(claim.module.register_forward_pre_hook(enter, with_kwargs=True))
+                self._handles.append(
+                    claim.module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True)
+                )
+            elif claim.is_raw:
                 self._handles.append(claim.module.register_forward_pre_hook(self._shadow(claim), with_kwargs=True))
                 self._handles.append(claim.module.register_forward_hook(partial(_unshadow, claim), always_call=True))
             else:
@@ -184,6 +228,7 @@ class Recorder:
                 yield Forward(self, loss_B.detach(), num_calls, loss, num_backwards)
         finally:
             self._root = self._sink = None
+            self._inside.clear()
             for claim in self._claims:
                 _unshadow(claim)
 
@@ -210,13 +255,101 @@ class Recorder:
 
     def report(self, call: Call) -> None:
         """A tap saw its gradient."""
+        sink = self._required_sink(call.claim)
+        with torch.no_grad(), exact(call.output_gradient.device):
+            sink(call)
+
+    def _required_sink(self, claim: Claim) -> Callable[[Call], None]:
         if self._sink is None:
             raise PrivacyConfigError(
-                f"the forward differentiates through layer {call.claim.path or 'root'} (torch.autograd.grad inside the model), "
+                f"the forward differentiates through layer {claim.path or 'root'} (torch.autograd.grad inside the model), "
                 "which per-example clipping cannot follow; freeze the layer, or let the forward differentiate around it"
             )
-        with torch.no_grad(), exact(call.output_gradient.device):
-            self._sink(call)
+        return self._sink
+
+    def report_whole(self, claim: Claim, replay: Replay, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """The tap of a module that covers parameters saw the gradients of its outputs."""
+        self._required_sink(claim)
+        root, self._root = self._root, None  # hooks are off inside
+        try:
+            written = replay.gradients([x.detach() for x in inputs], [g.detach() for g in gradients])
+        finally:
+            self._root = root
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(wide(g).flatten(1), dim=1) for g in written.values()]
+        self.report(Call(claim, "", None, torch.stack(norms, 1), written=written))
+
+    def _enter(self, claim: Claim) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._root is None:
+                return
+            if torch.compiler.is_compiling():
+                raise PrivacyConfigError(
+                    f"{claim.path or 'the model'} is differentiated per example as a whole: leave it out of torch.compile"
+                )
+            self._inside.append((claim, {id(x): x._version for x in tensors_of((args, kwargs))}))
+
+        return hook
+
+    def _leave(self, claim: Claim) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if self._root is None or not self._inside:
+                return None
+            _, versions = self._inside.pop()
+            if output is None:  # the forward has raised an error
+                return None
+            return self._tap_whole(claim, (args, kwargs), output, versions)
+
+        return hook
+
+    def _tap_whole(self, claim: Claim, given: Any, output: Any, versions: Mapping[int, int]) -> Any:
+        """The outputs of a module that covers parameters, tapped.
+
+        Raises:
+            Uncovered: examples are not where the self-check has found them, or what it was given was written to meanwhile.
+        """
+        assert claim.dims is not None and self._root is not None
+        module, names = claim.module, list(claim.parameters.values())
+        what = f"{claim.path or 'the model'} ({type(module).__name__}) is differentiated per example as a whole"
+        inputs, outputs = tensors_of(given), tensors_of(output)
+        if any(versions.get(id(x)) != x._version for x in inputs):
+            raise Uncovered(f"{what}, but something writes in place to what it was called with", names)
+        dims = claim.dims.get(form_of(given), ())
+        sized = zip([*inputs, *outputs], dims, strict=False)
+        if len(dims) != len(inputs) + len(outputs) or any(
+            (d == -1 and x.requires_grad) or (d not in (None, -1) and (x.dim() <= d or x.shape[d] != self._batch_size))
+            for x, d in sized
+        ):
+            raise Uncovered(
+                f"{what}, but was called in another way than in the self-check, or with another number of examples",
+                names,
+            )
+        places = dims[len(inputs) :]
+        chosen = [y for y, d in zip(outputs, places, strict=True) if d != -1]
+        device = chosen[0].device.type
+        inputs = [x.full().detach()[0] if isinstance(x, PerExample) else x.detach() for x in inputs]
+        replay = Replay(
+            module,
+            claim.path,
+            tuple(claim.parameters),
+            numbered(given),
+            dims,
+            len(inputs),
+            tuple(y.detach().clone() for y in chosen) if self.compares else (),
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+            tuple(m.training for m in module.modules()),
+            claim.expanded,
+        )
+        self._num_calls.update(names)
+        tapped = iter(_WholeTap.apply(self._root, self, claim, replay, len(chosen), *chosen, *inputs))  # type: ignore[no-untyped-call]
+        place = iter(places)
+        return mapped(output, lambda y: y if next(place) == -1 else next(tapped))
+
+    def _left(self, claim: Claim) -> Claim:
+        """The claim without parameters that a module around this call covers."""
+        covered = {name for around, _ in self._inside for name in around.parameters.values()}
+        left = {local: name for local, name in claim.parameters.items() if name not in covered}
+        return replace(claim, parameters=left) if covered else claim
 
     def _tap(self, output: Tensor, claim: Claim, local_name: str, *kept: Tensor) -> Tensor:
         assert self._root is not None
@@ -225,7 +358,8 @@ class Recorder:
         return tapped
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
-        keep = KEEPS.get(kind_of(claim.module))
+        kind, all_of_it = rule_of(claim.module), claim
+        keep = None if kind is None else KEEPS.get(kind)
 
         def on_compiled_call(x: Tensor, output: Tensor) -> None:
             self._require_examples(x, output, claim)
@@ -241,6 +375,9 @@ class Recorder:
             x = args[0] if args else next(iter(kwargs.values()))
             if torch.compiler.is_compiling():
                 return compiled.tap(output, self._root, x, tap_in_graph.key, tap_in_graph.num_calls)
+            claim = self._left(all_of_it)
+            if not claim.parameters:
+                return None
             with torch.no_grad():
                 others = keep(module, (*args, *kwargs.values()), output) if keep is not None else ()
             return self._tap_call(output, claim, "", x, *others)
@@ -273,17 +410,19 @@ class Recorder:
                 "layer(ids[None]), and [0] of the result"
             )
         name = f"{claim.path}.{local_name}" if local_name else claim.path
-        raise PrivacyConfigError(
-            f"layer {name} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, but the "
-            f"first dimension of both must be the {size} examples of the micro-batch: {way_out}; or freeze the layer's parameters"
+        raise Uncovered(
+            f"layer {name} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, but the first "
+            f"dimension of both must be the {size} examples of the micro-batch: {way_out}; or freeze the layer's parameters",
+            [claim.parameters[local_name]] if local_name else list(claim.parameters.values()),
         )
 
     def _shadow(self, claim: Claim) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._root is None:
                 return
-            refuse_unsupported(module, claim.path)
-            for local in claim.parameters:
+            left = self._left(claim).parameters
+            refuse_unsupported(module, claim.path, is_covered=not left)
+            for local in left:
                 parameter = module._parameters[local]
                 assert parameter is not None
                 copies = self._tap(parameter.detach().expand(self._batch_size, *parameter.shape), claim, local)

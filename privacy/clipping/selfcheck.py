@@ -25,6 +25,7 @@ The check must not pass for lack of a gradient. Examples must differ, weights ne
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -53,6 +54,7 @@ from .checked import (
 )
 from .clipped_sum import ClippedSum, Mode
 from .compiled import compiled_weights
+from .fallback import Fallback, Probe, Uncovered, plan_of
 from .functions import ClippingFunction
 from .precision import exact
 from .recorder import plain_words
@@ -87,7 +89,12 @@ Found = tuple[Tensor, dict[str, Tensor]]
 
 
 def check_against_autograd(
-    model: nn.Module, inputs: Mapping[str, Tensor], task: Task | None = None, *, unreached: Collection[str] = ()
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    task: Task | None = None,
+    *,
+    unreached: Collection[str] = (),
+    fallback: Fallback = True,
 ) -> None:
     """Compares, on made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
 
@@ -102,6 +109,8 @@ def check_against_autograd(
         inputs: two or more examples that differ, made up, never private data. Names as in training, tensors with B rows.
         task: `task(**inputs)` returns loss_B, where loss i depends on example i alone; the model itself by default.
         unreached: parameters that are trained although the loss never reaches them; all others must get a gradient.
+        fallback: whether parameters that no rule follows may be differentiated through the module around them, per example and
+            as a whole (fallback.py), which `plan_of(model).sentences(model)` names; or the paths of modules that may be.
 
     Raises:
         PrivacyConfigError: naming the parameter whose gradient differs most, or that no example reaches; or the loss of an
@@ -109,7 +118,8 @@ def check_against_autograd(
             example asks; or the inputs or dtypes do not do.
     """
     task = task or model
-    made_up = _different(inputs)
+    made_up, plan = _different(inputs), plan_of(model)
+    plan.start(fallback)
     put_away(model)
     before = structure(model, task)
     with whole(model), nothing_is_small(model):
@@ -222,7 +232,7 @@ def _check(
     unreached: Collection[str],
     restore: Callable[[], None],
 ) -> None:
-    """Compares batches of two sizes with the truth."""
+    """Compares batches of two sizes with the truth, and gives to the fallback what no rule follows until all is followed."""
     count, tolerance = len(next(iter(inputs.values()))), TOLERANCE[precision]
     loss_N, expected = _truth(model, task, inputs, restore)
 
@@ -237,15 +247,29 @@ def _check(
             )
         _compare(expected, sums, tolerance)
 
+    @functools.cache
+    def probe() -> Probe:
+        def run(size: int) -> None:
+            with torch.enable_grad(), must_take(f"{size} examples together"):
+                task(**{name: x[torch.arange(size) % count] for name, x in inputs.items()})
+
+        return Probe(model, run, restore)
+
     # In another order, and one more row: the first example's share is split between two copies.
     order, shares = [*reversed(range(count)), 0], _SHARES[:count]
     weight_B = torch.tensor([*shares[:0:-1], 0.7 * shares[0], 0.3 * shares[0]], dtype=torch.float64)
-    restore()
-    with _clipped(model, weight_B) as together:
-        first = together(task, {name: x[order] for name, x in inputs.items()})
-    require_truth(loss_N[order], *first)
-    for found in _among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64):
-        require_truth(loss_N, *found)
+    while True:
+        restore()
+        try:
+            with _clipped(model, weight_B) as together:
+                first = together(task, {name: x[order] for name, x in inputs.items()})
+            require_truth(loss_N[order], *first)
+            for found in _among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64):
+                require_truth(loss_N, *found)
+            return
+        except Uncovered as error:
+            if not plan_of(model).lift(model, error.names, probe):
+                raise
 
 
 def _among_neighbours(
@@ -270,7 +294,10 @@ def _among_neighbours(
     on_cpu = first[0].device.type == "cpu"
     tolerance = NEIGHBOURS_TOLERANCE if is_wide or on_cpu else ATOMICS_TOLERANCE
     compare_losses(first[0], second[0], tolerance)
-    _compare(first[1], second[1], tolerance)
+    try:
+        _compare(first[1], second[1], tolerance)
+    except Uncovered as error:  # a neighbour reaches a gradient: no other rule is looked for
+        raise PrivacyConfigError(str(error)) from None
     with suppress(NotTaken), torch.no_grad(), must_take("cut to half"):
         short = {name: shortened(x) for name, x in inputs.items()}
         alone_B, among_B = (
@@ -299,6 +326,7 @@ def _clipped(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, Inp
 
     # Nothing is clipped here, and no gradient is too small to be compared: fp64 sums.
     clipped = ClippedSum(model, 1.0, function=by_place, has_noise=False, self_check=False)
+    clipped._record().compares = True
 
     def together(task: Task, batch: Inputs) -> Found:
         seen: list[Tensor] = []
@@ -443,8 +471,9 @@ def _compare(
     # A difference that is not finite is the worst.
     name = max(truth, key=lambda n: differences[n] / allowed[n] if differences[n] < float("inf") else float("inf"))
     if not differences[name] <= allowed[name]:
-        raise PrivacyConfigError(
+        raise Uncovered(
             f"{where}the clipping rules do not see the gradient of {name} as torch does (difference {differences[name]:.1e} of "
             f"{float(truth[name].norm()):.1e}): is the parameter used without calling the layer that owns it, is the first "
-            "dimension of every layer's input the examples, and does every loss depend on its own example alone?"
+            "dimension of every layer's input the examples, and does every loss depend on its own example alone?",
+            [n for n in truth if not differences[n] <= allowed[n]],
         )

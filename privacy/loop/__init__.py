@@ -1,7 +1,8 @@
-"""Private training in a loop of one's own: `PrivateLoop`, its `WeightAverage`, and `floats`, `integers`, `mask` for an item."""
+"""Private training in a loop of one's own: `PrivateLoop`, `WeightAverage`, `fix` for models, and `floats`, `integers` and `mask`."""
 
 from ..step.averaging import WeightAverage
 from .fields import Field, floats, integers, mask
+from .fix import fix
 from .loop import PrivateLoop, StepResult
 
-__all__ = ["Field", "PrivateLoop", "StepResult", "WeightAverage", "floats", "integers", "mask"]
+__all__ = ["Field", "PrivateLoop", "StepResult", "WeightAverage", "fix", "floats", "integers", "mask"]

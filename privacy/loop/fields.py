@@ -3,6 +3,7 @@
 They are said and not taken from the data: one private item must not decide what all others have to look like.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class Field:
         below: integers are 0 to below - 1; None for floating-point numbers.
         also: further integers that are allowed, such as -100 of labels that count for nothing.
         is_mask: made-up values are ones and then zeros.
+        fixed: integers that must stay, and how often each stands in every item.
     """
 
     shape: tuple[int, ...]
@@ -34,10 +36,17 @@ class Field:
     below: int | None = None
     also: tuple[int, ...] = ()
     is_mask: bool = False
+    fixed: tuple[tuple[int, int], ...] = ()
 
     def padding(self) -> Tensor:
         """What stands in a row without an item."""
-        return torch.zeros(self.shape, dtype=self.dtype)
+        return self._with_fixed(torch.zeros(1, *self.shape, dtype=self.dtype))[0]
+
+    def _with_fixed(self, values: Tensor) -> Tensor:
+        """The integers that must stay take the first places of each item."""
+        first = torch.tensor([one for one, count in self.fixed for _ in range(count)], dtype=self.dtype)
+        values.view(len(values), -1)[:, : len(first)] = first
+        return values
 
     def made_up(self, count: int, generator: torch.Generator) -> Tensor:
         """(count, *shape): random values that the field allows, never private ones."""
@@ -46,7 +55,12 @@ class Field:
         if self.is_mask:
             kept = torch.randint(1, 1 + self.shape[-1], (count, *(1 for _ in self.shape)), generator=generator)
             return (torch.arange(self.shape[-1]).expand(count, *self.shape) < kept).to(self.dtype)
-        return torch.randint(self.below, (count, *self.shape), generator=generator, dtype=self.dtype)
+        values = torch.randint(
+            self.below - len(self.fixed), (count, *self.shape), generator=generator, dtype=self.dtype
+        )
+        for one, _ in sorted(self.fixed):  # they stand nowhere else
+            values += values >= one
+        return self._with_fixed(values)
 
     def read(self, value: object) -> Tensor:
         """The value as a tensor of this field.
@@ -69,18 +83,22 @@ class Field:
         if tensor.dtype == torch.uint64 and bool((tensor.view(torch.int64) < 0).any()):
             raise Unusable("holds integers that are not allowed")
         tensor = _plain(tensor, torch.int64)
-        if not bool(self.allows(tensor).all()):
-            raise Unusable(f"holds integers other than 0 to {self.below - 1}")
+        if not bool(self.allows(tensor[None])):
+            fixed = "".join(f", and {one} {count} times" for one, count in self.fixed)
+            raise Unusable(f"does not hold integers from 0 to {self.below - 1} alone{fixed}")
         return tensor
 
-    def allows(self, tensor: Tensor) -> Tensor:
-        """Whether each number is one that the field takes; any floating-point number is."""
+    def allows(self, items: Tensor) -> Tensor:
+        """(N,): whether each of N items holds integers that the field takes; any floating-point number is one."""
         if self.below is None:
-            return torch.ones(tensor.shape, dtype=torch.bool)
-        is_allowed = (tensor >= 0) & (tensor < self.below)
+            return torch.ones(len(items), dtype=torch.bool)
+        is_allowed = (items >= 0) & (items < self.below)
         for one in self.also:
-            is_allowed |= tensor == one
-        return is_allowed
+            is_allowed |= items == one
+        is_usable_N = is_allowed.view(len(items), -1).all(1)
+        for one, count in self.fixed:
+            is_usable_N &= (items == one).view(len(items), -1).sum(1) == count
+        return is_usable_N
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,11 +120,23 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:
     return Field(_checked(shape), dtype)
 
 
-def integers(below: int, *shape: int, also: Sequence[int] = ()) -> Field:
-    """A tensor of int64 from 0 to below - 1, and those in `also`: class labels, tokens, masks (below = 2)."""
+def integers(below: int, *shape: int, also: Sequence[int] = (), fixed: Mapping[int, int] | None = None) -> Field:
+    """A tensor of int64 from 0 to below - 1, and those in `also`: class labels, tokens, masks (below = 2).
+
+    Args:
+        fixed: integers that must stay, with how often each stands in every item, such as the placeholders that a picture's
+            patches replace: `fixed={image_token_id: 256}`. Made-up items have them too, and other items are unusable.
+    """
     if below < 1:
         raise PrivacyConfigError(f"integers: below must be 1 or more, not {below}")
-    return Field(_checked(shape), torch.int64, below, tuple(also))
+    stays = tuple((fixed or {}).items())
+    if not all(0 <= one < below and count >= 1 for one, count in stays) or (
+        stays and (len(stays) >= below or sum(count for _, count in stays) > math.prod(_checked(shape)))
+    ):
+        raise PrivacyConfigError(
+            f"integers: fixed must map integers from 0 to {below - 1} to how often they stand in an item of {shape}, not {fixed}"
+        )
+    return Field(_checked(shape), torch.int64, below, tuple(also), fixed=stays)
 
 
 def mask(*shape: int) -> Field:

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
+from ..clipping.fallback import Fallback
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError
 from ..ledger.claim import claim_of
 from ..ledger.records import read_ledger
@@ -113,6 +114,8 @@ class PrivateLoop:
         learning_rate: of all groups of the optimizer at a step, from 1 on; None leaves them to the caller.
         save_every: steps between checkpoints; default a twentieth of the attempts in reserve, and at least 1.
         made_up: two or more made-up items for the self-check, never private ones; random ones by default.
+        fallback: whether parameters that no rule follows are differentiated through the module around them, as a whole for each
+            example, which costs time and memory and is said on the console; or the paths of modules that may be.
         data_version: a name for exactly these data, taken in place of a hash over all items, which is one pass at each start.
         ledger_mirror: a second place for the ledger, best on another file system.
         unit: what one item is, in words for the card.
@@ -152,6 +155,7 @@ class PrivateLoop:
         learning_rate: Callable[[int], float] | None = None,
         save_every: int | None = None,
         made_up: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
+        fallback: Fallback = True,
         data_version: str | None = None,
         ledger_mirror: str | Path | None = None,
         unit: str = "one item of the data set",
@@ -180,7 +184,7 @@ class PrivateLoop:
         )
         start = OwnStart(
             model=model, optimizer=optimizer, reader=Reader(dataset, Example(example), micro_batch_size), loss=loss,
-            folder=RunFolder(self.run_dir), request=request, made_up=made_up, learning_rate=learning_rate,
+            folder=RunFolder(self.run_dir), request=request, made_up=made_up, fallback=fallback, learning_rate=learning_rate,
             num_workers=num_workers, save_every=save_every, data_version=data_version,
             mirror=None if ledger_mirror is None else Path(ledger_mirror), unit=unit, may_restart=restart_from_step_0,
             starts_from=lineage.stated(starts_from),

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
 from ..clipping.coverage import claims
+from ..clipping.fallback import Fallback, Uncovered, plan_of
 from ..clipping.recorder import Task
 from ..clipping.selfcheck import check_against_autograd, check_at_size
 from ..clipping.sharded import full, is_dtensor, kind_of, put_away
@@ -84,6 +85,7 @@ class OwnStart:
     folder: RunFolder
     request: PlanRequest
     made_up: Mapping[str, Tensor] | Sequence[Tensor] | None
+    fallback: Fallback
     learning_rate: Callable[[int], float] | None
     num_workers: int
     save_every: int | None
@@ -176,15 +178,18 @@ class OwnStart:
         self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": fixed_digest(self.model)}
 
     def require_rules_for_all_layers(self) -> None:
-        """Names a layer without a clipping rule, such as BatchNorm; a gradient of autograd would say less."""
-        claims(self.model, self.engine.shapes)
+        """Names all layers without a clipping rule, such as BatchNorm, that the fallback cannot take over either."""
+        with contextlib.suppress(*(() if self.fallback is False else (Uncovered,))):
+            claims(self.model, self.engine.shapes)
 
     def require_sums_of_autograd(self) -> None:
         """Clipped sums of made-up items are those that autograd gives one by one, also at the size that training has."""
         example = self.reader.example
         self.items = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
         items = to_device(self.items, self.engine)
-        check_against_autograd(self.model, items, self.task)
+        check_against_autograd(self.model, items, self.task, fallback=self.fallback)
+        for line in plan_of(self.model).sentences(self.model):
+            collectives.say(line)
         check_at_size(self.model, items, self.reader.micro_batch_size, self.task)
 
     def require_neighbours_apart(self) -> None:

@@ -149,7 +149,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
             read = {name: column.detach()[index_N] for name, column in columns.items()}
             is_usable_N = torch.ones(len(index_N), dtype=torch.bool)
             for name, value in read.items():
-                is_usable_N &= self.example.fields[name].allows(value).view(len(index_N), -1).all(1)
+                is_usable_N &= self.example.fields[name].allows(value)
             for name, value in read.items():
                 inputs[name][row_N[is_usable_N]] = value[is_usable_N]
             is_padding_B[row_N[is_usable_N]] = False

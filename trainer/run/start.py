@@ -210,7 +210,7 @@ class TrainerStart:
 
         def check() -> None:
             on_device = {name: x.to(self.device) for name, x in inputs.items()}
-            check_against_autograd(self.twin.to(self.device), on_device)
+            check_against_autograd(self.twin.to(self.device), on_device, fallback=False)
             if self.shard is None:  # else no process has the whole
                 check_at_size(self.model, inputs, 1)
 

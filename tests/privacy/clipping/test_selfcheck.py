@@ -269,7 +269,7 @@ def test_a_wrong_part_is_found_however_small_and_in_every_precision(
     assert all(p.dtype == dtype for p in right.parameters()) and torch.get_default_dtype() == torch.float32
     broken_one = Net(factor, wrong).to(dtype)
     with pytest.raises(PrivacyConfigError, match=r"gradient of a\.(weight|bias)"):
-        check_against_autograd(broken_one, inputs, task and task(broken_one))
+        check_against_autograd(broken_one, inputs, task and task(broken_one), fallback=False)
 
 
 def test_half_precision_that_cannot_be_widened_is_refused() -> None:
@@ -347,7 +347,7 @@ def test_a_broken_rule_is_found(count: int, dtype: torch.dtype, monkeypatch: pyt
     for change in changes:
         monkeypatch.setitem(RULES, nn.Linear, broken(change))
         with pytest.raises(PrivacyConfigError, match="do not see the gradient"):
-            check_against_autograd(model, inputs)
+            check_against_autograd(model, inputs, fallback=False)
 
 
 @pytest.mark.parametrize("returned", [None, [1.0], 2.0])
