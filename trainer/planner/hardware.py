@@ -9,6 +9,10 @@ import torch
 from trainer.errors import ConfigError
 from trainer.run.memory_estimate import total_memory
 
+REACHED_BF16, REACHED_FP32, REACHED_BANDWIDTH = 700 / 989, 50 / 67, 3.0 / 3.35
+"""Shares of a data sheet that large operations reach; the numbers are an H100's, an assumption until a GPU has measured them."""
+CACHE_TO_MEMORY = 5.5 / 3.35
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -38,6 +42,22 @@ class Gpu:
         if peak is None:
             raise ConfigError(f"--gpu {self.name} has no bf16 matrix units: use a ds_config without bf16")
         return peak
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes/s of a kernel that reads and writes large tensors."""
+        return REACHED_BANDWIDTH * self.memory_bandwidth
+
+    @property
+    def reached_cache(self) -> float:
+        """Bytes/s from the second cache."""
+        return CACHE_TO_MEMORY * self.memory_bandwidth
+
+    def reached_flops(self, dtypes: str) -> float:
+        """FLOP/s of large products of such operands: matrix units for bf16 alone. (fp64 has them too, at the rate of fp32.)"""
+        if dtypes == "bfloat16" and self.bf16_peak is not None:
+            return REACHED_BF16 * self.bf16_peak
+        return REACHED_FP32 * self.fp32_peak
 
     def memory_per_rank(self, ranks_on_node: int, proc: Path = Path("/proc")) -> int:
         """Bytes for one rank, one rank per device.

@@ -1,0 +1,114 @@
+"""What clipping costs on a GPU by the bytes and FLOPs of every operation: a paper bound, no measurement.
+
+    python benchmarks/roofline.py --recipe recipes/dpcap_large.toml --gpu h100 --json
+    python benchmarks/roofline.py --recipe recipes/dpcap_large.toml train.micro_batch_size=112
+    python benchmarks/roofline.py                  # every recipe that is made for GPUs, one line each
+
+`ratio` is the time of a clipped micro-batch, until its sums are complete, to that of a non-private one, until its gradients are
+added to those of earlier micro-batches; both in milliseconds, and the costliest `rows` of the clipped one: where (the model, the
+norms layer by layer, the sums), operation, dtypes, launches, FLOPs, bytes, ms. trainer/planner/roofline.py says how they are
+counted. With --json one JSON object on stdout, everything else on stderr.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from privacy.clipping import ClippedSum  # noqa: E402
+from privacy.sampling.poisson import default_cap  # noqa: E402
+from trainer.config.machine import load_machine_settings  # noqa: E402
+from trainer.config.recipe import load_config  # noqa: E402
+from trainer.engines.blocks import checkpoint_blocks  # noqa: E402
+from trainer.planner.hardware import GPUS, Gpu  # noqa: E402
+from trainer.planner.probe import META  # noqa: E402
+from trainer.planner.resources import planning_task  # noqa: E402
+from trainer.planner.roofline import Row, roofline  # noqa: E402
+
+GPU_NAMES = {"h100": "h100-80gb", "a100": "a100-80gb"}
+SHOWN = 10
+
+
+def of_recipe(path: Path, overrides: list[str], gpu: Gpu, ds_config: Path) -> dict[str, Any]:
+    """The micro-batch of a recipe, JSON-ready."""
+    config, machine = load_config(path, overrides), load_machine_settings(ds_config)
+    task, _ = planning_task(config, ROOT)
+    model, size = task.skeleton().to(machine.compute_dtype), config.train.micro_batch_size
+    checkpoint_blocks(model, machine)
+    cap = default_cap(config.privacy.expected_batch_size)
+    clipped = ClippedSum(model, 1.0, cap=cap, rows=2 * max(size, cap // 64), self_check=False)
+    inputs = {
+        name: torch.empty(
+            size, *x.shape[1:], dtype=machine.compute_dtype if x.is_floating_point() else x.dtype, device=META
+        )
+        for name, x in task.synthetic_inputs(2).items()
+    }
+    found = roofline(clipped, model, inputs, gpu)
+    rows = sorted(found.private.rows.values(), key=lambda row: -row.seconds(gpu))
+    return {
+        "recipe": path.stem,
+        "gpu": gpu.name,
+        "micro_batch_size": size,
+        "ratio": found.ratio,
+        "private_ms": found.private_seconds * 1e3,
+        "non_private_ms": found.non_private_seconds * 1e3,
+        "launches": found.private.launches,
+        "non_private_launches": found.non_private.launches,
+        "rows": [as_json(row, gpu) for row in rows[:SHOWN]],
+    }
+
+
+def as_json(row: Row, gpu: Gpu) -> dict[str, Any]:
+    return {**vars(row), "ms": row.seconds(gpu) * 1e3}
+
+
+def large_recipes() -> list[Path]:
+    """Those for images of 224 pixels; of recipes that differ in neither model nor micro-batch, the one with the shortest name."""
+    found: dict[str, Path] = {}
+    for path in sorted((ROOT / "recipes").glob("*.toml"), key=lambda path: (len(path.stem), path.stem)):
+        config = load_config(path)
+        if config.data.image_size == 224:
+            found.setdefault(f"{config.model} {config.train.micro_batch_size}", path)
+    return sorted(found.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, help="default: all that are for images of 224 pixels")
+    parser.add_argument("--gpu", choices=[*GPU_NAMES, *GPUS], default="h100")
+    parser.add_argument(
+        "--ds_config", type=Path, default=ROOT / "ds_configs/zero3_bf16.json", help="dtype, checkpointing"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
+    options = parser.parse_intermixed_args()
+    gpu = GPUS[GPU_NAMES.get(options.gpu, options.gpu)]
+    paths = [options.recipe] if options.recipe else large_recipes()
+    results = []
+    for path in paths:
+        found = of_recipe(path, options.overrides, gpu, options.ds_config)
+        results.append(found)
+        print(
+            f"{found['recipe']:28} {found['micro_batch_size']:4}: ratio {found['ratio']:.3f}, {found['private_ms']:.1f} to "
+            f"{found['non_private_ms']:.1f} ms, {found['launches']} to {found['non_private_launches']} launches",
+            file=sys.stderr if options.json else sys.stdout, flush=True,
+        )  # fmt: skip
+        if options.recipe and not options.json:
+            for row in found["rows"]:
+                print(
+                    "  {ms:7.2f} ms  {part:6} {operation} ({dtypes}) x{count}: {flops:.3g} FLOP, {bytes:.3g} B".format(
+                        **row
+                    )
+                )
+    if options.json:
+        print(json.dumps(results[0] if options.recipe else {"recipes": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What inductor, torch.compile's own compiler, makes of a function for CUDA: how many kernels, and how much they move.
+
+No GPU, CUDA or Triton is needed, because nothing runs: the function is traced with fake CUDA tensors, inductor fuses and writes
+the code, and stops before a kernel is built. The GPU that it writes for is an H100. What it needs of torch is private, and all of
+it is in this file; tests/trainer/test_roofline.py fails when torch changes it.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=80 * 10**9, L2_cache_size=50 * 2**20,
+)  # fmt: skip
+
+
+class Kernels(NamedTuple):
+    """What a function becomes.
+
+    Attributes:
+        launches: how many there are.
+        moved: bytes that all of them read and write, each buffer once a kernel.
+        code: as inductor wrote it.
+    """
+
+    launches: int
+    moved: int
+    code: str
+
+
+class _Written(Exception):
+    """Inductor has written the code, which is not to be built."""
+
+
+def kernels_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Kernels:
+    """Compiles `function(*arguments)` for CUDA, as far as its code; asked again for equal shapes, it remembers.
+
+    Args:
+        arguments: tensors of any device, and other hashable values, in lists and tuples; shapes are taken as fixed.
+    """
+    leaves, tree = tree_flatten(arguments)
+    return _kernels(function, tree, tuple(_Shape.of(x) if isinstance(x, Tensor) else x for x in leaves))
+
+
+class _Shape(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Shape":
+        return cls(tuple(x.shape), x.stride(), x.dtype)
+
+
+@functools.cache
+def _kernels(function: Callable[..., Any], tree: TreeSpec, leaves: tuple[Any, ...]) -> Kernels:
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    places = [i for i, x in enumerate(leaves) if isinstance(x, _Shape)]
+
+    def pure(*tensors: Tensor) -> tuple[Tensor, ...]:
+        """Returns what the function returns and what it writes to: fake tensors of another device cannot be written back."""
+        copies = [x.clone() for x in tensors]
+        before = [x._version for x in copies]
+        values = list(leaves)
+        for place, copy in zip(places, copies, strict=True):
+            values[place] = copy
+        result = function(*tree_unflatten(values, tree))
+        written = [x for x, version in zip(copies, before, strict=True) if x._version != version]
+        return tuple(x for x in tree_leaves((result, written)) if isinstance(x, Tensor))
+
+    found: list[Kernels] = []
+
+    def stop(graph: GraphLowering) -> None:
+        code = graph.codegen()[0].value
+        found.append(Kernels(code.count(".run(") + code.count("extern_kernels."), graph.count_bytes()[0], code))
+        raise _Written
+
+    with ExitStack() as stack, torch.no_grad():
+        for target, name, value in _as_if_there_was_a_gpu():
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(mock.patch.object(GraphLowering, "_compile_to_module", stop))
+        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, joint_graph_constant_folding=False))
+        stack.enter_context(FakeTensorMode())
+        shapes = [leaves[place] for place in places]
+        fake = [torch.empty_strided(s.size, s.stride, dtype=s.dtype, device="cuda:0") for s in shapes]
+        try:
+            compile_fx(make_fx(pure)(*fake), fake)
+        except Exception:  # inductor wraps what stops it
+            if not found:
+                raise
+    return found[0]
+
+
+def _as_if_there_was_a_gpu() -> list[tuple[Any, str, Any]]:
+    """What inductor asks a GPU, as patches: (owner, name, what stands there)."""
+    import torch._inductor.fx_passes.joint_graph as joint_graph
+    import torch._inductor.scheduler as scheduler
+    import torch.utils._triton as triton
+    from torch._dynamo.device_interface import CudaInterface
+
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: H100,
+    }
+    return [
+        *((torch.cuda, name, answer) for name, answer in answers.items()),
+        *((CudaInterface, name, staticmethod(answer)) for name, answer in answers.items()),
+        *(
+            (CudaInterface.Worker, name, staticmethod(answers[name]))
+            for name in ("current_device", "get_device_properties")
+        ),
+        (CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90)),
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch.cuda, "get_rng_state", lambda: torch.zeros(16, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", lambda state: None),
+        (torch.cuda, "_exchange_device", lambda device: 0),
+        (torch.cuda, "_maybe_exchange_device", lambda device: 0),
+        (scheduler, "has_triton", lambda: True),
+        (triton, "triton_hash_with_backend", lambda: ""),
+        (joint_graph, "lazy_init", lambda device=None: None),  # patterns of attention, for which it makes real tensors
+    ]
