@@ -65,7 +65,10 @@ def of_recipe(path: Path, overrides: list[str], gpu: Gpu, ds_config: Path) -> di
 
 
 def as_json(row: Row, gpu: Gpu) -> dict[str, Any]:
-    return {**vars(row), "ms": row.seconds(gpu) * 1e3}
+    return {
+        "part": row.part, "operation": row.operation, "dtypes": row.dtypes, "launches": row.launches,
+        "flops": row.flops, "bytes": row.moved, "ms": row.seconds(gpu) * 1e3,
+    }  # fmt: skip
 
 
 def large_recipes() -> list[Path]:
@@ -102,7 +105,7 @@ def main() -> None:
         if options.recipe and not options.json:
             for row in found["rows"]:
                 print(
-                    "  {ms:7.2f} ms  {part:6} {operation} ({dtypes}) x{count}: {flops:.3g} FLOP, {bytes:.3g} B".format(
+                    "  {ms:7.2f} ms  {part:6} {operation} ({dtypes}) x{launches}: {flops:.3g} FLOP, {bytes:.3g} B".format(
                         **row
                     )
                 )

@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.operations import count_operations  # noqa: E402
 from benchmarks.workloads import (  # noqa: E402
     BASELINES,
     CPU_WORKLOADS,
@@ -41,6 +40,7 @@ from benchmarks.workloads import (  # noqa: E402
     make_step,
 )
 from trainer.planner.probe import count_flops  # noqa: E402
+from trainer.planner.roofline import count_operations  # noqa: E402
 from trainer.run.allocator import keep_freed_memory  # noqa: E402
 
 OPACUS_ROUNDS = 2
@@ -141,7 +141,7 @@ def operations(workload: Workload, modes: Sequence[str] = COUNTED) -> dict[str, 
     on_cuda = workload.name in CUDA_WORKLOADS
     dtype = torch.bfloat16 if on_cuda else torch.float32
     steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}
-    return {mode: count_operations(step, as_on_cuda=on_cuda) for mode, step in steps.items()}
+    return {mode: count_operations(step, on_cuda=on_cuda).launches for mode, step in steps.items()}
 
 
 def count(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

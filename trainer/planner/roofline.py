@@ -13,13 +13,14 @@ can tell. Views and allocations launch nothing.
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -36,8 +37,23 @@ from trainer.planner.probe import CLIPPING_FORMULAS, META, with_fused_attention
 aten = torch.ops.aten
 LAUNCH_NOTHING = {aten.empty, aten.empty_like, aten.new_empty, aten._unsafe_view, aten.promote_types}
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, *CLIPPING_FORMULAS}
-NOT_READ = {aten.copy_, aten.zero_, aten.fill_, aten.random_}
+OVERWRITES = {aten.copy_, aten.zero_, aten.fill_, aten.random_}
 """In place, but what was there before is not read."""
+FILLS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like}
+"""Of their input they take the shape alone."""
+
+
+class Work(NamedTuple):
+    """What one operation does.
+
+    Attributes:
+        moved: bytes read and written in the device's memory.
+        cached: bytes that a handwritten kernel reads again and again, from the second cache.
+    """
+
+    flops: int = 0
+    moved: int = 0
+    cached: int = 0
 
 
 @dataclass
@@ -45,25 +61,34 @@ class Row:
     """All operations of one kind.
 
     Attributes:
-        count: launches.
-        bytes: read and written in the device's memory.
-        cached: bytes that a handwritten kernel reads again and again, from the second cache.
+        part: of the step, as the caller calls it.
+        dtypes: of the operands, which say what units compute.
+        works: what they do, and how many launches do just that.
     """
 
     part: str
     operation: str
     dtypes: str
-    count: int = 0
-    flops: int = 0
-    bytes: int = 0
-    cached: int = 0
+    works: Counter[Work] = field(default_factory=Counter)
+
+    @property
+    def launches(self) -> int:
+        return self.works.total()
+
+    @property
+    def flops(self) -> int:
+        return sum(work.flops * count for work, count in self.works.items())
+
+    @property
+    def moved(self) -> int:
+        return sum(work.moved * count for work, count in self.works.items())
 
     def seconds(self, gpu: Gpu) -> float:
-        """The longer of computing and moving, each operation by the mean of its kind."""
-        return max(
-            self.flops / gpu.reached_flops(self.dtypes),
-            self.bytes / gpu.reached_bandwidth,
-            self.cached / gpu.reached_cache,
+        """Each launch takes as long as the longest of its computing and moving."""
+        flops = gpu.reached_flops(self.dtypes)
+        return sum(
+            count * max(work.flops / flops, work.moved / gpu.reached_bandwidth, work.cached / gpu.reached_cache)
+            for work, count in self.works.items()
         )
 
 
@@ -78,25 +103,17 @@ class OperationCounter(TorchDispatchMode):
 
     @property
     def launches(self) -> int:
-        return sum(row.count for row in self.rows.values())
+        return sum(row.launches for row in self.rows.values())
 
     @property
     def flops(self) -> int:
         return sum(row.flops for row in self.rows.values())
 
-    def add(
-        self, operation: str, tensors: list[Tensor], *, flops: int = 0, bytes: int = 0, cached: int = 0, count: int = 1
-    ) -> None:
-        """One operation on these tensors, which say the units that compute it."""
-        names = {str(x.dtype).removeprefix("torch.") for x in tensors if x.is_floating_point() and x.dim() > 0}
+    def add(self, operation: str, operands: list[Tensor], work: Work, launches: int = 1) -> None:
+        """Counts one operation, or as much again in each of several launches."""
+        names = {str(x.dtype).removeprefix("torch.") for x in operands if x.is_floating_point() and x.dim() > 0}
         key = self.part, operation, "+".join(sorted(names))
-        row = self.rows.setdefault(key, Row(*key))
-        row.count, row.flops, row.bytes, row.cached = (
-            row.count + count,
-            row.flops + flops,
-            row.bytes + bytes,
-            row.cached + cached,
-        )
+        self.rows.setdefault(key, Row(*key)).works[work] += launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,9 +124,10 @@ class OperationCounter(TorchDispatchMode):
         written = [
             x for argument, x in _arguments(func, args, kwargs) if argument.alias_info and argument.alias_info.is_write
         ]
-        is_overwritten = packet in NOT_READ or "out" in kwargs
+        is_overwritten = packet in OVERWRITES or "out" in kwargs
         skipped = {id(x) for x in tree_leaves(written)} if is_overwritten else set()
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) not in skipped]
+        read = [] if packet in FILLS else read
         made = {id(x): x for x in tree_leaves((out, written)) if isinstance(x, Tensor)}
         flops = 0
         if packet in CLIPPING_FORMULAS:
@@ -120,7 +138,7 @@ class OperationCounter(TorchDispatchMode):
         moved = sum(map(num_bytes, read)) + sum(map(num_bytes, made.values()))
         # A product's operands decide the unit, and not what it is added to; attention's first one.
         operands = read if flops == 0 else read[-2:] if packet in PRODUCTS else read[:1]
-        self.add(packet.__name__, operands, flops=flops, bytes=moved)
+        self.add(packet.__name__, operands, Work(flops, moved))
         return out
 
     def launch_fused(self, function: Callable[..., Any], arguments: tuple[Any, ...], for_all_sizes: bool) -> Any:
@@ -133,7 +151,8 @@ class OperationCounter(TorchDispatchMode):
             self._is_inside_kernel = before
         if not before:
             tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-            self.add(f"compiled {function.__name__}", tensors, bytes=made.moved, count=made.launches)
+            each = Work(moved=made.moved // made.launches)
+            self.add(f"compiled {function.__name__}", tensors, each, made.launches)
         return result
 
 
@@ -168,13 +187,12 @@ def as_on_cuda(counter: OperationCounter) -> Iterator[None]:
     def pair_of_tiles(programs: int, a: Tensor, *args: Any, BLOCK_T: int, **_: Any) -> None:
         g = next(x for x in args if isinstance(x, Tensor))
         d, p = a.shape[2], g.shape[2]
-        counter.add(
-            "pair_of_tiles", [a, g], flops=programs * 2 * BLOCK_T**2 * (d + p), bytes=num_bytes(a) + num_bytes(g),
-            cached=programs * 2 * BLOCK_T * (d * a.element_size() + p * g.element_size()),
-        )  # fmt: skip
+        again = programs * 2 * BLOCK_T * (d * a.element_size() + p * g.element_size())
+        work = Work(programs * 2 * BLOCK_T**2 * (d + p), num_bytes(a) + num_bytes(g), again)
+        counter.add("pair_of_tiles", [a, g], work)
 
     def zero_excluded_rows(programs: int, *args: Any, **_: Any) -> None:
-        counter.add("zero_excluded_rows", [], bytes=programs)
+        counter.add("zero_excluded_rows", [], Work(moved=programs))
 
     kernels = ModuleType("privacy.clipping.kernels")
     vars(kernels).update(
