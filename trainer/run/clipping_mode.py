@@ -18,6 +18,7 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
+from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
 from privacy.step.adaptive_bound import resumed_bound
 from privacy.step.batches import most_rows
@@ -25,7 +26,7 @@ from privacy.step.engine import Engine, to_device
 from privacy.step.sharded_sums import ShardedSums
 from trainer.config.recipe import RunConfig
 from trainer.ranks import distributed
-from trainer.run.certified import require_same_integers
+from trainer.run.certified import require_same_integers, use_deterministic_kernels
 from trainer.run.memory_estimate import available_memory, predict_peak
 from trainer.tasks import TrainingTask
 
@@ -102,11 +103,18 @@ def made_clipper(
     choice = None
     if privacy.clipping_mode == "auto":
         choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size)
+    if clipped.mode == "two_pass" and engine.device.type == "cuda":  # else its attention adds up in no fixed order
+        use_deterministic_kernels()
     # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
     hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
     heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
     if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
-        clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
+        try:
+            clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            raise PrivacyConfigError(f"clipping in two passes is refused: {str(error).splitlines()[0]}") from error
     return clipped, choice
 
 
