@@ -293,5 +293,4 @@ def roofline(clipped: ClippedSum, model: nn.Module, inputs: dict[str, Tensor], g
     is_padding_B = torch.zeros(len(next(iter(inputs.values()))), dtype=torch.bool, device=META)
     private = count_operations(lambda: clipped.add_micro_batch(model, inputs, is_padding_B), clipped=clipped)
     clipped.zero_()
-    clipped.detach()
     return Roofline(gpu, private, count_operations(lambda: model(**inputs).sum().backward()))
