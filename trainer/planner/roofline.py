@@ -205,7 +205,10 @@ def as_on_cuda(counter: OperationCounter) -> Iterator[None]:
             "_in_place": lambda x: x.is_contiguous(),
             "_TOKENS_PER_STRIP": (128, 128),
         },
-        "accumulators": {"has_fp32_products_of_bf16": lambda device: True},
+        "accumulators": {
+            "has_fp32_products_of_bf16": lambda device: True,
+            "adds_term_by_term": lambda x: x.dtype != torch.float64,
+        },
         "clipped_sum": {"needs_blanking": lambda is_finite_B: True},
         "triton_norm": {"can_run": lambda a_BTd, g_BTp: a_BTd.dtype in (torch.float32, torch.bfloat16)},
         "fused": {"launch": counter.launch_fused},

@@ -401,6 +401,7 @@ def cuda_products(kind: str) -> Iterator[Draw]:
         )
 
     with mock.patch.object(accumulators, "_product", product), ExitStack() as stack:
+        stack.enter_context(mock.patch.object(accumulators, "adds_term_by_term", return_value=True))
         if terms > 1:
             stack.enter_context(mock.patch.object(contributions, "_has_bf16_units", return_value=True))
             stack.enter_context(mock.patch.object(accumulators, "has_fp32_products_of_bf16", return_value=True))
