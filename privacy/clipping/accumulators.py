@@ -312,8 +312,11 @@ class Slot:
 
 
 def adds_term_by_term(x: Tensor) -> bool:
-    """Whether products of such operands in fp32 round an entry at every term: on CUDA, one fused multiply-add after the other."""
-    return x.is_cuda and x.dtype != torch.float64
+    """Whether products of such operands in fp32 round an entry at every term: on CUDA, one fused multiply-add after the other.
+
+    Of other accelerators nobody knows. (Meta tensors count what a CPU does.)
+    """
+    return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64
 
 
 def _product(g_BTp: Tensor, a_BTd: Tensor, wide: torch.dtype, on_matrix_units: bool) -> Tensor:
