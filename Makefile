@@ -44,7 +44,7 @@ test-cluster: $(STAMP)
 	@tests/install_packages.sh cluster
 	$(PYTEST) -m cluster
 
-# Acceptance on one GPU, with a Python that is there already: make gpu [PART=sums] [DEVICE=cpu REDUCED=1] [OUTPUT=record.json]
+# Acceptance on one GPU, with a Python that is there already: make gpu [PART=sums] [DEVICE=cpu REDUCED=1] [OUTPUT=folder]
 gpu: PYTHON := $(if $(filter file,$(origin PYTHON)),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)),$(PYTHON))
 gpu:
 	@$(PYTHON) -m tests.gpu $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE)) $(if $(REDUCED),--reduced) $(if $(OUTPUT),--output $(OUTPUT))

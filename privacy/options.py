@@ -273,10 +273,11 @@ class Floating(Arithmetic):
     slack, has_an_edge = SENSITIVITY_SLACK, True
     statement = (
         "Rounding may let one example contribute up to C (1 + r), so the accountant is charged with sigma / (1 + r). That "
-        "bound is proved for norms and for everything that is added up in double precision; for matrix products it "
-        "assumes that a kernel rounds an entry about once an example, which an adversarial search supports on CPU "
-        "kernels. It also assumes that an example's gradient does not depend on its row. An example that is not drawn "
-        "leaves all others in rows of the same distribution."
+        "bound is proved for norms and for everything that is added up in double precision, or term by term in short "
+        "sums; for other matrix products over tokens it assumes that the roundings of a kernel do not add up in one "
+        "direction, which an adversarial search supports, on CPU kernels and on emulated ones of CUDA. It also assumes "
+        "that an example's gradient does not depend on its row. An example that is not drawn leaves all others in rows "
+        "of the same distribution."
     )
 
 

@@ -35,7 +35,7 @@ from ..releases import Release, step_releases
 from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, add_together
 from .checked import require_passed, trained
 from .compiled import compiled_weights
-from .contributions import Contribution, in_full, is_short, may_cancel
+from .contributions import ChunkedOuterProducts, Contribution, in_full, is_short, may_cancel
 from .coverage import claims
 from .fallback import Uncovered, plan_of
 from .functions import ClippingFunction, flat
@@ -56,8 +56,8 @@ Writes = list[tuple[str, Tensor, int]]
 
 NOT_REPEATED = (
     "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the same backward gave different "
-    "gradients the second time; use deterministic kernels, write to no tensor in place in a backward, or take bookkeeping with a "
-    "larger max_logits"
+    "gradients the second time; call torch.use_deterministic_algorithms(True) first (warn_only leaves attention as it is), write "
+    "to no tensor in place in a backward, or take bookkeeping with a larger max_logits"
 )
 
 
@@ -295,16 +295,28 @@ class ClippedSum:
                 recorder.compares = False
 
     def check_repeatable(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
-        """Two passes over the same inputs must agree to the last bit (contract 6); call it before `two_pass` training.
+        """What is computed twice must agree to the last bit (contract 6); call it before training.
+
+        In `two_pass` that is the model's forward and backward. In bookkeeping these run once, and only gradients that are too
+        large to keep, of a vocabulary by chunks, are computed again from what was kept.
 
         Raises:
             PrivacyConfigError: they differ: nondeterministic kernels, or dropout.
         """
         batch_size = len(next(iter(inputs.values())))
-        with torch.no_grad(), closing(self._twice(task, inputs, batch_size)) as passes:
-            first, again = ([tally.totals for tally in self._tallies(passed)[0]] for passed in passes)
-        if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first, again, strict=True)):
-            raise PrivacyConfigError(NOT_REPEATED)
+        if self.mode == "two_pass":
+            with torch.no_grad(), closing(self._twice(task, inputs, batch_size)) as passes:
+                norms = [[tally.totals.squared_B for tally in self._tallies(passed)[0]] for passed in passes]
+            pairs: Iterator[tuple[Tensor, ...]] = zip(*norms, strict=True)
+        else:
+            kept: dict[str, Parts] = {}
+            with torch.no_grad(), self._recorder.forward(task, inputs, batch_size) as passed:
+                self._tallies(passed, kept)
+            chunked = [x for parts in kept.values() for x in parts if isinstance(x, ChunkedOuterProducts)]
+            pairs = ((a, b) for x in chunked for (_, a), (_, b) in zip(x.gradients(), x.gradients(), strict=True))
+        with torch.no_grad(), exact(self._device):
+            if not all(torch.equal(first, again) for first, again in pairs):
+                raise PrivacyConfigError(NOT_REPEATED)
 
     def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         kept: dict[str, Parts] = {}

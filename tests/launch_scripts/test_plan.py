@@ -177,6 +177,7 @@ def test_memory_and_time_of_every_recipe(recipe):
     assert found["memory"]["fits"] and found["memory"]["largest_micro_batch"] >= found["batch"]["micro_batch_size"]
     assert found["memory"]["peak"] < found["memory"]["device"] == 80 * 10**9
     assert found["time"]["gpu_hours"] == pytest.approx(128 * found["time"]["hours"])
+    assert 0.99 < found["compute"]["clipping_flop_ratio"] < 1.5 and found["compute"]["clipping_ratio"] > 0.99
     assert found["compute"]["flop_per_step"] > 3 * found["batch"]["expected_batch_size"] * found["parameters"]
     if recipe.startswith(("dpcap", "vip")):
         assert 0.9 < result["epsilon_with_reserve"] <= 8

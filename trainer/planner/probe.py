@@ -127,18 +127,18 @@ class Probe:
         """The model on the meta device, in fp32, without activation checkpointing; for counting."""
         self._dtype = machine.compute_dtype
         self._rows = {name: (x.shape[1:], x.dtype) for name, x in task.synthetic_inputs(1).items()}
-        self._module = task.skeleton().to(self._dtype)
+        self.module = task.skeleton().to(self._dtype)
         # `cpu_checkpointing` copies, which meta tensors cannot do: a block's inputs count as if they stayed.
-        checkpoint_blocks(self._module, replace(machine, checkpoint_on_cpu=False))
-        self._clipped = plan.clipped_sum(self._module, accumulator=_unlimited, rows=rows, self_check=False)
-        self.grid = self._clipped.grid
+        checkpoint_blocks(self.module, replace(machine, checkpoint_on_cpu=False))
+        self.clipped = plan.clipped_sum(self.module, accumulator=_unlimited, rows=rows, self_check=False)
+        self.grid = self.clipped.grid
         if weights_of_one_pass:
-            self._clipped._keeps_graph = False  # two passes take two forwards
+            self.clipped._keeps_graph = False  # two passes take two forwards
         self.micro_batch = cache(self._micro_batch)
 
     def rows_at_once(self, size: int) -> int:
         """Examples that certified arithmetic works off together; otherwise all."""
-        return self._clipped.rows_at_once(size) if isinstance(self._clipped, CertifiedSum) else size
+        return self.clipped.rows_at_once(size) if isinstance(self.clipped, CertifiedSum) else size
 
     def inputs(self, size: int) -> dict[str, Tensor]:
         """Inputs of `size` examples on the meta device."""
@@ -150,12 +150,12 @@ class Probe:
     def _micro_batch(self, mode: Mode, size: int) -> MicroBatch:
         """Above EXAMPLES_PER_PART examples (or `rows_at_once`) clipping goes through parts, and only the inputs grow."""
         part = self.rows_at_once(min(size, EXAMPLES_PER_PART))
-        self._clipped.mode = mode
-        self._clipped.accumulator.start(0)  # makes the sums, which do not count here
+        self.clipped.mode = mode
+        self.clipped.accumulator.start(0)  # makes the sums, which do not count here
         with with_fused_attention(), _Counter() as counter:
             is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)
-            self._clipped.add_micro_batch(self._module, self.inputs(part), is_padding_B)
-        self._clipped.zero_()
+            self.clipped.add_micro_batch(self.module, self.inputs(part), is_padding_B)
+        self.clipped.zero_()
         rest = sum(x.nbytes for x in self.inputs(size - part).values()) if size > part else 0
         return MicroBatch(max(counter.live_bytes, default=0) + rest, counter.flops * size // part)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import captioner_config
+from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
@@ -14,6 +15,7 @@ from trainer.planner.batches import Examples, micro_batches, padding, padding_no
 from trainer.planner.hardware import Gpu
 from trainer.planner.memory import RankMemory, Trainable, better_mode, largest_that_fits, rank_memory
 from trainer.planner.probe import Probe
+from trainer.planner.roofline import roofline
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.captioning import CaptioningTask
 
@@ -121,7 +123,7 @@ def plan_resources(
         "memory": {name: size for name, size in asdict(memory).items() if name != "owned"} | {"peak": memory.peak},
         "compute": {
             "flop_per_example": flops,
-            "clipping_ratio": flops * sample / probe.plain_flops(sample)[1],
+            "clipping_flop_ratio": flops * sample / probe.plain_flops(sample)[1],
             "flop_per_step": flops * number * size * world_size,
         },
         "reading": {
@@ -140,6 +142,10 @@ def plan_resources(
         "fits": activations <= free,
         "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free),
     }
+    if cluster.gpu.name != "cpu" and mode != "certified":
+        probe.clipped.mode = mode
+        part = probe.inputs(min(size, EXAMPLES_PER_PART))
+        result["compute"]["clipping_ratio"] = roofline(probe.clipped, probe.module, part, cluster.gpu).ratio
     lattice = 0.0
     if mode == "certified":
         lattice = LATTICE_BYTES * trainable.count * number * size / cluster.gpu.memory_bandwidth

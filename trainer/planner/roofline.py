@@ -205,7 +205,10 @@ def as_on_cuda(counter: OperationCounter) -> Iterator[None]:
             "_in_place": lambda x: x.is_contiguous(),
             "_TOKENS_PER_STRIP": (128, 128),
         },
-        "accumulators": {"has_fp32_products_of_bf16": lambda device: True},
+        "accumulators": {
+            "has_fp32_products_of_bf16": lambda device: True,
+            "adds_term_by_term": lambda x: x.dtype != torch.float64,
+        },
         "clipped_sum": {"needs_blanking": lambda is_finite_B: True},
         "fused": {"launch": counter.launch_fused},
     }
@@ -242,7 +245,8 @@ def count_operations(
 
 @contextmanager
 def _parts(counter: OperationCounter, clipped: ClippedSum) -> Iterator[None]:
-    recorder, report, factors = clipped._recorder, clipped._recorder.report, clipped._factors
+    recorder, factors = clipped._record(), clipped._factors
+    report = recorder.report
 
     def reporting(call: Any) -> None:
         before, counter.part = counter.part, "norms"

@@ -19,9 +19,17 @@ from privacy.step.engine import Engine, holds_whole_weights, to_device
 from trainer.ranks import distributed
 
 
-def use_deterministic_kernels() -> None:
-    """Forbids atomics and kernels chosen by trial, in the whole process; call it before the first kernel runs."""
+def allow_deterministic_kernels() -> None:
+    """Makes `use_deterministic_kernels` possible later: cuBLAS reads this once, at the first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def use_deterministic_kernels() -> None:
+    """Forbids atomics and kernels chosen by trial, in the whole process; call it, or the above, before the first kernel runs.
+
+    Attention on CUDA has a deterministic backward, and takes it for no less: `warn_only` would leave it as it is.
+    """
+    allow_deterministic_kernels()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # new tensors are written once
     torch.backends.cudnn.benchmark = False

@@ -16,6 +16,7 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
+from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
 from privacy.step.adaptive_bound import resumed_bound
 from privacy.step.batches import most_rows
@@ -26,7 +27,7 @@ from trainer.config.recipe import EngineName, RunConfig
 from trainer.planner.memory import USABLE, RankMemory, better_mode
 from trainer.planner.resources import probed
 from trainer.ranks import distributed
-from trainer.run.certified import require_same_integers
+from trainer.run.certified import require_same_integers, use_deterministic_kernels
 from trainer.run.memory_estimate import available_memory
 from trainer.tasks import TrainingTask
 
@@ -106,11 +107,18 @@ def made_clipper(
             memory, lambda mode: probe.micro_batch(mode, micro_batch_size).peak, engine.device, micro_batch_size
         )
         clipped.mode = choice.mode
+    if clipped.mode == "two_pass" and engine.device.type == "cuda":  # else its attention adds up in no fixed order
+        use_deterministic_kernels()
     # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
     hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
     heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
     if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
-        clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
+        try:
+            clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            raise PrivacyConfigError(f"clipping in two passes is refused: {str(error).splitlines()[0]}") from error
     return clipped, choice
 
 

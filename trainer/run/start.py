@@ -51,7 +51,7 @@ from trainer.ranks.agreement import require_shared
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.distributed import first_on_main, on_main
 from trainer.run.announce import announce, conclude, warn_of_few_cpus
-from trainer.run.certified import use_deterministic_kernels
+from trainer.run.certified import allow_deterministic_kernels, use_deterministic_kernels
 from trainer.run.clipping_mode import ModeChoice, made_clipper
 from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, stage, training_table
 from trainer.run.frozen import FrozenWeights, require_start
@@ -86,6 +86,8 @@ def train(
         keep_freed_memory()
     if config.privacy.arithmetic == "certified":
         use_deterministic_kernels()
+    elif device.type == "cuda" and config.privacy.clipping_mode != "bookkeeping":
+        allow_deterministic_kernels()  # two passes may come (trainer/run/clipping_mode.py)
     start = TrainerStart(config, machine, engine_name, RunFolder(run_dir), root, ranks, device, noise, may_restart)
     run = open_run(start)
     if isinstance(run, Finished):

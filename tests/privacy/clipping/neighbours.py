@@ -19,15 +19,18 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from models.vocabulary_head import VocabularyHead
-from privacy.clipping import ClippedSum
+from privacy.clipping import ClippedSum, accumulators, contributions
 from privacy.clipping.functions import FUNCTIONS, ClippingFunction
 from privacy.clipping.norms import MOST_CANCELLED
 from privacy.step.engine import even_layout
@@ -222,6 +225,9 @@ def draw_construction(rng: random.Random, rule: str) -> Construction:
     return Construction(rule, dtype, mode, function, tokens, sizes, before, after, bound, has_cap)
 
 
+Draw = Callable[[random.Random, str], Construction]
+
+
 def draw_values(of: Construction, rng: random.Random) -> Tensor:
     """(N, T, LANES) in float64, each lane by a recipe of its own."""
     generator = torch.Generator().manual_seed(rng.getrandbits(63))
@@ -311,11 +317,13 @@ def whole(clipped: ClippedSum) -> Tensor:
     )
 
 
-def sums(device: torch.device, seed: str, num_pairs: int, accumulator: type | None = None) -> Iterator[Found]:
+def sums(
+    device: torch.device, seed: str, num_pairs: int, accumulator: type | None = None, draw: Draw = draw_construction
+) -> Iterator[Found]:
     """Constructions drawn at random until they hold `num_pairs` pairs."""
     rng = random.Random(seed)
     for rule in itertools.cycle(RULES):
-        of = draw_construction(rng, rule)
+        of = draw(rng, rule)
         sizes = sizes_of(of, draw_values(of, rng), device, accumulator)
         num_pairs -= sizes.numel()
         yield Found(float(sizes.nan_to_num(torch.inf).max()), sizes.numel(), (of.rule, of.dtype), of)
@@ -323,11 +331,13 @@ def sums(device: torch.device, seed: str, num_pairs: int, accumulator: type | No
             return
 
 
-def climb(device: torch.device, seed: str, num_pairs: int, accumulator: type | None = None) -> Iterator[Found]:
+def climb(
+    device: torch.device, seed: str, num_pairs: int, accumulator: type | None = None, draw: Draw = draw_construction
+) -> Iterator[Found]:
     """Hill climbing: the worst quarter of a construction's lanes is kept, and the others become changed copies of it."""
     rng = random.Random(seed)
     for rule in itertools.cycle(RULES):
-        of = replace(draw_construction(rng, rule), function="flat", bound=None)
+        of = replace(draw(rng, rule), function="flat", bound=None)
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
         values = draw_values(of, rng)
         for _ in range(12):
@@ -343,3 +353,56 @@ def climb(device: torch.device, seed: str, num_pairs: int, accumulator: type | N
             factor = factors[torch.randint(len(factors), others.shape, generator=generator)]
             values = torch.cat([best, torch.where(change, others * factor, others)], 2)
             values = of.stored(values)
+
+
+# Products as CUDA's kernels add them up, for machines without one
+
+CUDA_PRODUCTS = {"one term after the other": 1, "16 terms, then cut off": 16}
+"""fp32 products, a fused multiply-add for each term; and bf16 products on matrix units, whose accumulators truncate."""
+
+
+@contextmanager
+def cuda_products(kind: str) -> Iterator[Draw]:
+    """Inside, products over tokens are added up in this way; yields what draws constructions that meet them.
+
+    How a unit aligns its terms is not documented: this is the least that cutting off can do, not a copy of a kernel.
+    """
+    terms = CUDA_PRODUCTS[kind]
+
+    def product(g_BTp: Tensor, a_BTd: Tensor, wide: torch.dtype, on_matrix_units: bool) -> Tensor:
+        g_pN, a_Nd = g_BTp.flatten(0, 1).t().double().numpy(), a_BTd.flatten(0, 1).double().numpy()
+        rows, columns = np.flatnonzero(g_pN.any(1)), np.flatnonzero(a_Nd.any(0))  # all others stay zero
+        g_pN, a_Nd, total = g_pN[rows], a_Nd[:, columns], np.zeros((len(rows), len(columns)), np.float32)
+        for start in range(0, a_Nd.shape[0], terms):
+            exact = total + g_pN[:, start : start + terms] @ a_Nd[start : start + terms]
+            total = exact.astype(np.float32)
+            if terms > 1:
+                total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
+        out = torch.zeros(g_BTp.shape[2], a_BTd.shape[2])
+        out[torch.from_numpy(rows)[:, None], torch.from_numpy(columns)] = torch.from_numpy(total)
+        return out
+
+    def draw(rng: random.Random, _: str) -> Construction:
+        tokens, size = rng.choice([24, 40, 77, 197]), rng.choice([16, 32, 64, 64, 128])
+        most = max(4, min(200, (1 << rng.choice([11, 12, 13])) // tokens))
+        before = rng.choice([rng.randint(1, most - 2), 1 << ((most // 2).bit_length() - 1)])
+        of = replace(
+            draw_construction(rng, rng.choice(["ghost", "convolution"])), dtype="bf16" if terms > 1 else "fp32"
+        )
+        # Weights are one: a lane knows nothing of what a factor, folded into bf16, is off by.
+        return replace(
+            of,
+            tokens=tokens,
+            micro_batches=(size,),
+            before=before,
+            after=most - before - 1,
+            function="flat",
+            bound=None,
+        )
+
+    with mock.patch.object(accumulators, "_product", product), ExitStack() as stack:
+        stack.enter_context(mock.patch.object(accumulators, "adds_term_by_term", return_value=True))
+        if terms > 1:
+            stack.enter_context(mock.patch.object(contributions, "_has_bf16_units", return_value=True))
+            stack.enter_context(mock.patch.object(accumulators, "has_fp32_products_of_bf16", return_value=True))
+        yield draw

@@ -140,6 +140,15 @@ def rank_search(device: torch.device, search: str, count: int) -> list[neighbour
     return list(getattr(neighbours, search)(device, f"sharded {count}", count, ShardedSums))
 
 
+@pytest.mark.parametrize("kind", neighbours.CUDA_PRODUCTS)
+@pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=FULL)])
+@pytest.mark.parametrize("search", ["sums", "climb"])
+def test_contract_4_neighbours_of_products_that_are_added_up_as_on_cuda(search: str, count: int, kind: str) -> None:
+    """Emulated: about once an example is not what these kernels round."""
+    with neighbours.cuda_products(kind) as draw:
+        require_small(list(getattr(neighbours, search)(torch.device("cpu"), f"cuda {count}", count, draw=draw)), count)
+
+
 def require_small(found: list[neighbours.Found], count: int) -> None:
     assert sum(one.pairs for one in found) >= count
     worst = max(found, key=lambda one: one.size)

@@ -1,5 +1,6 @@
 """The head by chunks of the vocabulary, clipped: against the loop of single examples, plain and tied, in every mode and dtype."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -213,3 +214,26 @@ def test_in_a_compiled_block_it_is_refused() -> None:
     model[1].compile(backend="aot_eager")
     with pytest.raises(PrivacyConfigError, match="more than its layer's input"):
         ClippedSum(model, 1.0, self_check=False)
+
+
+def test_contract_6_bookkeeping_compares_what_the_head_computes_again_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The backward of attention on CUDA adds up in no fixed order, which does no harm where it runs once."""
+    model, inputs = language()
+    turn = itertools.count()
+    model.hidden.register_forward_hook(lambda *_: _[2] * (1 + 2.0**-20 * next(turn)))
+    clipped = ClippedSum(model, 1.0, self_check=False)
+    clipped.check_repeatable(model, inputs)
+    clipped.mode = "two_pass"
+    clipped._keeps_graph = False
+    with pytest.raises(PrivacyConfigError, match="gradients the second time"):
+        clipped.check_repeatable(model, inputs)
+    clipped.mode, usual = "bookkeeping", VocabularyHead.logit_gradients
+
+    def other_bits(*arguments: Any) -> Any:
+        return ((words, g * (1 + 2.0**-20 * next(turn))) for words, g in usual(*arguments))
+
+    monkeypatch.setattr(VocabularyHead, "logit_gradients", staticmethod(other_bits))
+    with pytest.raises(PrivacyConfigError, match="gradients the second time"):
+        clipped.check_repeatable(model, inputs)
