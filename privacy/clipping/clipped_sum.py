@@ -310,7 +310,7 @@ class ClippedSum:
             pairs: Iterator[tuple[Tensor, ...]] = zip(*norms, strict=True)
         else:
             kept: dict[str, Parts] = {}
-            with torch.no_grad(), self._recorder.forward(task, inputs, batch_size) as passed:
+            with torch.no_grad(), self._record().forward(task, inputs, batch_size) as passed:
                 self._tallies(passed, kept)
             chunked = [x for parts in kept.values() for x in parts if isinstance(x, ChunkedOuterProducts)]
             pairs = ((a, b) for x in chunked for (_, a), (_, b) in zip(x.gradients(), x.gradients(), strict=True))

@@ -52,22 +52,6 @@ class Gpu:
             return REACHED_BF16 * self.bf16_peak
         return REACHED_FP32 * self.fp32_peak
 
-    @property
-    def reached_bandwidth(self) -> float:
-        """Bytes/s of a kernel that reads and writes large tensors."""
-        return REACHED_BANDWIDTH * self.memory_bandwidth
-
-    @property
-    def reached_cache(self) -> float:
-        """Bytes/s from the second cache."""
-        return CACHE_TO_MEMORY * self.memory_bandwidth
-
-    def reached_flops(self, dtypes: str) -> float:
-        """FLOP/s of large products of such operands: matrix units for bf16 alone. (fp64 has them too, at the rate of fp32.)"""
-        if dtypes == "bfloat16" and self.bf16_peak is not None:
-            return REACHED_BF16 * self.bf16_peak
-        return REACHED_FP32 * self.fp32_peak
-
     def memory_per_rank(self, ranks_on_node: int, proc: Path = Path("/proc")) -> int:
         """Bytes for one rank, one rank per device.
 
