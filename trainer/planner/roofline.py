@@ -210,6 +210,7 @@ def as_on_cuda(counter: OperationCounter) -> Iterator[None]:
             "adds_term_by_term": lambda x: x.dtype != torch.float64,
         },
         "clipped_sum": {"needs_blanking": lambda is_finite_B: True},
+        "triton_norm": {"can_run": lambda a_BTd, g_BTp: a_BTd.dtype in (torch.float32, torch.bfloat16)},
         "fused": {"launch": counter.launch_fused},
     }
     with ExitStack() as stack:
@@ -296,5 +297,4 @@ def roofline(clipped: ClippedSum, model: nn.Module, inputs: dict[str, Tensor], g
     is_padding_B = torch.zeros(len(next(iter(inputs.values()))), dtype=torch.bool, device=META)
     private = count_operations(lambda: clipped.add_micro_batch(model, inputs, is_padding_B), clipped=clipped)
     clipped.zero_()
-    clipped.detach()
     return Roofline(gpu, private, count_operations(lambda: model(**inputs).sum().backward()))
