@@ -1,4 +1,4 @@
-"""Private training in a loop of one's own: `PrivateLoop`, `WeightAverage`, `fix` for models, and `floats`, `integers` and `mask`."""
+"""Private training in a loop of one's own: `PrivateLoop`, `WeightAverage`, `fix` for models, `floats`, `integers` and `mask`."""
 
 from ..step.averaging import WeightAverage
 from .fields import Field, floats, integers, mask
