@@ -188,7 +188,7 @@ def check_at_size(
         finally:
             clipped.detach()
         norm_B = torch.cat(seen)[:size].double().cpu() / scale_B
-        factor_B = (TINY_BOUND / norm_B).clamp(max=1)
+        factor_B = torch.minimum(scale_B, TINY_BOUND / norm_B)  # what is shorter than C is not clipped
         tolerance = IN_HALF_PRECISION if _is_narrow(model, task, made_up) else AT_SIZE_TOLERANCE
         for i in range(int(row_B.max()) + 1):
             _, gradient = _truth(model, task, {name: x[i : i + 1] for name, x in made_up.items()}, restore)

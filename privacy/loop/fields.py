@@ -84,8 +84,8 @@ class Field:
             raise Unusable("holds integers that are not allowed")
         tensor = _plain(tensor, torch.int64)
         if not bool(self.allows(tensor[None])):
-            fixed = "".join(f", and {one} {count} times" for one, count in self.fixed)
-            raise Unusable(f"does not hold integers from 0 to {self.below - 1} alone{fixed}")
+            fixed = "".join(f", or not {one} {count} times" for one, count in self.fixed)
+            raise Unusable(f"holds integers other than 0 to {self.below - 1}{fixed}")
         return tensor
 
     def allows(self, items: Tensor) -> Tensor:

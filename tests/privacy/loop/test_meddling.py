@@ -151,7 +151,7 @@ def test_weights_of_somebody_else_are_never_saved_as_the_runs(tmp_path: Path) ->
     assert checkpoints(tmp_path / "broken") == ["step-00000001"]
 
 
-def stopped(_: int) -> None:
+def stopped(_: int, **__: object) -> None:
     raise KeyboardInterrupt
 
 
