@@ -79,10 +79,10 @@ class Watch(SystemNoise):
             self.released[-1].append(np.concatenate([s.values.numpy().copy() for s in shards]))
             step(engine, shards, **rates)
 
-        def dying(ledger: RunLedger, number: int) -> None:
+        def dying(ledger: RunLedger, number: int, **stated: Any) -> None:
             if number == dies_at:
                 raise Killed
-            done(ledger, number)
+            done(ledger, number, **stated)
 
         with (
             mock.patch.object(loop, "reduce_to_owners", watched_reduce),

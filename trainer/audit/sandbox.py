@@ -145,7 +145,8 @@ class CanaryTask(TrainingTask):
         return made_up(count)
 
     def skeleton(self) -> Any:
-        return CanaryModel()
+        with torch.device("meta"):
+            return CanaryModel()
 
     def facts(self) -> dict[str, Any]:
         return {}
