@@ -130,7 +130,7 @@ def test_contract_4_neighbours_drawn_at_random(search: str, count: int) -> None:
     require_small(list(getattr(neighbours, search)(torch.device("cpu"), f"{count}", count)), count)
 
 
-@pytest.mark.parametrize("count", [40, *COUNTS[1:]])
+@pytest.mark.parametrize("count", [100, *COUNTS[1:]])
 @pytest.mark.parametrize("search", ["sums", "climb"])
 def test_contract_4_neighbours_under_sharded_accumulation(search: str, count: int) -> None:
     require_small(run_ranks(f"{__name__}:rank_search", 1, search=search, count=count, timeout=7200)[0], count)
