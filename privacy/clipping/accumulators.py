@@ -75,6 +75,8 @@ NARROW = 32
 """Products with fewer rows or columns are added up token by token: MKL does so below 4 rows, and below 12 columns."""
 PRODUCT_ENTRIES = 1 << 22
 """Entries of a matrix product that wait in fp32 to be added to a total: 16 MiB."""
+WAITING = 4
+"""Products that are made before they meet: one pass over the total then takes all of them."""
 PIECE_ENTRIES = (1 << 18, 1 << 24)
 """Entries that are rounded and added at a time: on CPU what its caches hold, elsewhere what makes launches rare."""
 SHORT = 1 << 14
@@ -347,13 +349,21 @@ class Slot:
         count = max(1, p // max(NARROW, PRODUCT_ENTRIES // d))
         for some in (slice(p * i // count, p * (i + 1) // count) for i in range(count)):  # about equal: none is narrow
             parts = zip(g_BTp[:, :, some].split(size), a_BTd.split(size), strict=True)
-            products = [_product(g, a, wide, on_matrix_units).view(-1) for g, a in parts]
-            self.total.add(products, len(g_BTp), ((rows.start or 0) + some.start) * d)
+            products = (_product(g, a, wide, on_matrix_units).view(-1) for g, a in parts)
+            self.total.add(_few(products), len(g_BTp), ((rows.start or 0) + some.start) * d)
 
     def add_matrices(self, grad_Bn: Tensor, weight_B: Tensor) -> None:
         """The parameter, flattened, += sum_b weight_b grad_b, for as many numbers as matrices have: as in `add_product`."""
         parts = zip(grad_Bn.split(self.examples), weight_B.split(self.examples), strict=True)
-        self.total.add([torch.mv(grad.t(), weight) for grad, weight in parts], len(grad_Bn))
+        self.total.add(_few(torch.mv(grad.t(), weight) for grad, weight in parts), len(grad_Bn))
+
+
+def _few(parts: Iterator[Tensor]) -> list[Tensor]:
+    """At most WAITING of them, the last in fp64 what all others come to: short sums of a large micro-batch may be a thousand."""
+    few = list(itertools.islice(parts, WAITING))
+    for more in parts:
+        few[-1] = few[-1].double().add_(more)
+    return few
 
 
 def adds_term_by_term(x: Tensor) -> bool:

@@ -142,12 +142,10 @@ def open_run(start: Start) -> "Run | Finished":
         collectives.on_main(lambda: require_no_checkpoint(folder))
     parts = start.build(opening.plan, resumed)
     noised = sum(parts.engine.layout.count(rank) for rank in range(collectives.world_size()))
-    if ledger is not None and ledger.noised_coordinates not in (
-        None,
-        noised,
-    ):  # a large number would refute honest noise
+    stated = None if ledger is None else ledger.noised_coordinates
+    if ledger is not None and stated not in (None, noised):  # too large a number would refute honest noise
         raise ConfigError(
-            f"{folder.ledger}: the run was opened with {ledger.noised_coordinates:,} trained numbers, and this model has "
+            f"{folder.ledger}: the run was opened with {stated:,} trained numbers, and this model has "
             f"{noised:,}: give the model that it began with, or start another run folder"
         )
     # From here on no check is left that refuses the start.

@@ -29,6 +29,7 @@ from privacy.step.engine import even_layout
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
 from tests.distributed.ranks import run_ranks
+from trainer.run.memory_estimate import MemoryTimeline
 
 CPU = torch.device("cpu")
 SIZES = [
@@ -191,6 +192,19 @@ def test_contract_4_no_fp32_sum_holds_more_than_64_examples(seed: int) -> None:
         count, size = count + size, rng.choice([1, 2, 7, 8, 31, 32, 33, 64, 200])
     total = float(dict(sums.sums())["w"]) - 1
     assert abs(total / value - (count - 1)) <= EXAMPLES_PER_SUM
+
+
+def test_short_products_of_a_large_micro_batch_do_not_wait_for_one_another() -> None:
+    """Narrow products over many tokens are of one example each: hundreds of them take no more memory than some."""
+    (total,), peaks = Total.zeros([16 * 512], "int64", Grid.of(16 * 512, torch.float32, 1, 1).unit(1.0), CPU), []
+    for count in (8, 512):
+        g_B1p, a_B1d, grad_Bn = torch.ones(count, 1, 16), torch.ones(count, 1, 512), torch.ones(count, 16 * 512)
+        slot = Slot(total, examples=1)
+        with MemoryTimeline() as timeline:
+            slot.add_product(g_B1p, a_B1d)
+            slot.add_matrices(grad_Bn, torch.ones(count))
+        peaks.append(max(timeline.live_bytes))
+    assert peaks[1] <= peaks[0] + 4 * 512, peaks  # the weights
 
 
 @pytest.mark.parametrize("kind", ["rows", "dense", "dense_matrix", "product", "short"])
