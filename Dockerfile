@@ -1,8 +1,11 @@
 # The project with all that it trains with; `make quickstart` is what a container does by itself.
 #
-#     docker build -t dp-training .                                  # CPU
-#     docker build -t dp-training-cuda --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 .   # driver 580 or newer
-#     docker run --shm-size 2g -v "$PWD/runs:/project/runs" dp-training
+#     docker build -t auditable-dp .                                  # CPU
+#     docker build -t auditable-dp-cuda --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 .   # driver 580 or newer
+#     docker run --shm-size 2g -v "$PWD/runs:/project/runs" auditable-dp
+#     enroot import -o auditable-dp.sqsh dockerd://auditable-dp-cuda    # for Enroot and Pyxis:
+#     srun --container-image=auditable-dp.sqsh --container-mounts=/shared --container-workdir=/project \
+#         python launch_scripts/train.py ARGUMENTS                    # --run_dir on /shared; Apptainer: launch_scripts/cluster/
 #
 # torch 2.13 comes for CUDA 13.0 with cuDNN and NCCL of its own. Training compiles no op of DeepSpeed; one that you add needs the
 # toolkit of that version, so the base is a `devel` image. On a machine without a GPU add `-e DS_ACCELERATOR=cpu` to `docker run`, or

@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # else every process compiles all modules anew: 17 s in place of 9 before the first test
 
-.PHONY: quickstart test test-all test-cluster gpu coverage docs examples lint format clean venv
+.PHONY: quickstart test test-all test-cluster gpu coverage docs release examples lint format clean venv
 
 $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
@@ -59,6 +59,20 @@ docs: $(STAMP)
 	@$(INSTALL) $(call extra,docs) >&2
 	$(BIN)/python -m tools.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/mkdocs.yml
+
+# Wheel, sdist and site of this version, in runs/release; each is tried in an empty environment.
+release: docs
+	@$(BIN)/python -m pytest -k "agree" tests/tools/test_delivery.py
+	rm -rf runs/release
+	$(BIN)/python -m hatchling build --directory $(CURDIR)/runs/release
+	tar -czf runs/release/site.tar.gz site
+	@for built in $(CURDIR)/runs/release/auditable_dp-*; do \
+		set -e; empty=$$(mktemp -d -p $(CURDIR)/runs/release); $(PYTHON) -m venv $$empty/venv; cd $$empty; \
+		venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$$built[card]"; \
+		sed -n '/^```python$$/,/^```$$/{//!p}' $(CURDIR)/README.md | venv/bin/python -I -; \
+		venv/bin/python -I runs/mine/verify.py runs/mine; \
+		cd $(CURDIR); rm -rf $$empty; echo "$$built: installed alone, it trains, and its run is verified"; \
+	done
 
 # Every example and the notebook, executed.
 examples: $(STAMP)

@@ -30,11 +30,10 @@ from trainer.config.machine import MachineSettings, load_machine_settings  # noq
 from trainer.config.recipe import load_config  # noqa: E402
 from trainer.engines.blocks import checkpoint_blocks  # noqa: E402
 from trainer.engines.layouts import layout_of  # noqa: E402
-from trainer.planner.batches import micro_batches  # noqa: E402
 from trainer.planner.hardware import GPUS, Gpu  # noqa: E402
 from trainer.planner.memory import Trainable  # noqa: E402
 from trainer.planner.probe import META  # noqa: E402
-from trainer.planner.resources import planning_task  # noqa: E402
+from trainer.planner.resources import micro_batches, planning_task  # noqa: E402
 from trainer.planner.roofline import Row, count_operations, roofline  # noqa: E402
 
 GPU_NAMES = {"h100": "h100-80gb", "a100": "a100-80gb"}
@@ -55,18 +54,18 @@ def of_recipe(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettin
         )
         for name, x in task.synthetic_inputs(2).items()
     }
-    found = roofline(clipped, model, inputs, gpu)
-    rows = sorted(found.private.rows.values(), key=lambda row: -row.seconds(gpu))
+    private, plain = roofline(clipped, model, inputs, gpu)
+    rows = sorted(private.rows.values(), key=lambda row: -row.seconds)
     return {
         "recipe": path.stem,
         "gpu": gpu.name,
         "micro_batch_size": size,
-        "ratio": found.ratio,
-        "private_ms": found.private_seconds * 1e3,
-        "non_private_ms": found.non_private_seconds * 1e3,
-        "launches": found.private.launches,
-        "non_private_launches": found.non_private.launches,
-        "rows": [as_json(row, gpu) for row in rows[:SHOWN]],
+        "ratio": private.total("seconds") / plain.total("seconds"),
+        "private_ms": private.total("seconds") * 1e3,
+        "non_private_ms": plain.total("seconds") * 1e3,
+        "launches": private.total("launches"),
+        "non_private_launches": plain.total("launches"),
+        "rows": [as_json(row) for row in rows[:SHOWN]],
     }
 
 
@@ -84,7 +83,7 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
     ms = {name: of_recipe(path, overrides, gpu, m) for name, m in (("kept", machine), ("recomputed", checkpointed))}
     trainable = Trainable.of(planning_task(config, ROOT)[0].skeleton())
     cap, count = usual_cap(config.privacy.expected_batch_size), trainable.count
-    noise = count_operations(lambda: box_muller(_words, 1 << 22, META)).rows.values()
+    noise = count_operations(lambda: box_muller(_words, 1 << 22, META), gpu=gpu).total("seconds") / (1 << 22)
     found = {}
     for world_size in (8, 64):
         for name in ("zero1_bf16", "zero3_bf16", "zero3_offload_bf16"):
@@ -99,8 +98,7 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
                 "sums on the wire": 8 * others / wire,
                 # Sums are read and packed, and what comes is read, added, scaled and written.
                 "packing": (14 * count + 8 * others + 40 * owned) / gpu.reached_bandwidth,
-                "noise": sum(row.seconds(gpu) for row in noise) * owned / (1 << 22)
-                + 24 * owned / gpu.reached_bandwidth,
+                "noise": owned * (noise + 24 / gpu.reached_bandwidth),
                 # Gradient, weights and two moments in fp32, read and written once; then the weights in bf16.
                 "optimizer": 30 * owned / (HOST if machine.offload_optimizer else gpu.reached_bandwidth),
                 "host copies": 6 * owned / HOST if machine.offload_optimizer else 0.0,
@@ -124,10 +122,10 @@ def _words(number: int) -> torch.Tensor:
     )
 
 
-def as_json(row: Row, gpu: Gpu) -> dict[str, Any]:
+def as_json(row: Row) -> dict[str, Any]:
     return {
         "part": row.part, "operation": row.operation, "dtypes": row.dtypes, "launches": row.launches,
-        "flops": row.flops, "bytes": row.moved, "ms": row.seconds(gpu) * 1e3,
+        "flops": row.flops, "bytes": row.moved, "ms": row.seconds * 1e3,
     }  # fmt: skip
 
 

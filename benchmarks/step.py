@@ -141,10 +141,10 @@ def operations(workload: Workload, modes: Sequence[str] = COUNTED) -> dict[str, 
     on_cuda = workload.name in CUDA_WORKLOADS
     dtype = torch.bfloat16 if on_cuda else torch.float32
     steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}
-    return {mode: count_operations(step, on_cuda=on_cuda).launches for mode, step in steps.items()}
+    return {mode: count_operations(step, on_cuda=on_cuda).total("launches") for mode, step in steps.items()}
 
 
-def count(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def count(workload: Workload, *_: object) -> dict[str, Any]:
     """FLOP ratios of our modes and launches, without doing the arithmetic: on the meta device (FLOPs in fp32)."""
     return {
         "workload": workload.name,
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, on one line")
     parser.add_argument("--count", action="store_true", help="FLOP ratios of our modes, dpcap_large included")
-    parser.add_argument("--workload", help="only this one")
+    parser.add_argument("--workload", choices=CPU_WORKLOADS | CUDA_WORKLOADS, help="only this one")
     parser.add_argument("--rounds", type=int, help="timed rounds; default 7 (ViT-S) and 4 (captioner)")
     parser.add_argument("--peak_memory_of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -195,22 +195,18 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
         keep_freed_memory()  # as train.py does, for every mode
-    workloads = CUDA_WORKLOADS if device.type == "cuda" else CPU_WORKLOADS
-    if options.count:
-        workloads = CPU_WORKLOADS | CUDA_WORKLOADS
-    if options.workload is not None and options.workload not in workloads:
-        parser.error(f"--workload must be one of {', '.join(workloads)}")
+    every = CPU_WORKLOADS | CUDA_WORKLOADS
+    usual = CUDA_WORKLOADS if device.type == "cuda" else CPU_WORKLOADS
     if options.peak_memory_of:
-        print(peak_memory(options.peak_memory_of, workloads[options.workload], device, dtype))
+        print(peak_memory(options.peak_memory_of, every[options.workload], device, dtype))
         return
-    chosen = [workloads[options.workload]] if options.workload else list(workloads.values())
+    chosen = [every[options.workload]] if options.workload else list((every if options.count else usual).values())
     if options.rounds is not None:
         chosen = [replace(w, rounds=options.rounds) for w in chosen]
     measure = count if options.count else compare
     results = [measure(workload, device, dtype) for workload in chosen]
-    hardware = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
+    on_cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
     report = {"hardware": hardware, "torch": torch.__version__, "dtype": str(dtype), "workloads": results}
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
 

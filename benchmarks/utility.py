@@ -16,6 +16,7 @@ Fashion-MNIST (10,000 and 1,000). The settings of the optimizer were chosen once
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import io
@@ -137,19 +138,6 @@ class Worker:
         self._process.wait()
 
 
-def why_no_jax(jax: Path | None) -> str | None:
-    """Why JAX Privacy cannot be compared, as one line, or None."""
-    if jax is None:
-        return "not run: --jax names no Python with jax_privacy (pip install jax-privacy==2.0.0 in an environment of its own)"
-    try:
-        done = subprocess.run([str(jax), "-c", "import jax_privacy"], capture_output=True, text=True, check=False)
-    except OSError as error:
-        return f"not run: {jax} is no Python: {error.strerror}"
-    if done.returncode != 0:
-        return f"not run: {jax} has no jax_privacy: {(done.stderr.strip().splitlines() or ['it ended'])[-1]}"
-    return None
-
-
 def judged(sigma: float, rate: float, steps: int) -> dict[str, float]:
     """Epsilon of a plain Poisson-sampled Gaussian by two accountants that this project did not write."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
@@ -194,15 +182,6 @@ def summary(rounds: list[dict[str, Outcome]], system: str, sigma: float, num_ste
     return row
 
 
-def calibrated(job: Job, jax: Path | None) -> float:
-    """Sigma, in a process whose memory nobody measures."""
-    worker = Worker(job.system, jax)
-    try:
-        return float(worker.answer(job))
-    finally:
-        worker.close()
-
-
 def cell(name: str, epsilon: float, seeds: int, task: Task, workers: dict[str, Worker], jax: Path | None) -> Any:
     """All rounds of a data set and an epsilon; a worker that refuses is out from then on."""
     arrays, systems = DATA[name](), list(workers)
@@ -223,7 +202,9 @@ def cell(name: str, epsilon: float, seeds: int, task: Task, workers: dict[str, W
                 print(f"{name}, epsilon {epsilon:g}, seed {seed}: {system}", file=sys.stderr, flush=True)
                 try:
                     if job.noise_multiplier is None:
-                        sigmas[system] = calibrated(job, jax)
+                        # In a process whose memory nobody measures.
+                        with contextlib.closing(Worker(system, jax)) as alone:
+                            sigmas[system] = float(alone.answer(job))
                         job = dataclasses.replace(job, noise_multiplier=sigmas[system])
                     rounds[-1][system] = Outcome(**workers[system].answer(job))
                 except Refused as error:
@@ -236,29 +217,15 @@ def cell(name: str, epsilon: float, seeds: int, task: Task, workers: dict[str, W
     }  # fmt: skip
 
 
-def kept(output: Path | None) -> list[dict[str, Any]]:
-    """The cells of an earlier run."""
-    return json.loads(output.read_text())["cells"] if output is not None and output.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--jax", type=Path, help="a Python that imports jax_privacy; without one JAX Privacy is left out"
-    )
+    parser.add_argument("--jax", type=Path, help="a Python with jax_privacy 2; without one JAX Privacy is left out")
     parser.add_argument("--data", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="fewer steps than the record's, to try the program")
-    parser.add_argument("--systems", nargs="+", choices=(*TORCH, JAX), default=[*TORCH, JAX])
     parser.add_argument("--output", type=Path, help="the JSON, written after every cell; cells there are kept")
     arguments = parser.parse_args()
-    if arguments.seeds < 1:
-        parser.error("--seeds must be at least 1")
-    missing = why_no_jax(arguments.jax) if JAX in arguments.systems else None
-    if missing is not None:
-        print(f"{JAX}: {missing}", file=sys.stderr)
-    systems = [s for s in arguments.systems if s != JAX or missing is None]
+    systems = TORCH if arguments.jax is None else (*TORCH, JAX)
 
     import warnings
 
@@ -269,15 +236,14 @@ def main() -> None:
     record: dict[str, Any] = {
         "benchmark": "utility",
         "optimizer": {"rate": RATE, "momentum": MOMENTUM, "max_grad_norm": MAX_GRAD_NORM},
-        "not_run": {} if missing is None else {JAX: missing},
         "wirings": verdicts(),
-        "cells": kept(arguments.output),
+        "cells": [],
     }  # fmt: skip
+    if arguments.output is not None and arguments.output.exists():
+        record["cells"] = json.loads(arguments.output.read_text())["cells"]
     done = {(c["data"], c["target_epsilon"]) for c in record["cells"]}
     workers = {system: Worker(system, arguments.jax) for system in systems}
     for name in arguments.data:
-        task = TASKS[name]
-        task = task if arguments.steps is None else task._replace(num_steps=arguments.steps)
         for epsilon in (e for e in arguments.epsilons if (name, e) not in done):
             machine = platform.processor() or platform.machine()
             began = {
@@ -285,7 +251,7 @@ def main() -> None:
                 "command": " ".join(["python benchmarks/utility.py", *told]),
                 "machine": {"cpu": machine, "cores": os.cpu_count(), "load": os.getloadavg()[0]},
             }
-            record["cells"].append(began | cell(name, epsilon, arguments.seeds, task, workers, arguments.jax))
+            record["cells"].append(began | cell(name, epsilon, arguments.seeds, TASKS[name], workers, arguments.jax))
             if arguments.output is not None:
                 arguments.output.write_text(json.dumps(record, indent=1) + "\n")
     for worker in workers.values():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +26,8 @@ OPACUS = ("opacus_ghost", "opacus_hooks")
 MODES = (*OURS, *OPACUS)
 
 
-class Step(Protocol):
-    """One micro-batch; at the end of a logical batch, on one rank, also the noised sum as the gradients of an optimizer."""
-
-    def __call__(self, *, ends: bool = False) -> None: ...
+Step = Callable[..., None]
+"""One micro-batch; with `ends=True`, as at the end of a logical batch, also the noised sum as the gradients of an optimizer."""
 
 
 class Classifier(nn.Module):

@@ -14,7 +14,7 @@ import contextlib
 import io
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -82,16 +82,9 @@ def caption_metrics(captions: Mapping[str, str], references: Mapping[str, Sequen
     return {name: float(value) for name, value in zip(METRICS, [*bleu, rouge, cider], strict=True)}
 
 
-class OpenedCaptioner(NamedTuple):
-    """A captioner, its tokenizer, and what is proven of its training."""
+def open_captioner(options: CheckpointOptions) -> tuple[Captioner, CaptionTokenizer, ModelFacts]:
+    """A captioner, its tokenizer, and what is proven of its training.
 
-    model: Captioner
-    tokenizer: CaptionTokenizer
-    facts: ModelFacts
-
-
-def open_captioner(options: CheckpointOptions) -> OpenedCaptioner:
-    """
     Raises:
         ConfigError: the checkpoint holds another kind of model.
     """
@@ -99,7 +92,7 @@ def open_captioner(options: CheckpointOptions) -> OpenedCaptioner:
     if not isinstance(opened.model, Captioner):
         raise ConfigError(f"{options.checkpoint} holds a {type(opened.model).__name__}; captions need a captioner")
     tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]
-    return OpenedCaptioner(opened.model, tokenizer, ModelFacts.of(opened.path, opened.manifest))
+    return opened.model, tokenizer, ModelFacts.of(opened.path, opened.manifest)
 
 
 def usable_batches(
@@ -153,7 +146,12 @@ def captions(options: CaptionsOptions) -> Results:
         scalars |= caption_metrics({name: row["caption"] for name, row in with_references.items()}, references)
     if options.grid is not None:
         try:
-            contact_sheet([denormalize(image) for image in shown], list(map(_line, rows[:GRID]))).save(options.grid)
+            lines = []
+            for row in rows[:GRID]:  # a caption, and whether that is right
+                truth = row.get("references", [""])[0]
+                verdict = f" ({'right' if says(row['caption'], truth) else f'truth: {truth}'})" if truth else ""
+                lines.append(f"{row['caption']}{verdict}")
+            contact_sheet([denormalize(image) for image in shown], lines).save(options.grid)
             if not options.results_are_public:
                 options.grid.chmod(0o600)
         except (OSError, ValueError) as error:
@@ -162,14 +160,6 @@ def captions(options: CaptionsOptions) -> Results:
     table = [{"image": row["image"], "caption": row["caption"]} for row in rows[:GRID]]
     notes = [f"{name} {value:.4f}" for name, value in scalars.items()] if options.metrics else []
     return Results("captions", scalars, uses, facts, table, {"captions": rows, "options": how}, notes=notes)
-
-
-def _line(row: dict[str, Any]) -> str:
-    """What stands below a picture: its caption, and whether that is right."""
-    truth = row.get("references", [""])[0]
-    if not truth:
-        return str(row["caption"])
-    return f"{row['caption']} ({'right' if says(row['caption'], truth) else f'truth: {truth}'})"
 
 
 def says(caption: str, truth: str) -> bool:

@@ -1,16 +1,17 @@
 """The command `aro`: does the captioner see how things are composed? One true caption against false ones of the same words.
 
-Formats of ARO (Yuksekgonul et al. 2023, https://arxiv.org/abs/2210.01936): VG-Relation and VG-Attribution, one false caption
-each; COCO-Order and Flickr30k-Order, several. And tests from synthetic pictures, whose programs know what is true. The caption of
-least loss is the model's answer, as in DP-Cap's evaluation; chance is one over the number of captions.
+Files of ARO (Yuksekgonul et al. 2023, https://arxiv.org/abs/2210.01936): VG-Relation and VG-Attribution, one false caption each;
+COCO-Order and Flickr30k-Order, four. And tests from synthetic pictures, whose programs know what is true: no download. The
+caption of least loss is the model's answer, as in DP-Cap's evaluation; chance is one over the number of captions.
 """
 
 import json
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count as count_from
+from itertools import islice, permutations
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -19,30 +20,48 @@ from torch import Tensor
 
 from data.errors import DataError, DecodeError
 from data.examples.tokenizer import CaptionTokenizer
-from data.synthetic.generate import SyntheticData
+from data.synthetic import shapes
+from data.synthetic.generate import SyntheticData, SyntheticExample
+from data.synthetic.statement import Statement
+from data.synthetic.vocabulary import BASIC, OPPOSITES
 from evaluation.captions import open_captioner
 from evaluation.options import AroOptions
 from evaluation.results import DataUse, Results
 from evaluation.scoring import encoded_captions, fits, own_log_probs
-from evaluation.sources import whole_image
-from evaluation.synthetic_tests import Choice, shape_choices
+from evaluation.sources import encode_png, whole_image
 from models.captioner import Captioner
 from trainer.errors import ConfigError
 from trainer.progress import track
 
+Box = tuple[float, float, float, float]
 Format = Literal["vg-relation", "vg-attribution", "order"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Rule = Literal["loss", "sum", "prior"]
 RULES: tuple[Rule, ...] = get_args(Rule)
+SHAPE_GROUPS = ("colour", "shape", "relation", "order")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """
+    Attributes:
+        image: encoded bytes, or a file.
+        captions: the true one first.
+        group: what is tested, e.g. a relation.
+        box: left, top, right, bottom in pixels of the part that is shown; None is all.
+    """
+
+    image: bytes | Path
+    captions: tuple[str, ...]
+    group: str
+    box: Box | None = None
 
 
 def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
-    """A file of ARO: a JSON list.
+    """A file of ARO: a JSON list of records as released.
 
     vg-relation, vg-attribution: `image_path`, `bbox_x`, `bbox_y`, `bbox_w`, `bbox_h`, `true_caption`, `false_caption`, and
-    `relation_name` or `attributes`, as released. order: `image` (or `image_path`) and either `true_caption` with
-    `false_captions`, or `caption`, a list of true ones (the Karpathy splits of COCO and Flickr30k), which are perturbed here by
-    `perturbed`.
+    `relation_name` or `attributes`. order: `image` (or `image_path`), `true_caption` and `false_captions`.
 
     Raises:
         DataError: no such file, or other content.
@@ -56,7 +75,16 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
     tests: list[Choice] = []
     for number, record in enumerate(records):
         try:
-            tests += _tests(record, image_root, kind, number)
+            box: Box | None = None
+            if kind == "order":
+                wrong, group = record["false_captions"], "order"
+            else:
+                left, top, width, height = (float(record[f"bbox_{side}"]) for side in "xywh")
+                attributes = [record["relation_name"]] if kind == "vg-relation" else record["attributes"]
+                wrong, group = [record["false_caption"]], "_".join(map(str, attributes))
+                box = left, top, left + width, top + height
+            image = image_root / str(record["image" if "image" in record else "image_path"])
+            tests.append(Choice(image, tuple(map(str, (record["true_caption"], *wrong))), group, box))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(
                 f"{path}: test {number} is not of the format {kind}: {type(error).__name__} {error}"
@@ -64,75 +92,68 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
     return tests
 
 
-def _tests(record: dict[str, Any], image_root: Path, kind: Format, number: int) -> Iterator[Choice]:
-    """The tests that a record of a file of ARO makes."""
-    image = image_root / str(record["image" if kind == "order" and "image" in record else "image_path"])
-    if kind != "order":
-        left, top, width, height = (float(record[f"bbox_{side}"]) for side in "xywh")
-        attributes = [record["relation_name"]] if kind == "vg-relation" else record["attributes"]
-        captions = (str(record["true_caption"]), str(record["false_caption"]))
-        yield Choice(image, captions, "_".join(map(str, attributes)), (left, top, left + width, top + height))
-    elif "false_captions" in record:
-        wrong = [str(caption) for caption in record["false_captions"]]
-        yield Choice(image, (str(record["true_caption"]), *wrong), "order")
-    else:
-        true = [record["caption"]] if isinstance(record["caption"], str) else list(record["caption"])
-        for place, caption in enumerate(true):
-            plain = " ".join(str(caption).lower().replace(".", " ").replace(",", " ").split()[:30])
-            others = perturbed(plain, random.Random(f"{number} {place}"))
-            if others:
-                yield Choice(image, (plain, *others), "order")
+def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE_GROUPS) -> list[Choice]:
+    """`count` tests of each group, from plain shapes (`prepare.py synthetic --content shapes`) that no training shard shows where
+    its seed is another. All false captions have as many words as the true one.
 
-
-def perturbed(caption: str, rng: random.Random) -> list[str]:
-    """The same words in wrong orders, none twice: trigrams shuffled; words shuffled within trigrams; all words shuffled.
-
-    ARO has the first two, and two by part of speech in place of the third; a file with `false_captions` may hold them. An order
-    that is the caption's own, or that was there before, is drawn again up to 20 times and then left out; ARO keeps such captions.
+    colour, shape: one word of the caption of two shapes becomes each other one that neither shape has: 11 and 9 ways.
+    relation: of two shapes, against the opposite relation, exchanged places, and exchanged colours with each of these: 7 ways.
+    order: of three shapes, against all other orders: 6 ways.
     """
-    words = caption.split()
-    grams = [words[start : start + 3] for start in range(0, len(words), 3)]
-    ways: list[Callable[[], list[str]]] = [
-        lambda: [word for gram in rng.sample(grams, len(grams)) for word in gram],
-        lambda: [word for gram in grams for word in rng.sample(gram, len(gram))],
-        lambda: rng.sample(words, len(words)),
-    ]
-    others: list[str] = []
-    for way in ways:
-        for _ in range(20):
-            other = " ".join(way())
-            if other != caption and other not in others:
-                others.append(other)
-                break
-    return others
+    choices = []
+    for group in groups:
+        examples = of_number(data, 3 if group == "order" else 2, count)
+        for number, example in enumerate(examples):
+            captions = (example.statement.plain_caption(), *_wrong(example.statement, group, number))
+            choices.append(Choice(encode_png(example.image_HWC), captions, group))
+    return choices
 
 
-@dataclass(frozen=True)
-class Answers:
+def of_number(data: SyntheticData, number: int, count: int) -> list[SyntheticExample]:
+    """The first `count` examples that show `number` shapes."""
+    numbers = (index for index in count_from() if len(data.composition(index)[0].statement.groups) == number)
+    return [data.example(index) for index in islice(numbers, count)]
+
+
+def _wrong(true: Statement, group: str, number: int) -> list[str]:
+    """The false captions of a test."""
+    false: list[Statement] = []
+    if group == "order":
+        false = [replace(true, groups=order) for order in permutations(true.groups) if order != true.groups]
+    elif group == "relation":
+        # For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours.
+        first, second = true.groups
+        mixed = first.with_look_of(second), second.with_look_of(first)
+        opposite = OPPOSITES[str(true.relation)]
+        false = [replace(true, relation=opposite), replace(true, groups=(second, first))]
+        for groups in (mixed, mixed[::-1]):
+            false += [replace(true, groups=groups), replace(true, groups=groups, relation=opposite)]
+    else:
+        place, choices = number % 2, BASIC if group == "colour" else shapes.SIMPLE
+        used = {getattr(other, group) for other in true.groups}
+        for word in choices:
+            if word not in used:
+                shown = true.groups[place]
+                shown = replace(shown, colour=word) if group == "colour" else replace(shown, shape=word)
+                false.append(replace(true, groups=(*true.groups[:place], shown, *true.groups[place + 1 :])))
+    return [statement.plain_caption() for statement in false]
+
+
+class Answers(NamedTuple):
     """What a model chose in tests of one group.
 
     Attributes:
         credits_N: 1 where the true caption has the least loss (shared between equal ones), else 0.
-        num_options_N: captions of each test.
+        chances_N: one over the number of captions of each test.
     """
 
     credits_N: np.ndarray
-    num_options_N: np.ndarray
-
-    @property
-    def accuracy(self) -> float:
-        return float(self.credits_N.mean())
-
-    @property
-    def chance(self) -> float:
-        """Expected accuracy of guessing."""
-        return float((1 / self.num_options_N).mean())
+    chances_N: np.ndarray
 
     @property
     def p_value(self) -> float:
         """How often guessing is at least as good: one-sided binomial test, at the largest chance of any of these tests."""
-        wins = int(np.floor(self.credits_N.sum()))
-        chance = float((1 / self.num_options_N).max())
+        wins, chance = int(np.floor(self.credits_N.sum())), float(self.chances_N.max())
         return float(binomtest(wins, len(self.credits_N), chance, alternative="greater").pvalue)
 
 
@@ -150,7 +171,7 @@ def choose(
     """
     if not tests:
         raise DataError("there are no tests")
-    credits: dict[str, list[tuple[float, int]]] = {}
+    credits: dict[str, list[tuple[float, float]]] = {}
     undecodable = 0
     starts = range(0, len(tests), batch_size)
     for start in track(starts, "batches of tests", len(starts)):
@@ -162,11 +183,10 @@ def choose(
             scores = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]), rule)
             for (test, _), loss_O in zip(kept, scores, strict=True):
                 credit = float(loss_O[0] <= loss_O.min()) / int((loss_O == loss_O.min()).sum())
-                credits.setdefault(test.group, []).append((credit, len(loss_O)))
+                credits.setdefault(test.group, []).append((credit, 1 / len(loss_O)))
     if not credits:
         raise DataError(f"none of {len(tests)} images can be decoded")
-    answers = {g: Answers(np.array([c for c, _ in v]), np.array([n for _, n in v])) for g, v in credits.items()}
-    return answers, undecodable
+    return {group: Answers(*np.array(pairs).T) for group, pairs in credits.items()}, undecodable
 
 
 def losses(
@@ -207,7 +227,17 @@ def pixels_of(test: Choice, size: int) -> np.ndarray | None:
 def aro(options: AroOptions) -> Results:
     """The command; see its options."""
     model, tokenizer, facts = open_captioner(options)
-    name, tests = _chosen(options, model.config.encoder.image_size)
+    if options.test is None:
+        name = f"synthetic shapes, seed {options.synthetic_seed}"
+        data = SyntheticData(options.synthetic_seed, max(model.config.encoder.image_size, 16), "shapes")
+        tests = shape_choices(data, options.synthetic_tests)
+    else:
+        name, (kind, _, file) = options.test, options.test.partition(":")
+        if kind not in FORMATS or not file:
+            raise ConfigError(f"--test {name}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}")
+        if options.images is None:
+            raise ConfigError("--test needs --images DIR, the folder that its image paths are relative to")
+        tests = read_aro(Path(file), options.images, kind)
     tests = tests[: options.max_examples]
     num_given = len(tests)
     if options.too_long == "skip":
@@ -218,30 +248,18 @@ def aro(options: AroOptions) -> Results:
     undecodable = 0
     for rule in RULES:
         answers, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size, rule=rule)
-        everything = Answers(
-            np.concatenate([answer.credits_N for answer in answers.values()]),
-            np.concatenate([answer.num_options_N for answer in answers.values()]),
-        )
-        scalars |= {f"accuracy_{rule}": everything.accuracy, "chance": everything.chance}
-        scalars[f"group_mean_{rule}"] = float(np.mean([answer.accuracy for answer in answers.values()]))
+        everything = Answers(*map(np.concatenate, zip(*answers.values(), strict=True)))
+        by_group = {group: float(answer.credits_N.mean()) for group, answer in answers.items()}
+        scalars |= {
+            f"accuracy_{rule}": float(everything.credits_N.mean()),
+            "chance": float(everything.chances_N.mean()),
+        }
+        scalars[f"group_mean_{rule}"] = float(np.mean(list(by_group.values())))
         if len(answers) <= 20:
-            scalars |= {f"accuracy_{rule}_{group}": answer.accuracy for group, answer in answers.items()}
-        for group, answer in [*answers.items(), ("all", everything)]:
-            row = {"rule": rule, "group": group, "accuracy": answer.accuracy, "chance": answer.chance}
-            table.append({**row, "tests": len(answer.credits_N), "p (guessing)": answer.p_value})
+            scalars |= {f"accuracy_{rule}_{group}": accuracy for group, accuracy in by_group.items()}
+        for group, (credits_N, chances_N) in [*answers.items(), ("all", everything)]:
+            row = {"rule": rule, "group": group, "accuracy": float(credits_N.mean()), "chance": float(chances_N.mean())}
+            table.append({**row, "tests": len(credits_N), "p (guessing)": Answers(credits_N, chances_N).p_value})
     uses = [DataUse("tests", name, len(tests) - undecodable, undecodable)]
     notes = ["loss: least loss per token; sum: likeliest caption; prior: sum minus what it is for a black image"]
     return Results("aro", scalars, uses, facts, table, {"num_too_long": num_given - len(tests)}, notes=notes)
-
-
-def _chosen(options: AroOptions, image_size: int) -> tuple[str, list[Choice]]:
-    """The tests and their name."""
-    if options.test is None:
-        data = SyntheticData(options.synthetic_seed, max(image_size, 16), "shapes")
-        return f"synthetic shapes, seed {options.synthetic_seed}", shape_choices(data, options.synthetic_tests)
-    kind, _, file = options.test.partition(":")
-    if kind not in FORMATS or not file:
-        raise ConfigError(f"--test {options.test}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}")
-    if options.images is None:
-        raise ConfigError("--test needs --images DIR, the folder that its image paths are relative to")
-    return options.test, read_aro(Path(file), options.images, kind)

@@ -29,8 +29,8 @@ from evaluation.encoder import features as features_of
 from evaluation.options import CommandOptions, FeatureOptions, FeaturesOptions
 from evaluation.results import DataUse, ModelFacts, Results
 from evaluation.sources import Augmentation, Source, decoded_batches, open_source
+from privacy.step import collectives
 from trainer.errors import ConfigError
-from trainer.ranks import distributed
 from trainer.weights import open_model as opening
 from trainer.weights.open_model import OpenedModel
 
@@ -98,14 +98,14 @@ def extract(
     if not len(source):
         raise DataError(f"{source.name} holds no images")
     # One process without a launcher has no process group.
-    rank, world_size = (distributed.rank(), distributed.world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = (collectives.rank(), collectives.world_size()) if dist.is_initialized() else (0, 1)
     if cache is None:
         if world_size > 1:
             raise DataError("several ranks need a folder for the features: give --cache")
         return compute(opened.model, source, options, range(len(source)))
     manifest = opened.manifest
     facts = {
-        "format": 1,
+        "format": 2,
         "checkpoint": manifest.get("seal") or hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest(),
         "use_average": options.use_average,
         "dtype": str(next(opened.model.parameters()).dtype),
@@ -113,12 +113,7 @@ def extract(
         "data_name": source.name,
         "class_names": list(source.class_names),
         "num_examples": len(source),
-        "options": {
-            "kind": options.features,
-            "num_blocks": options.num_blocks if options.features == "blocks" else 1,
-            "image_size": options.image_size,
-            "resize": options.resize,
-        },
+        "options": options.model_dump(include={"features", "num_blocks", "image_size", "resize"}),
     }
     named = {key: value for key, value in facts.items() if key != "data_name"}
     folder = cache / f"features-{hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:24]}"
@@ -136,15 +131,10 @@ def extract(
             dist.barrier()
         if rank == 0:  # The manifest comes last: rows without a part would be read as features of other data.
             parts = [folder / _part(r, world_size) for r in range(world_size)]
-            missing = [part for part in parts if not part.exists()]
-            if missing:
+            if missing := [part for part in parts if not part.exists()]:
                 raise ReadError(f"{missing[0]} is not there: all ranks must see the same --cache")
-            content = {
-                "num_parts": world_size,
-                "facts": facts,
-                "formal_guarantee": False,
-                "reasons": ["features are computed from the images without noise"],
-            }
+            reasons = ["features are computed from the images without noise"]
+            content = {"num_parts": world_size, "facts": facts, "formal_guarantee": False, "reasons": reasons}
             write_durably(folder / "manifest.json", json.dumps(content, indent=1) + "\n")
     return read_features(folder) if rank == 0 else None
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.errors import DataError
-from evaluation.features import Inputs, compute, device_of, load_inputs
+from evaluation.features import compute, device_of, load_inputs
 from evaluation.options import LinearProbeOptions
 from evaluation.results import Results
 from evaluation.sources import Augmentation
@@ -143,7 +143,9 @@ def lars_probe(
         order = torch.randperm(len(x_ND), generator=generator).to(device)
         for step, rows in enumerate(order[: per_epoch * batch_size].split(batch_size)):
             F.cross_entropy(head(x_ND[rows]), y_N[rows]).backward()
-            rate = peak_lr * released_rate(epoch + step / per_epoch, epochs, warmup)
+            at = epoch + step / per_epoch  # the rate is zero at the first step, as in the released code
+            cosine = 0.5 * (1 + math.cos(math.pi * (at - warmup) / (epochs - warmup)))
+            rate = peak_lr * (at / warmup if at < warmup else cosine)
             with torch.no_grad():
                 for p, m in momentum.items():
                     assert p.grad is not None
@@ -152,11 +154,9 @@ def lars_probe(
                     p.sub_(rate * m)
             head.zero_grad()
         head.eval()
-        correct = 0
         with torch.no_grad():
-            for x, y in zip(x_test_ND.split(8192), y_test_N.split(8192), strict=True):
-                correct += int((head(x).argmax(dim=1) == y).sum())
-        accuracies.append(correct / len(y_test_N) if len(y_test_N) else math.nan)
+            predicted_N = torch.cat([head(x_ND).argmax(dim=1) for x_ND in x_test_ND.split(8192)])
+        accuracies.append(float((predicted_N == y_test_N).double().mean()))
     assert norm.running_mean is not None and norm.running_var is not None
     scale_D = (norm.running_var + norm.eps).sqrt()  # what the norm computes at test time
     at_test = LinearHead(norm.running_mean, scale_D, linear.weight.detach(), linear.bias.detach())
@@ -167,13 +167,6 @@ def on(rows: Rows, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Features in float32 and labels."""
     x_ND = torch.as_tensor(rows[0], dtype=torch.float32, device=device)
     return x_ND, torch.as_tensor(rows[1], dtype=torch.int64, device=device)
-
-
-def released_rate(epoch: float, epochs: int, warmup: int) -> float:
-    """The part of the peak at a fraction of an epoch: zero at the first step, as in the released code."""
-    if epoch < warmup:
-        return epoch / warmup
-    return 0.5 * (1 + math.cos(math.pi * (epoch - warmup) / (epochs - warmup)))
 
 
 def regression(
@@ -281,12 +274,22 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
     details: dict[str, Any] = {}
     table: list[dict[str, Any]] = []
     notes: list[str] = []
+
+    def of_epoch(epoch: int) -> Rows:
+        """Features of the training images in an epoch's crops and flips."""
+        if inputs.opened is None or "train" not in inputs.sources:
+            raise ConfigError("--augment needs --checkpoint and images for --train, not features")
+        rows = np.flatnonzero(inputs.features["train"].is_usable_N).tolist()
+        how = Augmentation(options.seed, epoch)
+        found = compute(inputs.opened.model, inputs.sources["train"], options, rows, how).usable()
+        return found.values_ND, found.labels_N
+
     if options.method != "lbfgs":
         lars = lars_probe(
             train, test, inputs.num_classes(), epochs=options.epochs, batch_size=options.probe_batch_size,
             base_lr=options.base_lr, warmup_epochs=min(10, options.epochs // 9),
             trust_coefficient=options.trust_coefficient, seed=options.seed, device=device,
-            train_of=augmented(options, inputs) if options.augment else None,
+            train_of=of_epoch if options.augment else None,
         )  # fmt: skip
         scalars |= {"lars_accuracy_last_epoch": lars.last, "lars_accuracy_best_epoch": lars.best}
         details["lars"] = {
@@ -317,17 +320,3 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
                 "images; raise --trust_coefficient (--base_lr would drive the bias, which LARS does not scale, too) or --epochs"
             )
     return Results("linear-probe", scalars, inputs.uses(), inputs.model, table, details, notes=notes)
-
-
-def augmented(options: LinearProbeOptions, inputs: Inputs) -> Callable[[int], Rows]:
-    """Features of the training images in an epoch's crops and flips."""
-    if inputs.opened is None or "train" not in inputs.sources:
-        raise ConfigError("--augment needs --checkpoint and images for --train, not features")
-    model, source = inputs.opened.model, inputs.sources["train"]
-    rows = np.flatnonzero(inputs.features["train"].is_usable_N).tolist()
-
-    def of_epoch(epoch: int) -> Rows:
-        found = compute(model, source, options, rows, Augmentation(options.seed, epoch)).usable()
-        return found.values_ND, found.labels_N
-
-    return of_epoch

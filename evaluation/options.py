@@ -276,10 +276,10 @@ class AroOptions(CheckpointOptions):
 
         python launch_scripts/evaluate.py aro --checkpoint runs/x --images vg/images \\
             --test vg-relation:visual_genome_relation.json
-        python launch_scripts/evaluate.py aro --checkpoint runs/x --test order:coco_karpathy_test.json --images coco
+        python launch_scripts/evaluate.py aro --checkpoint runs/x --test order:coco_order.json --images coco
         python launch_scripts/evaluate.py aro --checkpoint runs/x --synthetic shapes --synthetic_tests 500
 
-    File formats: evaluation/compositional.py; synthetic tests, which need no download: evaluation/synthetic_tests.py.
+    File formats, and what the synthetic tests ask: evaluation/compositional.py.
     """
 
     ONE_OF, DRAWN_WITHOUT = ("test", "synthetic"), "test"
@@ -359,7 +359,7 @@ COMMANDS = (
     Command("private-head", "linear head trained with differential privacy on frozen features", PrivateHeadOptions,
             "evaluation.private_head.run:private_head", uses_ranks=True),
     Command("dense", "segmentation or detection on frozen token maps, not private", DenseOptions,
-            "evaluation.dense.heads:dense"),
+            "evaluation.dense:dense"),
     Command("zero-shot", "classification by the likelihood of captions that name the class", ZeroShotOptions,
             "evaluation.zero_shot:zero_shot"),
     Command("aro", "does it see attributes, relations and order? (ARO's files, or synthetic tests)", AroOptions,

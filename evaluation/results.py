@@ -91,7 +91,7 @@ class ModelFacts:
         """One line for people."""
         if not self.formal_guarantee:
             return f"the evaluated model has no formal guarantee: {'; '.join(self.reasons)}"
-        epsilon = "no finite epsilon" if self.epsilon is None else f"epsilon {rounded_up(self.epsilon, 4)}"
+        epsilon = "no finite epsilon" if self.epsilon is None else f"epsilon {rounded_up(self.epsilon)}"
         return f"the evaluated model, for its own training data: {epsilon} at delta {self.delta:.3g}, from its ledger"
 
 
@@ -201,7 +201,7 @@ def publish(
     lines.append(f"not private: {WITHOUT_NOISE} ({used}), {declared}")
     for release in results.released:
         lines.append(
-            f"private: {release.what}, epsilon {rounded_up(release.epsilon, 4)} at delta {release.delta:.3g} for "
+            f"private: {release.what}, epsilon {rounded_up(release.epsilon)} at delta {release.delta:.3g} for "
             f"{release.covers} ({release.ledger})"
         )
     if results.model is not None:

@@ -4,15 +4,14 @@ log p(caption | image) is the sum over its tokens, the end token included, of th
 tokens before. Captions that begin alike share that work: every distinct beginning is computed once per image, its keys and
 values kept (models/generation.py), level by level for many images together.
 
-Shapes: B images, C captions, N nodes (distinct beginnings that something follows), E edges (a token after a node), S tokens of a
-beginning, V vocabulary.
+Shapes: B images, C captions, E distinct beginnings, n nodes (those that something follows), e edges (a token after a node), S
+tokens before a node, V vocabulary.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,120 +69,50 @@ def _finite(log_probs: Tensor) -> Tensor:
     return log_probs
 
 
-class Level(NamedTuple):
-    """The nodes whose beginnings have S + 1 tokens, and the edges that leave them; nodes count through all levels.
-
-    Attributes:
-        tokens_n: last token of each node.
-        paths_nS: nodes before it.
-        sources_e: of each edge, the node's place in this level, in ascending order.
-        targets_e: the token after it.
-        reached_by_n: the edge (through all levels) that ends in each node; -1 for the root.
-    """
-
-    tokens_n: np.ndarray
-    paths_nS: np.ndarray
-    sources_e: np.ndarray
-    targets_e: np.ndarray
-    reached_by_n: np.ndarray
-
-
-@dataclass(frozen=True)
-class PrefixTree:
-    """
-    Attributes:
-        levels: from the start token on.
-        last_edge_C: the edge that ends each caption.
-        lengths_C: tokens of each caption that are scored: all but the first.
-    """
-
-    levels: tuple[Level, ...]
-    last_edge_C: np.ndarray
-    lengths_C: np.ndarray
-
-    @property
-    def num_nodes(self) -> int:
-        return sum(len(level.tokens_n) for level in self.levels)
-
-    @property
-    def num_edges(self) -> int:
-        return sum(len(level.targets_e) for level in self.levels)
-
-    @classmethod
-    def of(cls, captions: Sequence[Sequence[int]]) -> "PrefixTree":
-        """
-        Args:
-            captions: tokens from a common start token to the end token; equal ones share their edges.
-
-        Raises:
-            ValueError: none, one without a token to score, or different start tokens.
-        """
-        if not captions or any(len(caption) < 2 or caption[0] != captions[0][0] for caption in captions):
-            raise ValueError("captions must begin with the same token and have at least one more")
-        levels: list[Level] = []
-        node_of: dict[tuple[int, ...], int] = {}
-        edge_of: dict[tuple[int, ...], int] = {}
-        for size in range(1, max(len(caption) for caption in captions)):
-            longer = sorted({tuple(caption[: size + 1]) for caption in captions if len(caption) > size})
-            here = list(dict.fromkeys(beginning[:-1] for beginning in longer))
-            place = {beginning: k for k, beginning in enumerate(here)}
-            node_of |= {beginning: len(node_of) + k for k, beginning in enumerate(here)}
-            paths = [[node_of[beginning[:k]] for k in range(1, size)] for beginning in here]
-            levels.append(
-                Level(
-                    np.array([beginning[-1] for beginning in here]),
-                    np.array(paths, dtype=np.int64).reshape(len(here), size - 1),
-                    np.array([place[beginning[:-1]] for beginning in longer]),
-                    np.array([beginning[-1] for beginning in longer]),
-                    np.array([edge_of.get(beginning, -1) for beginning in here]),
-                )
-            )
-            edge_of |= {beginning: len(edge_of) + k for k, beginning in enumerate(longer)}
-        last_edge_C = np.array([edge_of[tuple(caption)] for caption in captions])
-        return cls(tuple(levels), last_edge_C, np.array([len(caption) - 1 for caption in captions]))
-
-
 @torch.no_grad()
 def tree_log_probs(
-    model: Captioner, images_BCHW: Tensor, tree: PrefixTree, *, max_numbers: int = MAX_NUMBERS
+    model: Captioner, images_BCHW: Tensor, captions: Sequence[tuple[int, ...]], *, max_numbers: int = MAX_NUMBERS
 ) -> Tensor:
-    """log p(caption | image) of every caption of the tree for every image, (B, C) float64 on the CPU.
+    """log p(caption | image) of every caption for every image, (B, C) float64 on the CPU.
 
     Args:
         images_BCHW: on the model's device.
+        captions: tokens from the start token to the end token.
         max_numbers: bounds the memory; images and nodes are taken in parts.
     """
-    per_image = 2 * tree.num_nodes * model.config.decoder.width * len(model.decoder.blocks)
-    part = max(1, max_numbers // max(1, per_image))
-    parts = [_some_images(model, images, tree, max_numbers) for images in images_BCHW.split(part)]
-    return _finite(torch.cat(parts))
+    config = model.config
+    beginnings = sorted({caption[:size] for caption in captions for size in range(1, len(caption) + 1)}, key=len)
+    place_of = {beginning: place for place, beginning in enumerate(beginnings)}
+    next_of: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+    for beginning in beginnings[1:]:
+        next_of[beginning[:-1]].append(beginning)
+    node_of = {beginning: node for node, beginning in enumerate(filter(next_of.get, beginnings))}
 
+    def of_some(images_BCHW: Tensor) -> Tensor:
+        """Level by level, and by parts of a level's nodes: a beginning's sum is its last log-probability and that before it."""
+        batch, device = len(images_BCHW), images_BCHW.device
+        decoder = IncrementalDecoder(model.decoder, model.encode(images_BCHW), len(node_of))
+        totals_BE = torch.zeros(batch, len(beginnings), dtype=torch.float64)
+        for size, level in groupby(node_of, key=len):
+            nodes = list(level)
+            part = max(1, max_numbers // (batch * max(config.vocab_size, 2 * size * config.decoder.width)))
+            for some in (nodes[start : start + part] for start in range(0, len(nodes), part)):
+                tokens_n = torch.tensor([one[-1] for one in some], device=device)
+                paths = [[node_of[one[:k]] for k in range(1, size)] for one in some]
+                paths_nS = torch.tensor(paths, dtype=torch.int64, device=device)
+                hidden_BnD = decoder.step(tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1))
+                logits_BnV = model.decoder.head(hidden_BnD)
+                logits_BnV = logits_BnV if logits_BnV.dtype == torch.float64 else logits_BnV.float()
+                edges = [(row, one) for row, node in enumerate(some) for one in next_of[node]]
+                rows_e = torch.tensor([row for row, _ in edges], device=device)
+                targets_e = torch.tensor([one[-1] for _, one in edges], device=device)
+                own_Be = logits_BnV[:, rows_e, targets_e] - logits_BnV.logsumexp(-1)[:, rows_e]
+                before_e = [place_of[one[:-1]] for _, one in edges]
+                totals_BE[:, [place_of[one] for _, one in edges]] = totals_BE[:, before_e] + own_Be.double().cpu()
+        return totals_BE[:, [place_of[caption] for caption in captions]]
 
-def _some_images(model: Captioner, images_BCHW: Tensor, tree: PrefixTree, max_numbers: int) -> Tensor:
-    """Level by level, and by parts of a level's nodes: the sum of an edge is its own log-probability and that before it."""
-    batch, device, config = len(images_BCHW), images_BCHW.device, model.config
-    decoder = IncrementalDecoder(model.decoder, model.encode(images_BCHW), tree.num_nodes)
-    totals_BE = torch.zeros(batch, tree.num_edges, dtype=torch.float64)
-    edge = 0
-    for level in tree.levels:
-        per_node = batch * max(config.vocab_size, 2 * (level.paths_nS.shape[1] + 1) * config.decoder.width)
-        part = max(1, max_numbers // per_node)
-        for start in range(0, len(level.tokens_n), part):
-            nodes = slice(start, start + part)
-            tokens_n = torch.from_numpy(level.tokens_n[nodes]).to(device)
-            paths_nS = torch.from_numpy(level.paths_nS[nodes]).to(device)
-            hidden_BnD = decoder.step(tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1))
-            logits_BnV = model.decoder.head(hidden_BnD)
-            logits_BnV = logits_BnV if logits_BnV.dtype == torch.float64 else logits_BnV.float()
-            here_e = (level.sources_e >= start) & (level.sources_e < start + part)
-            sources_e = torch.from_numpy(level.sources_e[here_e] - start).to(device)
-            targets_e = torch.from_numpy(level.targets_e[here_e]).to(device)
-            own_Be = logits_BnV[:, sources_e, targets_e] - logits_BnV.logsumexp(-1)[:, sources_e]
-            before_e = torch.from_numpy(level.reached_by_n[level.sources_e[here_e]])
-            before_Be = totals_BE[:, before_e.clamp(min=0)].masked_fill(before_e < 0, 0)
-            totals_BE[:, edge : edge + len(sources_e)] = before_Be + own_Be.double().cpu()
-            edge += len(sources_e)
-    return totals_BE[:, torch.from_numpy(tree.last_edge_C)]
+    per_image = 2 * len(node_of) * config.decoder.width * len(model.decoder.blocks)
+    return _finite(torch.cat([of_some(images) for images in images_BCHW.split(max(1, max_numbers // per_image))]))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import read_label
@@ -31,10 +31,10 @@ from data.index.tar_index import ExampleTable
 from data.reading.loader import Failure
 from data.reading.reader import TarReader
 from data.reading.storage import RemoteOptions
-from data.reading.workers import as_is, end_with_parent, worker_context
+from data.reading.workers import data_loader
 from evaluation.options import CaptionedOptions, ImageOptions, LabelledOptions
+from privacy.step.collectives import first_on_main
 from trainer.progress import track
-from trainer.ranks.distributed import first_on_main
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"})
 _MOST_CLASSES = 10**9
@@ -100,32 +100,16 @@ class Files:
     labels: tuple[int, ...] = ()
     class_names: tuple[str, ...] = ()
 
-    @classmethod
-    def of_classes(cls, root: Path) -> "Files":
-        """One folder per class.
-
-        Raises:
-            DataError: no folders with images.
-        """
-        if not root.is_dir():
-            raise DataError(f"{root} is no folder")
-        names = tuple(sorted(path.name for path in root.iterdir() if path.is_dir()))
-        files = [
-            (path.relative_to(root).as_posix(), label)
-            for label, name in enumerate(names)
-            for path in sorted((root / name).rglob("*"))
-            if path.suffix.lower() in EXTENSIONS
-        ]
-        if not files:
-            raise DataError(f"{root} holds no folders with images; one folder per class is needed")
-        return cls(f"folder:{root}", root, tuple(f for f, _ in files), tuple(label for _, label in files), names)
-
     @property
     def is_labelled(self) -> bool:
         return bool(self.labels)
 
     def identity(self) -> str:
-        return f"folder {files_digest(self.root, self.files)}"
+        digest = hashlib.sha256()
+        for name in self.files:
+            status = (self.root / name).stat()
+            digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
+        return f"folder {digest.hexdigest()}"
 
     def __len__(self) -> int:
         return len(self.files)
@@ -205,12 +189,21 @@ def open_source(text: str, options: LabelledOptions | CaptionedOptions) -> Sourc
             table = shard_table(where, options.cache_folder)
         return Shards(text, table, options)
     if kind == "folder" and where:
-        if wants_labels:
-            return Files.of_classes(path)
-        found = sorted(one for one in path.rglob("*") if one.suffix.lower() in EXTENSIONS)
-        if not found:
-            raise DataError(f"{path} holds no images")
-        return Files(text, path, tuple(one.relative_to(path).as_posix() for one in found))
+        if not path.is_dir():
+            raise DataError(f"{path} is no folder")
+        names = tuple(sorted(one.name for one in path.iterdir() if one.is_dir())) if wants_labels else ("",)
+        files = [
+            (one.relative_to(path).as_posix(), label)
+            for label, name in enumerate(names)
+            for one in sorted((path / name).rglob("*"))
+            if one.suffix.lower() in EXTENSIONS
+        ]
+        if not files:
+            raise DataError(
+                f"{path} holds no {'folders with images; one per class is needed' if wants_labels else 'images'}"
+            )
+        labels = tuple(label for _, label in files) if wants_labels else ()
+        return Files(text, path, tuple(name for name, _ in files), labels, names if wants_labels else ())
     if kind == "arrays" and where and wants_labels:
         try:
             with np.load(path, allow_pickle=False) as stored:
@@ -220,11 +213,10 @@ def open_source(text: str, options: LabelledOptions | CaptionedOptions) -> Sourc
                 raise
             raise DataError(f"{path} is no .npz file with `images` and `labels`: {error}") from error
     if kind == "images" and where and not wants_labels:
-        files = [Path(part).expanduser() for part in where.split(",")]
-        missing = [one for one in files if not one.is_file()]
-        if missing:
+        given = [Path(part).expanduser() for part in where.split(",")]
+        if missing := [one for one in given if not one.is_file()]:
             raise DataError(f"there is no file {missing[0]}")
-        return Files(text, Path(), tuple(map(str, files)))
+        return Files(text, Path(), tuple(map(str, given)))
     last = "arrays:FILE.npz" if wants_labels else "images:FILE,..."
     raise DataError(f"{text!r} names no images; write shards:PATTERN, folder:DIR or {last}")
 
@@ -277,41 +269,35 @@ class Decoded(NamedTuple):
         return np.array(labels, dtype=np.int64)
 
 
+@dataclass
 class _Batches(Dataset):
     """Number of a batch -> decoded images, in a worker. Errors that name an exit code come back as `Failure`."""
 
-    def __init__(
-        self,
-        source: Source,
-        rows: Sequence[int],
-        batch_size: int,
-        image_size: int,
-        resize: int | None,
-        augmentation: Augmentation | None,
-    ) -> None:
-        self._source, self._rows, self._batch_size, self._image_size = source, rows, batch_size, image_size
-        self._resize, self._augmentation = resize or image_size, augmentation
+    source: Source
+    rows: Sequence[int]
+    batch_size: int
+    image_size: int
+    resize: int
+    augmentation: Augmentation | None
 
     def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch_size)
+        return -(-len(self.rows) // self.batch_size)
 
     def __getitem__(self, number: int) -> Decoded | Failure:
-        if number >= len(self):
-            raise IndexError(number)
-        ids = self._rows[number * self._batch_size : (number + 1) * self._batch_size]
-        size, edge = self._image_size, (self._resize - self._image_size) // 2
+        ids = self.rows[number * self.batch_size : (number + 1) * self.batch_size]
+        size, edge = self.image_size, (self.resize - self.image_size) // 2
         images, usable = np.zeros((len(ids), 3, size, size), dtype=np.float32), np.zeros(len(ids), dtype=bool)
         examples: list[Example] = []
         try:
-            for row, example in enumerate(self._source.read(ids)):
+            for row, example in enumerate(self.source.read(ids)):
                 examples.append(example._replace(image=None))
-                if example.image is None or (self._source.is_labelled and example.label is None):
+                if example.image is None or (self.source.is_labelled and example.label is None):
                     continue
                 try:
-                    if self._augmentation is not None:
-                        images[row] = train_image(example.image, size, self._augmentation.key(ids[row]))
+                    if self.augmentation is not None:
+                        images[row] = train_image(example.image, size, self.augmentation.key(ids[row]))
                     else:
-                        whole_CHW = eval_image(example.image, self._resize)
+                        whole_CHW = eval_image(example.image, self.resize)
                         images[row] = whole_CHW[:, edge : edge + size, edge : edge + size]
                 except DecodeError:
                     continue
@@ -341,14 +327,8 @@ def decoded_batches(
     Raises:
         ReadError, DataError: of the source.
     """
-    loader = DataLoader(
-        _Batches(source, rows, batch_size, image_size, resize, augmentation),
-        batch_size=None,
-        collate_fn=as_is,
-        num_workers=num_workers,
-        multiprocessing_context=worker_context() if num_workers else None,
-        worker_init_fn=end_with_parent,
-    )
+    dataset = _Batches(source, rows, batch_size, image_size, resize or image_size, augmentation)
+    loader = data_loader(dataset, None, num_workers, None, False)
     shows = not dist.is_initialized() or dist.get_rank() == 0
     shows = shows and augmentation is None  # whoever trains on these shows the epochs
     for batch in track(loader, f"batches of {source.name}", math.ceil(len(rows) / batch_size), shows=shows):
@@ -400,12 +380,3 @@ def bytes_of(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def files_digest(root: Path, names: Sequence[str]) -> str:
-    """A digest over the names, sizes and times of files below a folder."""
-    digest = hashlib.sha256()
-    for name in names:
-        status = (root / name).stat()
-        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()

@@ -21,86 +21,59 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from data.examples.tokenizer import CaptionTokenizer
 from data.synthetic.generate import SyntheticData
-from data.synthetic.vocabulary import a
+from data.synthetic.shapes import SIMPLE
+from data.synthetic.vocabulary import BASIC, a
 from evaluation.captions import open_captioner, usable_batches
+from evaluation.compositional import of_number
 from evaluation.options import ZeroShotOptions
 from evaluation.results import DataUse, Results
-from evaluation.scoring import PrefixTree, encoded_captions, tree_log_probs
-from evaluation.sources import Source, open_source
-from evaluation.synthetic_tests import shape_images
+from evaluation.scoring import encoded_captions, tree_log_probs
+from evaluation.sources import Arrays, Source, open_source
 from trainer.errors import ConfigError
 
 Rule = Literal["sum", "mean", "prior"]
 RULES: tuple[Rule, ...] = get_args(Rule)
+SHAPE_CLASSES = tuple(f"{colour} {shape}" for colour in BASIC for shape in SIMPLE)
+"""Names of all single shapes: 12 colours times 10 shapes."""
 TEMPLATES = ("{a}", "a photo of {a}", "a picture of {a}", "an image of {a}")
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Captions of all classes in all templates.
+def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
+    """C captions, class by class.
 
-    Attributes:
-        captions: C texts, class by class.
-        num_templates: P.
-        tree: of their tokens.
-    """
+    Args:
+        templates: `{}` stands for the class name, `{a}` for the name with its indefinite article.
 
-    captions: tuple[str, ...]
-    num_templates: int
-    tree: PrefixTree
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.captions) // self.num_templates
-
-    @classmethod
-    def of(
-        cls, class_names: Sequence[str], templates: Sequence[str], tokenizer: CaptionTokenizer, num_tokens: int
-    ) -> "Prompts":
-        """
-        Args:
-            templates: `{}` stands for the class name, `{a}` for the name with its indefinite article.
-
-        Raises:
-            DataError: no classes, fewer than two, a name twice, a template without a place, a prompt that does not fit.
-        """
-        names = [" ".join(name.replace("_", " ").split()) for name in class_names]
-        if len(names) < 2 or not all(names):
-            raise DataError(f"zero-shot classification needs at least two class names, none empty; got {names[:3]}")
-        if len(set(names)) < len(names):
-            raise DataError(f"the class name {max(names, key=names.count)!r} comes more than once")
-        if not templates:
-            raise DataError("there is no template")
-        captions = tuple(fill(template, name) for name in names for template in templates)
-        return cls(captions, len(templates), PrefixTree.of(encoded_captions(tokenizer, captions, num_tokens)))
-
-    def by_rule(self, log_probs_NC: Tensor) -> dict[Rule, Tensor]:
-        """Scores (N, K) by each rule; see the module.
-
-        Args:
-            log_probs_NC: of all captions, from `evaluation.scoring.tree_log_probs`.
-        """
-        lengths_C = torch.from_numpy(self.tree.lengths_C)
-        sum_NK = self._classes(log_probs_NC).logsumexp(-1) - math.log(self.num_templates)
-        prior_K = sum_NK.logsumexp(0) - math.log(len(sum_NK))
-        return {"sum": sum_NK, "mean": self._classes(log_probs_NC / lengths_C).mean(-1), "prior": sum_NK - prior_K}
-
-    def _classes(self, values_NC: Tensor) -> Tensor:
-        return values_NC.unflatten(-1, (-1, self.num_templates))
-
-
-def fill(template: str, name: str) -> str:
-    """
     Raises:
-        DataError: the template has no place for the name.
+        DataError: no classes, fewer than two, a name twice, a template without a place.
     """
-    if "{}" not in template and "{a}" not in template:
-        raise DataError(
-            f"the template {template!r} has no place for the class name; write {{}}, or {{a}} for it with a/an"
-        )
-    return template.replace("{a}", a(name)).replace("{}", name)
+    names = [" ".join(name.replace("_", " ").split()) for name in class_names]
+    if len(names) < 2 or not all(names):
+        raise DataError(f"zero-shot classification needs at least two class names, none empty; got {names[:3]}")
+    if len(set(names)) < len(names):
+        raise DataError(f"the class name {max(names, key=names.count)!r} comes more than once")
+    if not templates:
+        raise DataError("there is no template")
+    for template in templates:
+        if "{}" not in template and "{a}" not in template:
+            raise DataError(
+                f"the template {template!r} has no place for the class name; write {{}}, or {{a}} for it with a/an"
+            )
+    return [template.replace("{a}", a(name)).replace("{}", name) for name in names for template in templates]
+
+
+def by_rule(log_probs_NC: Tensor, lengths_C: Tensor, num_templates: int) -> dict[Rule, Tensor]:
+    """Scores (N, K) by each rule; see the module.
+
+    Args:
+        log_probs_NC: of all captions, from `evaluation.scoring.tree_log_probs`.
+        lengths_C: scored tokens of each caption.
+    """
+    whole_NKP, mean_NKP = (x.unflatten(-1, (-1, num_templates)) for x in (log_probs_NC, log_probs_NC / lengths_C))
+    sum_NK = whole_NKP.logsumexp(-1) - math.log(num_templates)
+    prior_K = sum_NK.logsumexp(0) - math.log(len(sum_NK))
+    return {"sum": sum_NK, "mean": mean_NKP.mean(-1), "prior": sum_NK - prior_K}
 
 
 @dataclass(frozen=True)
@@ -138,11 +111,15 @@ def accuracy(scores_NK: Tensor, labels_N: np.ndarray) -> Accuracy:
 
 def zero_shot(options: ZeroShotOptions) -> Results:
     """The command; see its options."""
-    captioner = open_captioner(options)
+    model, tokenizer, facts = open_captioner(options)
     source: Source
     if options.data is None:
         assert options.synthetic_shapes is not None
-        source = shape_images(SyntheticData(options.synthetic_seed, 64, "shapes"), options.synthetic_shapes)
+        shown = of_number(SyntheticData(options.synthetic_seed, 64, "shapes"), 1, options.synthetic_shapes)
+        single = [example.statement.groups[0] for example in shown]
+        labels_N = np.array([SHAPE_CLASSES.index(f"{group.colour} {group.shape}") for group in single])
+        name = f"{len(single)} synthetic shapes, seed {options.synthetic_seed}"
+        source = Arrays(name, np.stack([example.image_HWC for example in shown]), labels_N, SHAPE_CLASSES)
     else:
         source = open_source(options.data, options)
     names: Sequence[str] = source.class_names
@@ -156,18 +133,19 @@ def zero_shot(options: ZeroShotOptions) -> Results:
         raise ConfigError(f"{source.name} does not name its classes: give --classes FILE, one name per line")
     # Captions of synthetic shapes have no introduction.
     templates = options.template or (("{a}",) if options.data is None else TEMPLATES)
-    prompts = Prompts.of(names, templates, captioner.tokenizer, captioner.model.config.num_tokens)
+    tokens = encoded_captions(tokenizer, prompts(names, templates), model.config.num_tokens)
     log_probs, labels, num_used, num_unusable = [], [], 0, 0
-    for images_BCHW, examples, left_out in usable_batches(captioner.model, source, options, options.max_examples):
+    for images_BCHW, examples, left_out in usable_batches(model, source, options, options.max_examples):
         num_used, num_unusable = num_used + len(examples), num_unusable + left_out
         if examples:
-            log_probs.append(tree_log_probs(captioner.model, images_BCHW, prompts.tree))
+            log_probs.append(tree_log_probs(model, images_BCHW, tokens))
             labels += [example.label or 0 for example in examples]
     if not log_probs:
         raise DataError(f"{source.name}: there are no images to classify")
     uses = [DataUse("images", source.name, num_used, num_unusable)]
-    by_rule = prompts.by_rule(torch.cat(log_probs))
-    accuracies = {rule: accuracy(scores_NK, np.array(labels)) for rule, scores_NK in by_rule.items()}
+    lengths_C = torch.tensor([len(caption) - 1 for caption in tokens])
+    scores = by_rule(torch.cat(log_probs), lengths_C, len(templates))
+    accuracies = {rule: accuracy(scores_NK, np.array(labels)) for rule, scores_NK in scores.items()}
     chance = 1 / len(names)
     scalars = {f"accuracy_{rule}": result.top1 for rule, result in accuracies.items()}
     scalars |= {f"top5_{rule}": result.top5 for rule, result in accuracies.items() if result.top5 is not None}
@@ -179,10 +157,9 @@ def zero_shot(options: ZeroShotOptions) -> Results:
     details = {
         "templates": templates,
         "num_classes": len(names),
-        "num_prompts": len(prompts.captions),
-        "num_tree_nodes": prompts.tree.num_nodes,
+        "num_prompts": len(tokens),
         "per_class": {
             rule: dict(zip(names, result.per_class_K.tolist(), strict=True)) for rule, result in accuracies.items()
         },
     }
-    return Results("zero-shot", scalars, uses, captioner.facts, table, details)
+    return Results("zero-shot", scalars, uses, facts, table, details)

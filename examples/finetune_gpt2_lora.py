@@ -45,5 +45,5 @@ trainer = PrivateTrainer(
     run_dir=run_dir, starts_from="public", expected_batch_size=64, target_epsilon=8.0,
 )  # fmt: skip
 trainer.train()
-print(f"{len(train)} lines; epsilon {trainer.loop.epsilon:.4f} at delta {trainer.loop.delta:.2g}")
+print(f"{len(train)} lines; {trainer.loop.claim}")
 model.save_pretrained(f"{run_dir}-adapters")  # what peft reads; the weights carry the epsilon

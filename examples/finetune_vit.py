@@ -41,6 +41,4 @@ trainer = PrivateTrainer(
 )  # fmt: skip
 trainer.train()
 print(f"{trainer.evaluate()['eval_accuracy']:.1%} of the held-out digits are right")
-print(
-    f"epsilon {trainer.loop.epsilon:.4f} at delta {trainer.loop.delta:.2g}; {trainer.loop.run_dir}/verify.py rechecks it"
-)
+print(f"{trainer.loop.claim}; {trainer.loop.run_dir}/verify.py rechecks it")

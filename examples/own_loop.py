@@ -29,4 +29,4 @@ with PrivateLoop(
         if step.number % 20 == 0:
             right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean()
             print(f"step {step.number}: epsilon {step.epsilon:.2f}, {right:.1%} of the held-out digits are right")
-print(f"epsilon {loop.epsilon:.4f} at delta {loop.delta:.2g}; card: {loop.write_card()}")
+print(f"{loop.claim}; card: {loop.write_card()}")

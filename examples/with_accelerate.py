@@ -39,5 +39,5 @@ with PrivateLoop(
         if step.number % 20 == 0:
             accelerator.print(f"step {step.number} on {accelerator.num_processes} ranks: epsilon {step.epsilon:.2f}")
 right = (model(images[1500:].to(accelerator.device)).argmax(1).cpu() == labels[1500:]).float().mean()
-accelerator.print(f"epsilon {loop.epsilon:.4f} at delta {loop.delta:.2g}; {right:.1%} of the held-out digits are right")
+accelerator.print(f"{loop.claim}; {right:.1%} of the held-out digits are right")
 accelerator.end_training()

@@ -114,7 +114,7 @@ def main() -> int:
 
             report = mechanism_audit(run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
         elif isinstance(options, RunOptions):
-            from trainer.audit.run import run_audit
+            from trainer.audit.canaries import run_audit
 
             report = run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
         else:

@@ -2,11 +2,14 @@
 
     python launch_scripts/export.py --checkpoint runs/vip --format hf OUT      transformers: ViTModel, and the whole model
     python launch_scripts/export.py --checkpoint runs/vip --format safetensors OUT      our own names
+    python launch_scripts/export.py --checkpoint runs/vip --format dcp OUT      the same for torch.distributed.checkpoint
     python launch_scripts/export.py --checkpoint runs/vip --format timm OUT      encoder for ViTDet-style codes
     python launch_scripts/export.py --checkpoint runs/lora --format peft OUT      adapters, and their base in OUT/base
     python launch_scripts/export.py --import vip FILE OUT --size vip_base      a checkpoint of ours, to start from and to evaluate
     python launch_scripts/export.py --import dpcap FILE OUT --size dpcap_base --tokenizer data/tokenizer/bert-base-uncased.json
     python launch_scripts/export.py --import hf DIR OUT      a ViTModel or ViTMAE that transformers saved
+
+FILE may be a folder, too: of torch.distributed.checkpoint, of DeepSpeed's zero_to_fp32.py, or weights in parts with an index.
 
 Exit codes: 0 done, 2 bad input.
 """
@@ -15,7 +18,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -41,8 +44,8 @@ class ExportPart(Options):
     """what to write"""
     use_average: bool = False
     """the moving average of the weights (train.ema_decay)"""
-    parts: Literal["all", "encoder"] | None = None
-    """encoder leaves the rest out; for --format hf"""
+    push_to_hub: Annotated[str | None, Shown("NAME/MODEL")] = None
+    """also puts OUT on the Hugging Face Hub, where a new repository is private until you open it"""
 
 
 class ImportPart(Options):
@@ -89,8 +92,6 @@ class ExchangeOptions(ExportPart, ImportPart):
         for name in ImportPart.model_fields if is_export else ExportPart.model_fields:
             if name in self.model_fields_set:
                 raise ValueError(f"--{name} is for {'--import' if is_export else '--checkpoint'}")
-        if self.parts and self.format != "hf":
-            raise ValueError("--parts is for --format hf")
         return self
 
 
@@ -115,27 +116,28 @@ def main() -> int:
 
 def exported(options: ExchangeOptions) -> dict[str, Any]:
     """Exports; what was written, and what the ledger proves."""
-    from trainer.weights.export import export
+    from trainer.weights.export import export, facts_of, push_to_hub
     from trainer.weights.open_model import open_model
 
     assert options.checkpoint is not None and options.format is not None and options.paths
     (out,) = options.paths
     opened = open_model(options.checkpoint, use_average=options.use_average, tokenizer=options.tokenizer)
-    attestation = export(opened, options.format, out, encoder_only=options.parts == "encoder")
-    card = attestation.card
+    card, reason = export(opened, options.format, out)
+    hub = {} if options.push_to_hub is None else {"hub": push_to_hub(out, options.push_to_hub)}
     if card is None:
-        claim = f"not attested ({attestation.reason}): no epsilon is stated"
+        claim = f"not attested ({reason}): no epsilon is stated"
     elif not card.formal_guarantee:
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
     else:
-        shown = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon, 4)}"
+        shown = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
         claim = f"{shown} at delta {card.delta:g}, from its ledger"
     return {
         "out": str(out),
         "format": options.format,
         "checkpoint": str(opened.path),
-        **attestation.facts(),
-        "summary": f"{opened.path} -> {out} ({options.format}); {claim}",
+        **facts_of(card, reason),
+        **hub,
+        "summary": f"{opened.path} -> {out} ({options.format}); {claim}{''.join(f'; {url}' for url in hub.values())}",
     }
 
 

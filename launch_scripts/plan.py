@@ -7,7 +7,7 @@ python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_co
     --gpu a100-80gb [--json]
 The first computes for exactly these numbers, without a cap and without a reserve for crashes. The second gives what training with
 the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third adds memory per rank, the largest
-micro-batch, FLOP, time and reads (docs/planning.md).
+micro-batch, FLOP, time with failures, price (--gpu_price) and reads (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,7 +30,6 @@ from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 from trainer.config.recipe import EngineName
-from trainer.errors import ConfigError
 from trainer.progress import working
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 _ASSUMPTIONS = ("efficiency", "gpus_per_node")
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", *_ASSUMPTIONS)
+_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", *_ASSUMPTIONS, "gpu_price", "gpu_mtbf_hours")
 
 
 class PrivacyPart(Options):
@@ -85,6 +84,24 @@ class PlanOptions(PrivacyPart):
     """share of the peak FLOP/s that is reached; default 0.35"""
     gpus_per_node: Annotated[int | None, Shown("G")] = Field(None, ge=1)
     """default: of the maker's reference system"""
+    gpu_price: Annotated[float | None, Shown("PRICE")] = Field(None, ge=0)
+    """of an hour of one accelerator, in any currency; the plan says what the run costs"""
+    gpu_mtbf_hours: Annotated[float | None, Shown("H")] = Field(None, gt=0)
+    """hours of one accelerator between failures that end a job; default 50,000"""
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        given = next((name for name in _RESOURCE_OPTIONS if getattr(self, name) is not None), None)
+        if given is not None and self.ds_config is None:
+            needed = "--ds_config, such as ds_configs/zero3.json" + (", and --recipe" if self.recipe is None else "")
+            raise ValueError(f"--{given} also needs {needed}")
+        if self.recipe is None:
+            for name, is_given in (("ds_config", self.ds_config is not None), ("choose", self.choose)):
+                if is_given:
+                    raise ValueError(f"--{name} plans a recipe: give --recipe too")
+            if self.overrides:
+                raise ValueError(f"{self.overrides[0]!r} changes a recipe: give --recipe")
+        return self
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -114,27 +131,18 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     Raises:
         ConfigError, PrivacyConfigError: an option is missing, refused, or the recipe's business (exit 2).
     """
-    given = next((name for name in _RESOURCE_OPTIONS if getattr(options, name) is not None), None)
-    if given is not None and options.ds_config is None:
-        raise ConfigError(f"--{given} plans memory and time: give --ds_config and --recipe too")
-    if options.ds_config is not None and options.recipe is None:
-        raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
-    if options.choose and options.recipe is None:
-        raise ConfigError("--choose is for the choice of a recipe's batch and steps: give --recipe too")
     result = _of_numbers(options) if options.recipe is None else _of_recipe(options.recipe, options)
     if options.as_json:
         say(json.dumps(result, allow_nan=False))
         return result
     from rich.console import Console
 
-    from trainer.planner.tables import privacy_table, resource_table, scaling_table
+    from trainer.planner.tables import privacy_table, resource_table
 
     console = Console()
-    console.print(privacy_table(result))
-    if result["scaling_rule"] is not None:
-        console.print(scaling_table(result["scaling_rule"], result["noise_multiplier"]))
-    if "resources" in result:
+    if "resources" in result:  # what an allocation is asked for comes first
         console.print(resource_table(result["resources"]))
+    console.print(privacy_table(result))
     for reason in result["reasons"]:
         console.print(printable(f"no formal guarantee: {reason}"), style="bold red", markup=False)
     return result
@@ -142,8 +150,6 @@ def plan(options: PlanOptions) -> dict[str, Any]:
 
 def _of_numbers(options: PlanOptions) -> dict[str, Any]:
     """What exactly these numbers mean, without a recipe: neither cap nor reserve."""
-    if options.overrides:
-        raise PrivacyConfigError(f"{options.overrides[0]!r} changes a recipe: give --recipe")
     sizes = {name: getattr(options, name) for name in ("num_examples", "expected_batch_size", "num_steps")}
     for name, value in sizes.items():
         if value is None:
@@ -165,11 +171,10 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     """What a recipe with these options claims and takes."""
     from trainer.config.machine import load_machine_settings
     from trainer.config.recipe import load_config
-    from trainer.planner.batches import examples as known_examples
     from trainer.planner.hardware import find_gpu
     from trainer.planner.memory import Trainable
-    from trainer.planner.privacy import with_coefficients
-    from trainer.planner.resources import Cluster, plan_resources, planning_task
+    from trainer.planner.resources import GPU_MTBF_HOURS, Cluster, allocation, plan_resources, planning_task
+    from trainer.planner.resources import examples as known_examples
     from trainer.planner.signal import NoiseToSignal, choose
 
     for name, key in _RECIPE_KEYS.items():
@@ -190,7 +195,7 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
             shards = shlex.quote(config.data.shards)
             unknown += f", or index its shards: python launch_scripts/prepare.py index {shards}"
         raise PrivacyConfigError(unknown)
-    request = with_coefficients(config.privacy.request(config.train.num_steps, num_examples), config)
+    request = config.privacy.request(config.train.num_steps, num_examples)
     if options.choose:  # on the data and for the guarantee that the options name
         if options.target_epsilon is not None:
             request = replace(request, target_epsilon=options.target_epsilon, noise_multiplier=None)
@@ -207,14 +212,17 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     if options.choose:
         if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
             request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)
-        result["choice"] = choose(request, parameters, kind=kind).as_json()
+        result["choice"] = choose(request, parameters, kind=kind)
     signal = NoiseToSignal.of(planned, parameters, kind)
     result["noise_to_signal"] = None if signal is None else signal.as_json()
     if machine is not None:
         assert examples is not None
         assumed = {name: value for name in _ASSUMPTIONS if (value := getattr(options, name)) is not None}
         cluster = Cluster(options.engine or "deepspeed", options.world_size or 1, gpu, **assumed)
-        result["resources"] = plan_resources(config, machine, cluster, examples, planned, ROOT)
+        result["resources"] = resources = plan_resources(config, machine, cluster, examples, planned, ROOT)
+        if "time" in resources:
+            mtbf = options.gpu_mtbf_hours or GPU_MTBF_HOURS
+            resources["allocation"] = allocation(resources, config, planned, options.gpu_price, mtbf)
     return result
 
 
@@ -245,8 +253,8 @@ def _warn(line: str) -> None:
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
-        line = f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon, 4)}"
-        print(line, file=sys.stderr)
+        line = f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon)}"
+        say(line, file=sys.stderr)
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
 mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
-python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
+python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/
 python launch_scripts/prepare.py repack mixed.tar --output repacked/
 python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
@@ -30,11 +30,10 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from data.errors import DataError
-from data.index.build import build_index
+from data.index.build import build_index, verify_hashes
 from data.index.repack import Repacked, repack
-from data.index.shards import expand_shards, find_shards, read_shard_list
+from data.index.shards import expand_shards, find_shards
 from data.index.tar_index import ExampleTable
-from data.index.verify import STATES, verify_hashes, verify_sample
 from data.reading.pool import available_cores, worker_pool
 from data.reading.records import RemoteOptions
 from privacy.errors import printable, say
@@ -68,8 +67,6 @@ class IndexOptions(ShardOptions):
 
     output: Annotated[Path | None, Shown("DIR")] = None
     """folder for the index, private (default: SHARDS/index of a folder)"""
-    exclude: Annotated[Path | None, Shown("FILE")] = None
-    """shards that stay out of the index, one per line"""
 
 
 class VerifyOptions(ShardOptions):
@@ -77,12 +74,6 @@ class VerifyOptions(ShardOptions):
 
     index: Annotated[Path, Shown("DIR")]
     """what `index` wrote"""
-    sample: Annotated[int | None, Shown("N")] = None
-    """decode N random examples instead of hashing everything"""
-    caption_field: Annotated[str | None, Shown("NAME")] = None
-    """data.caption_field of the recipe, for --sample"""
-    label_field: Annotated[str | None, Shown("NAME")] = None
-    """data.label_field of the recipe, for --sample"""
 
 
 class RepackOptions(Options):
@@ -128,8 +119,6 @@ class ImportOptions(WriterOptions):
     """folder that image paths start from (default: that of SRC)"""
     size: Annotated[int, Shown("PIXELS"), Field(ge=1)] = 256
     """images are shrunk until their shorter side has this (default: 256)"""
-    quality: int = Field(90, ge=1, le=100)
-    """quality of jpg and webp (default: 90)"""
     duplicate_distance: Annotated[int, Shown("BITS"), Field(ge=0, le=10)] = 4
     """near copies differ in at most this many bits, 0 to 10 (default: 4)"""
     keep_near_duplicates: bool = False
@@ -159,8 +148,8 @@ class SyntheticOptions(WriterOptions):
     """how many (default with --preview: 36)"""
     image_size: Annotated[int, Shown("PIXELS")] = 224
     """side of a picture (default: 224)"""
-    content: Literal["all", "shapes"] = "all"
-    """shapes: plain ones only (default: all)"""
+    content: Literal["all", "shapes", "scenes"] = "all"
+    """shapes: plain ones only; scenes: clothes and letters in clutter (default: all)"""
     preview: Annotated[Path | None, Shown("PNG")] = None
     """write a contact sheet with captions"""
 
@@ -168,8 +157,7 @@ class SyntheticOptions(WriterOptions):
 def index(options: IndexOptions) -> ExampleTable | None:
     """Builds the index of a set of shards, or brings it up to date: shards that it knows are not read again.
 
-    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers, and get None. Bad shards
-    are listed in DIR/bad-shards.txt, which --exclude takes.
+    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers, and get None.
     """
     folder = Path(options.shards).expanduser()
     if options.output is None and not folder.is_dir():
@@ -183,22 +171,19 @@ def index(options: IndexOptions) -> ExampleTable | None:
         table = build_index(
             shards,
             output,
-            exclude=read_shard_list(options.exclude, shards) if options.exclude else (),
             remote=RemoteOptions(allow_plain_http=options.allow_plain_http),
             executor=pool.executor,
             progress=_STDERR.is_terminal,
         )
         seconds = time.perf_counter() - start
     say(f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}")
-    if table.excluded:
-        print(f"{len(table.excluded)} shards are excluded", file=sys.stderr)
     for line in table.remarks():
         say(line, file=sys.stderr)
     return table
 
 
 def verify(options: VerifyOptions) -> None:
-    """Hashes all shards again and notes their present times, or decodes a sample of the examples."""
+    """Hashes all shards again and notes their present times."""
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return
@@ -209,24 +194,9 @@ def verify(options: VerifyOptions) -> None:
         for line in table.remarks():
             say(line, file=sys.stderr)
         with _progress() as bar:
-            if options.sample is None:
-                track = functools.partial(bar.track, total=len(table.entries), description="hashing")
-                verify_hashes(table, pool.executor, track)
-                result = f"{len(table.entries)} shards with {len(table)} examples are what was indexed"
-            else:
-                size = min(options.sample, len(table))
-                track = functools.partial(bar.track, total=size, description="decoding")
-                counts = verify_sample(table, size, options.caption_field, track, options.label_field)
-                result = f"{size} of {len(table)} examples: " + ", ".join(
-                    f"{counts[state]} {state}" for state in STATES
-                )
-                usable = counts["usable"] + counts["labelled without caption"]
-    say(result)
-    if options.sample is not None and 2 * usable < size:
-        raise DataError(
-            f"{size - usable} of {size} examples cannot be used: a run on these shards would spend its budget on zero gradients; "
-            "look at --caption_field and --label_field, or at how the shards were made"
-        )
+            track = functools.partial(bar.track, total=len(table.entries), description="hashing")
+            verify_hashes(table, pool.executor, track)
+    say(f"{len(table.entries)} shards with {len(table)} examples are what was indexed")
 
 
 def repack_shards(options: RepackOptions) -> Repacked:
@@ -246,7 +216,7 @@ def repack_shards(options: RepackOptions) -> Repacked:
 
 
 def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
-    """Imports image-text pairs from elsewhere as clean, deduplicated tar shards; the same command again goes on after a kill.
+    """Imports image-text pairs from elsewhere as clean, deduplicated tar shards.
 
     Copies multiply the privacy loss, so they are removed; the report says what was dropped and why. The report is private: it
     counts private data without noise. Ranks of MPI that are workers get None.

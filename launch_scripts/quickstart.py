@@ -2,15 +2,15 @@
 
     make quickstart
 
-Two ranks on CPU, every GPU where there are some; a fresh run folder each time. Afterwards the model describes pictures that it
-has never seen (RUN_DIR/evaluation/answers.png), and runs/latest leads to the run folder. Commands for a closer look are printed,
-one a line; the last line on stdout is one JSON object:
+Two ranks on CPU, every GPU where there are some; a fresh run folder each time (one that was stopped goes on with --run_dir).
+Afterwards the model describes pictures that it has never seen (RUN_DIR/evaluation/answers.png), and runs/latest leads to the run
+folder. The last lines are the outcome, the folder, commands for a closer look, one a line, and one JSON object:
 
 captions_right    share of held-out pictures whose caption is exactly the true one
 heldout_loss      nats per token; to be compared with
 blind_loss        what one gets from the frequencies of captions, without looking
 shuffled_loss     the model's own loss where every caption stands with another picture
-epsilon           from the ledger, at the delta that the line before says
+epsilon           from the ledger, at the delta of verify.py's line
 seconds           the whole command
 """
 
@@ -48,45 +48,68 @@ def main() -> int:
     import torch  # after the arguments, so that a wrong one is answered at once
 
     run_dir = (options.run_dir or ROOT / "runs" / time.strftime("quickstart-%Y%m%d-%H%M%S")).absolute()
+    environment = {"PYTHONWARNINGS": "ignore::FutureWarning", **os.environ}
+    with socket.socket() as held:  # the launcher's own default port is the same for every job of a machine
+        held.bind(("127.0.0.1", 0))
+        port = str(held.getsockname()[1])
     # -q: the launcher's own lines say nothing about the run.
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "-q", "--master_port", str(_free_port())]
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "-q", "--master_port", port]
     if not torch.cuda.is_available():
         launcher += ["--num_gpus", "2"]
-        # On purpose: a build of torch with CUDA refuses to train on the CPU unasked.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # On purpose: a build of torch with CUDA refuses to train on the CPU unasked. Two ranks share two cores: more threads per
+        # rank only get in each other's way.
+        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | environment
+
+    def run(*command: object, is_captured: bool = True) -> subprocess.CompletedProcess[str]:
+        words = list(map(str, command))
+        return subprocess.run(words, cwd=ROOT, env=environment, check=False, capture_output=is_captured, text=True)
+
     train = [*launcher, "launch_scripts/train.py", "--ds_config", options.ds_config, "--recipe", options.recipe]
-    code = _run([*train, "--run_dir", str(run_dir), *options.overrides])
+    code = 1
+    try:
+        code = run(*train, "--run_dir", run_dir, *options.overrides, is_captured=False).returncode
+    finally:  # also where it is interrupted: what there is can be looked at, and goes on
+        if options.run_dir is None and run_dir.is_dir():
+            _link_latest(run_dir)
+        if code != 0:
+            again = f"{_shown(Path(sys.executable))} launch_scripts/quickstart.py --run_dir {_shown(run_dir)}"
+            print(f"to go on: {again}", file=sys.stderr)
     if code != 0:
         print(f"error: training ended with exit code {code}; run folder {run_dir}", file=sys.stderr)
         return code
-    reported = _captured([sys.executable, "launch_scripts/report.py", "--run_dir", str(run_dir), "--json"])
+    reported = run(sys.executable, "launch_scripts/report.py", "--run_dir", run_dir, "--json")
     if reported.returncode != 0:
         print(reported.stderr.strip(), file=sys.stderr)
         return reported.returncode
-    card = json.loads(reported.stdout)
-    print(f"privacy card: {run_dir / 'report' / 'privacy_card.md'}")
-    captions_right, heldout = _captions_right(run_dir)
+    captions_right = _captions_right(run_dir)
     # As somebody would who has only the published folder: without this project.
-    verified = _captured([sys.executable, "-I", str(run_dir / "verify.py"), str(run_dir)])
+    verified = run(sys.executable, "-I", run_dir / "verify.py", run_dir)
     if verified.returncode != 0:
         print(verified.stdout, verified.stderr, sep="")
         code = verified.returncode
         print(f"error: verify.py does not find {run_dir} consistent (exit code {code})", file=sys.stderr)
         return code
-    print(verified.stdout.splitlines()[-1])
     public = run_dir / "evaluation" / "heldout.jsonl"  # not there where held-out data are private
     last = json.loads(public.read_text().splitlines()[-1]) if public.exists() else {}
-    print(f"run folder {run_dir}; epsilon is at delta {card['delta']:g}")
-    if options.run_dir is None:
-        _link_latest(run_dir)
-    for line in _commands(run_dir, heldout):
-        print(line)
+    latest, python = run_dir.with_name("latest"), _shown(Path(sys.executable))
+    looked_at = _shown(latest if latest.exists() and latest.resolve() == run_dir.resolve() else run_dir)
+    print(
+        verified.stdout.splitlines()[-1],
+        f"privacy card: {_shown(run_dir / 'report' / 'privacy_card.html')}",
+        f"run folder: {_shown(run_dir)}",
+        "next:",
+        *([] if Path.cwd() == ROOT else [f"cd {shlex.quote(str(ROOT))}"]),
+        f"{python} launch_scripts/report.py --run_dir {looked_at}",
+        f"{python} launch_scripts/audit.py ledger --run_dir {looked_at}",
+        f"{python} -I {looked_at}/verify.py",
+        sep="\n",
+    )
     summary = {
         "captions_right": captions_right,
         "heldout_loss": last.get("loss"),
         "blind_loss": last.get("blind_loss"),
         "shuffled_loss": last.get("shuffled_loss"),
-        "epsilon": card["epsilon"],
+        "epsilon": json.loads(reported.stdout)["epsilon"],
         "seconds": round(time.monotonic() - started, 1),
     }
     print(json.dumps(summary))
@@ -102,26 +125,13 @@ def _link_latest(run_dir: Path) -> None:
     new.unlink(missing_ok=True)
 
 
-def _commands(run_dir: Path, heldout: str | None) -> list[str]:
-    """What looks at the run, typed in the project's root: card, audit, verifier, and captions where held-out data are public."""
-    places = (
-        place.relative_to(ROOT) if place.is_relative_to(ROOT) else place for place in (Path(sys.executable), run_dir)
-    )
-    python, run = (shlex.quote(str(place)) for place in places)
-    lines = [] if Path.cwd() == ROOT else [f"cd {shlex.quote(str(ROOT))}"]
-    lines += [
-        f"{python} launch_scripts/report.py --run_dir {run}",
-        f"{python} launch_scripts/audit.py ledger --run_dir {run}",
-    ]
-    lines.append(f"{python} -I {run}/verify.py")
-    if heldout is not None:
-        data = f"--data {shlex.quote(f'shards:{heldout}')} --data_is_public --max_examples 8"
-        lines.append(f"{python} launch_scripts/evaluate.py captions --checkpoint {run} {data}")
-    return lines
+def _shown(path: Path) -> str:
+    """A path as a shell takes it, from the project's root where it lies in the project."""
+    return shlex.quote(str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
 
 
-def _captions_right(run_dir: Path) -> tuple[float | None, str | None]:
-    """The share of public held-out pictures that the model describes as the truth does, and their shards; writes the sheet."""
+def _captions_right(run_dir: Path) -> float | None:
+    """The share of public held-out pictures that the model describes as the truth does; writes the sheet."""
     from evaluation.captions import captions, says
     from evaluation.options import CaptionsOptions
     from trainer.config.recipe import load_config
@@ -129,7 +139,7 @@ def _captions_right(run_dir: Path) -> tuple[float | None, str | None]:
     heldout = load_config(run_dir / "config.toml").heldout
     if heldout is None or not heldout.is_public:
         print("held-out data are not declared public, so nothing is said about them (heldout.is_public)")
-        return None, None
+        return None
     sheet = run_dir / "evaluation" / "answers.png"
     source = f"shards:{heldout.shards}"
     options = CaptionsOptions(
@@ -137,32 +147,8 @@ def _captions_right(run_dir: Path) -> tuple[float | None, str | None]:
     )
     rows = [row for row in captions(options).details["captions"] if "references" in row]
     right = sum(says(row["caption"], row["references"][0]) for row in rows) / len(rows)
-    print(f"{right:.1%} of {len(rows):,} captions are exactly right; the first pictures with both: {sheet}")
-    return right, heldout.shards
-
-
-def _free_port() -> int:
-    """The launcher's own default is the same for every job of a machine."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-    return port
-
-
-def _run(command: list[str]) -> int:
-    return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
-
-
-def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=_environment(), check=False, capture_output=True, text=True)
-
-
-def _environment() -> dict[str, str]:
-    import torch
-
-    # Two ranks share two cores: more threads per rank only get in each other's way.
-    quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if not torch.cuda.is_available() else {}
-    return {"PYTHONWARNINGS": "ignore::FutureWarning", **quiet, **os.environ}
+    print(f"{right:.1%} of {len(rows):,} captions are exactly right; pictures with both: {_shown(sheet)}")
+    return right
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Privacy card of a run: what it guarantees, recomputed from its ledger.
 
-    python launch_scripts/report.py --run_dir runs/quickstart [--json] [--publish published]
+    python launch_scripts/report.py --run_dir runs/quickstart [--json] [--methods] [--publish published]
 
 Writes RUN_DIR/report/privacy_card.json, .md and .html (one file, nothing external). Works while the run goes
 on: it takes no lock and changes nothing else. --publish copies what may be published into a new folder, the newest checkpoint
@@ -11,6 +11,7 @@ RFC 3161 authority sign them. Exit codes: 0 done, 2 no such run, 4 the ledger is
 import argparse
 import sys
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -37,6 +38,8 @@ class ReportOptions(Options):
     """with --publish: address of an RFC 3161 authority, which is sent a hash of the two values to keep elsewhere"""
     no_checkpoints: bool = False
     """publish no checkpoint; otherwise the newest whole one goes with the other files"""
+    methods: bool = False
+    """print the paragraphs on privacy for a paper's methods section, from the run's own numbers"""
     as_json: bool = Field(False, alias="json")
     """print the card as one JSON object on stdout"""
 
@@ -50,7 +53,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
     """
     from privacy.accounting.rounding import rounded_up
     from privacy.card.folder import write_card
-    from privacy.errors import say
+    from privacy.errors import printable, say
     from trainer.errors import ConfigError
     from trainer.publish import fingerprint, publish
     from trainer.report import build_card
@@ -61,7 +64,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
     paths = write_card(options.run_dir, card)
     steps = "an unknown number" if card.steps_done is None else card.steps_done
     progress = f"{steps} of {card.steps_planned} steps done, {card.attempts_charged} attempts charged"
-    claim = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon, 4)}"
+    claim = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
     claim += f" at delta {card.delta:g}"
     if not card.formal_guarantee:
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
@@ -71,8 +74,15 @@ def report(options: ReportOptions) -> "PrivacyCard":
         ledger = card.provenance.ledger
         kept = fingerprint(options.run_dir, ledger, options.time_stamp)
         lines += publish(options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints) + kept
-    say(*[card.to_json()] if options.as_json else summary)
-    say(*lines, file=sys.stderr if options.as_json else sys.stdout)
+    if options.methods:
+        from privacy.card.render import to_markdown
+
+        summary = to_markdown(card, "methods.md.j2").splitlines()
+
+    # Sentences are folded; what may be copied, as a path, a hash or a command, stays on its line.
+    folded = [part for line in summary for part in wrap(printable(line), 80, subsequent_indent="  ") or [""]]
+    say(*[card.to_json()] if options.as_json else folded)
+    say(*lines, file=sys.stderr if options.as_json or options.methods else sys.stdout)
     return card
 
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from privacy.errors import say
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
+from trainer.errors import ConfigError
 
 
 class CreateOptions(Options):
@@ -64,16 +65,18 @@ def show(options: ShowOptions) -> None:
     from privacy.accounting.rounding import rounded_up
     from privacy.ledger.shared import SharedLedger
 
+    if not options.path.exists():
+        raise ConfigError(f"{options.path}: there is no such file; `shared_ledger.py create` makes a shared ledger")
     summary = SharedLedger(options.path).summary()
     if options.as_json:
         say(json.dumps(summary))
         return
     reserved, total, accounting = (summary[name] for name in ("epsilon_reserved", "epsilon", "accounting"))
-    print(f"{options.path}: {rounded_up(reserved, 4)} of epsilon {total:g} reserved ({accounting})")
+    print(f"{options.path}: {rounded_up(reserved)} of epsilon {total:g} reserved ({accounting})")
     for run in summary["runs"]:
         chosen = "chosen after outputs" if run["chosen_after_outputs"] else "fixed in advance"
         say(
-            f"  {run['time_utc']}  {run['run'][:12]}  {run['name']}: epsilon {rounded_up(run['epsilon'], 4)} alone, {chosen}"
+            f"  {run['time_utc']}  {run['run'][:12]}  {run['name']}: epsilon {rounded_up(run['epsilon'])} alone, {chosen}"
         )
     for run in summary["informal_runs"]:
         say(f"  {run['name']}: no guarantee, covered by nothing here ({run['reason']})")

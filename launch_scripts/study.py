@@ -67,16 +67,16 @@ def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
     from trainer.studies.executors import Trainer, exit_code, run_local, submit_array
     from trainer.studies.folder import StudyFolder
-    from trainer.studies.grid import load_study
-    from trainer.studies.points import plan_points
+    from trainer.studies.grid import load_study, plan_points, require_useful_starts
 
     study = load_study(options.study)
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
     planned = plan_points(study, f"study {options.study}", ROOT)
+    require_useful_starts(planned, ROOT)
     trainer = Trainer(ROOT, study.ds_config, study.engine)
     with folder.locked():
         late = folder.prepare(study, options.study.read_text(), planned)
-        count = sum(one.is_simulation for one in planned)
+        count = sum(one.config.privacy.simulation for one in planned)
         simulated = f", {count} of them TAN simulations, which are not private" if count else ""
         say(f"study {study.name}: {len(planned)} points{simulated}; folder {folder.root}")
         if late:
@@ -98,11 +98,9 @@ def run(options: RunOptions) -> int:
 
 def report(options: ReportOptions) -> int:
     """Writes study_dir/report/ from what the runs left behind, finished or not."""
-    from trainer.studies.collect import collect
     from trainer.studies.folder import StudyFolder
-    from trainer.studies.grid import load_study
-    from trainer.studies.points import plan_points
-    from trainer.studies.report import write_report
+    from trainer.studies.grid import load_study, plan_points
+    from trainer.studies.report import collect, write_report
 
     folder = StudyFolder(options.study_dir)
     study = load_study(folder.definition)

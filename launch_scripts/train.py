@@ -33,7 +33,7 @@ if (
 ):  # what torch and DeepSpeed will rename is nothing that a user can mend; python -W default shows it
     warnings.simplefilter("ignore", FutureWarning)
 
-from trainer.ranks.launcher import launcher_processes, watch  # noqa: E402
+from trainer.ranks.discovery import launcher_processes, watch  # noqa: E402
 
 LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
 
@@ -70,6 +70,8 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="where the ledger records a checkpoint and none is there any more: begin again, charging all steps again",
     )
+    meaning = "ask all that a start asks, print what would run, how long and at what epsilon, and leave nothing behind"
+    parser.add_argument("--dry_run", action="store_true", help=meaning)
     meaning = "environment variables that need not be the same on all ranks"
     parser.add_argument("--may_differ", default="", metavar="NAME,NAME", help=meaning)
     # The launcher adds this one; the environment holds it, too.
@@ -106,8 +108,8 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
     from trainer.config.machine import load_machine_settings
     from trainer.engines import require_supported
     from trainer.loop.stopping import end_on_signals
-    from trainer.ranks.agreement import introduction
     from trainer.ranks.distributed import fail, finish, start, where
+    from trainer.ranks.rendezvous import settings_of
 
     end_on_signals()
     try:
@@ -116,14 +118,23 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         run_dir = (options.run_dir or ROOT / "runs" / config.name).resolve()
         restart = options.restart_from_step_0
         chosen = {"--engine": options.engine, "--run_dir": str(run_dir), "--restart_from_step_0": str(restart)}
-        settings = introduction(os.environ, ROOT, config, machine, chosen, may_differ=options.may_differ)
-        device = start(ranks, options.rendezvous_seconds, settings, options.heartbeat_seconds)
+        chosen["--dry_run"] = str(options.dry_run)
+        settings = settings_of(os.environ, ROOT, config, machine, chosen)
+        device = start(
+            ranks, options.rendezvous_seconds, settings, options.heartbeat_seconds, may_differ=options.may_differ
+        )
         if ranks.is_main:
-            say(f"training on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace("torch.", ""))
-            say(resolved(options.recipe, options.overrides).what_is_public(config))
-        from trainer.run.start import train
+            what = "a dry run" if options.dry_run else "training"
+            say(f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace("torch.", ""))
+            say(*resolved(options.recipe, options.overrides).what_is_public(config))
+        if options.dry_run:
+            from trainer.run.dry_run import dry_run
 
-        code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise, may_restart=restart)
+            code = dry_run(config, machine, options.engine, run_dir, ROOT, ranks, device, may_restart=restart)
+        else:
+            from trainer.run.start import train
+
+            code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise, may_restart=restart)
     except Exception as error:
         fail(error, functools.partial(explain, error, ranks.rank))
     finish(code)

@@ -270,5 +270,5 @@ def named_size(sizes: Mapping[str, Config], size: str) -> Config:
         ModelConfigError: unknown size; the line lists the choices.
     """
     if size not in sizes:
-        raise ModelConfigError(f"unknown model size {size!r}; choose one of {', '.join(sizes)}")
+        raise ModelConfigError(f"model size {size!r} (model.size) is unknown; choose one of {', '.join(sizes)}")
     return sizes[size]

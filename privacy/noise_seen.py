@@ -11,7 +11,6 @@ refutes the stated std, whatever S is. Each `done` states the norm of the noised
   are compared too: given its past each step is at least its own chi-square, so the sum is at least one of all coordinates;
 * from EXACT_BELOW coordinates on the quantile is Laurent and Massart's bound (2000, lemma 1), P - 2 sqrt(P ln(m / LEVEL));
 * norms are raised by RAISED first, for nine digits and for the rounding of certified noise;
-* under correlated noise S follows past noise and may cancel it, so the scale is std / c_0, the fresh part of a row, alone;
 * the count of adaptive clipping is one coordinate, without power in one step: its squares are pooled, about a centre that
   follows from earlier releases alone;
 * norms by owner are post-processing of the charged release under a public layout. The smallest for its number of coordinates is
@@ -59,7 +58,7 @@ def noise_seen(records: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[str, ..
             std = record["releases"][0]["std"]
         elif record["type"] == "done" and coordinates and "noised_norm" in record:
             batch, norm = plan["expected_batch_size"], record["noised_norm"]
-            unit = std / plan.get("correlated", {"coefficients": [1.0]})["coefficients"][0] / batch / RAISED
+            unit = std / batch / RAISED
             share = record.get("smallest_share", {"owners": 1, "coordinates": coordinates, "norm": norm})
             norms.append((f"step {record['step']}", (share["norm"] / unit) ** 2, share["coordinates"], share["owners"]))
             total += (norm / unit) ** 2

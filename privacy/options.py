@@ -2,27 +2,24 @@
 
 A plan has one option of each kind. The recipe takes the names that stand here, recipe and plan refuse in the words of this file
 what does not go together, the ledger freezes the fields that an option adds, and card and planner show its rows and sentences.
-Two things are elsewhere: the code that acts on tensors (privacy/clipping, privacy/correlated/segment.py), which a plan picks by
+Two things are elsewhere: the code that acts on tensors (privacy/clipping), which a plan picks by
 the option's name, and privacy/verify.py, which shares nothing with this file and refuses an option that its own table lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import PrivacyConfigError
 from .lattice import Lattice
 from .releases import SENSITIVITY_SLACK
-from .sampling.poisson import CyclicPoissonSampler, PoissonSampler, Sampler, usual_cap
+from .sampling.poisson import PoissonSampler, Sampler
 from .sampling.shuffle import ShuffleSampler
 
 if TYPE_CHECKING:
     from .plan import PrivacyPlan
     from .plan_request import Choices
-
-GROUP_OF_EXAMPLE = "its number modulo bands"
-GROUP_OF_ATTEMPT = "the number of attempts charged before it modulo bands"
 
 
 class Option:
@@ -154,93 +151,6 @@ class Adaptive(Flat):
         ]
 
 
-# ---------------------------------------------------------------- Noise
-
-
-class Independent(Option):
-    kind, name = "noise", "independent"
-
-
-class Correlated(Option):
-    """Noise that cancels that of the b - 1 steps before (docs/correlated_noise.md); groups of examples take turns."""
-
-    kind, name = "noise", "correlated"
-    setting = "bands above 1"
-    instead = "take bands = 1"
-    excludes: ClassVar[Mapping[str, str]] = {
-        "enabled = false": "there is no noise to correlate, and the run makes no formal claim",
-        "noise_multiplier = 0": "there is no noise to correlate, and the run makes no formal claim",
-        'sampling = "shuffle"': "the groups of examples that take turns are Poisson sampled",
-        'arithmetic = "certified"': "the lattice holds no correlated noise",
-        'clipping_function = "adaptive"': "past noise is in units of C, so it needs a constant C",
-    }
-    keys = ("strategy",)
-    strategies = ("square_root", "optimised")
-    statement = (
-        "The noise of a step is correlated with that of the b - 1 steps before it in the same start of the program: fresh "
-        "Gaussian noise z of standard deviation sigma times the sensitivity is drawn, and w = (z - c_1 w_1 - ... - "
-        "c_(b-1) w_(b-1)) / c_0 is added, where w_k is what was added k steps before, so that noise cancels in sums of "
-        "steps. An example can be in one attempt of b only, and the sum of squares of the coefficients c, which are "
-        "public, is at most 1; so an attempt tells no more about an example than one release with fresh noise z "
-        "(docs/correlated_noise.md has the proof). Past noise is in the memory of the program alone: after a crash, a "
-        "stop or a retry it begins anew."
-    )
-    sampling_statement = (
-        "The examples are in b groups, by number, which take turns: an attempt draws from one of them, at b times the "
-        "rate that all examples would have. So an example can be in one attempt of any b in a row, and the claim is that "
-        "of the group with most attempts. A line of the ledger that a crash cut off takes the turn of its place."
-    )
-
-    def check(self, plan: PrivacyPlan) -> None:
-        bands, n, size = plan.bands, plan.num_examples, plan.expected_batch_size
-        if bands > plan.num_steps:
-            raise PrivacyConfigError(f"bands {bands} are more than the {plan.num_steps} steps that they take turns in")
-        if bands * size > n:
-            raise PrivacyConfigError(
-                f"bands {bands} need a sample rate above 1 in each group: bands x expected_batch_size must be at most {n} "
-                f"examples, so take {n // size} bands or fewer"
-            )
-        # A cap that cuts batches would cost the smaller groups more than is charged.
-        least = min(usual_cap(size), plan.group_size)
-        if n % bands and plan.cap is not None and plan.cap < least:
-            raise PrivacyConfigError(
-                f"cap {plan.cap} would cut batches, and {bands} groups of unequal size then differ: take {least} or more"
-            )
-        _ = plan.noise_strategy  # refuses coefficients that an example would be undercharged with
-
-    def frozen(self, plan: PrivacyPlan) -> dict[str, Any]:
-        return {
-            "correlated": {
-                "bands": plan.bands,
-                "strategy": plan.strategy,
-                "coefficients": list(plan.noise_strategy.coefficients),
-                "group_of_example": GROUP_OF_EXAMPLE,
-                "group_of_attempt": GROUP_OF_ATTEMPT,
-            }
-        }
-
-    def recorded(self, frozen: Mapping[str, Any]) -> dict[str, Any]:
-        if "correlated" not in frozen:
-            return {}
-        found = frozen["correlated"]
-        names = {"bands", "strategy", "coefficients", "group_of_example", "group_of_attempt"}
-        if not isinstance(found, dict) or found.keys() != names:
-            raise PrivacyConfigError(
-                f"the recorded plan's correlated holds {', '.join(sorted(names))}, and nothing else"
-            )
-        given = found["coefficients"]
-        if not isinstance(given, list) or not all(type(c) is float for c in given):
-            raise PrivacyConfigError("the recorded plan's coefficients must be a list of numbers with a decimal point")
-        coefficients = tuple(given) if found["strategy"] == "optimised" else ()
-        return {"bands": found["bands"], "strategy": found["strategy"], "coefficients": coefficients}
-
-    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
-        words = f"{plan.bands:,} bands, {plan.strategy} coefficients; sigma is that of the fresh noise"
-        groups = f"{plan.bands:,} of at most {plan.group_size:,} examples"
-        turns = f"an example's is {GROUP_OF_EXAMPLE}, an attempt's {GROUP_OF_ATTEMPT}"
-        return [("correlated noise", words), ("groups that take turns", f"{groups}; {turns}")]
-
-
 # ---------------------------------------------------------------- Arithmetic
 
 
@@ -322,15 +232,15 @@ class Sampling(Option):
 class Poisson(Sampling):
     name = "poisson"
     sampling_statement = (
-        "The sampling is true Poisson sampling: in every attempt {who} takes part independently with probability q, "
+        "The sampling is true Poisson sampling: in every attempt each example takes part independently with probability q, "
         "decided by AES-256-CTR coins under a secret key, a fresh nonce per start of the program and the attempt's "
         "number, so that no retry repeats a sample. This is the scheme that the accountant assumes: nothing is shuffled. "
         "Batches above the cap, where there is one, are cut down uniformly, and the claim is charged for it. The ledger "
         "committed to the key before its first use."
     )
 
-    def sampler(self, plan: PrivacyPlan) -> PoissonSampler | CyclicPoissonSampler:
-        return plan.coins if plan.bands == 1 else CyclicPoissonSampler(plan.coins, plan.bands)
+    def sampler(self, plan: PrivacyPlan) -> PoissonSampler:
+        return plan.coins
 
 
 class Shuffle(Sampling):
@@ -352,7 +262,6 @@ OPTIONS: dict[str, dict[str, Option]] = {}
 """Kind -> name -> option. An option is one more entry here, and its name in the table of privacy/verify.py."""
 for _option in (
     *(Flat(), Automatic(), PerLayer(), Grouped(), Adaptive()),
-    *(Independent(), Correlated()),
     *(Floating(), Certified()),
     *(Poisson(), Shuffle()),
 ):
@@ -381,7 +290,6 @@ def option(kind: str, name: object) -> Option:
 def options_of(choices: Choices) -> dict[str, Option]:
     """Kind -> the option that a recipe's section, a request or a plan has chosen."""
     names = {kind: getattr(choices, kind, None) for kind in OPTIONS}
-    names["noise"] = "correlated" if choices.bands > 1 else "independent"
     if getattr(choices, "adaptive_clipping", None) is not None:
         option("clipping_function", choices.clipping_function)
         names["clipping_function"] = "adaptive"
@@ -407,13 +315,8 @@ def require_compatible(choices: Choices, also: Mapping[str, bool] | None = None)
         **{one.setting: True for one in chosen.values()},
         **(also or {}),
     }
-    for one, other, why, way_out in _exclusions():
+    every = (one for named in OPTIONS.values() for one in named.values())
+    exclusions = [(one.setting, other, why, one.instead) for one in every for other, why in one.excludes.items()]
+    for one, other, why, way_out in (*exclusions, *OTHER_EXCLUSIONS):
         if is_set.get(one) and is_set.get(other):
             raise PrivacyConfigError(f"{one} and {other} exclude each other: {why}; {way_out}")
-
-
-def _exclusions() -> Iterator[tuple[str, str, str, str]]:
-    for named in OPTIONS.values():
-        for one in named.values():
-            yield from ((one.setting, other, why, one.instead) for other, why in one.excludes.items())
-    yield from OTHER_EXCLUSIONS

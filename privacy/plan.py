@@ -62,7 +62,6 @@ class PrivacyPlan(PlanChoices):
             raise PrivacyConfigError(
                 f"expected_batch_size {self.expected_batch_size} is larger than the data ({self.num_examples} examples)"
             )
-        self.require_strategy()
         require_compatible(self)
         for option in self.options.values():
             option.check(self)
@@ -98,8 +97,8 @@ class PrivacyPlan(PlanChoices):
 
     @cached_property
     def coins(self) -> PoissonSampler:
-        """The coins; under correlated noise only one group of a step's examples has them, at b times the rate."""
-        return PoissonSampler.with_expected_batch(self.num_examples, self.bands * self.expected_batch_size, self.cap)
+        """The coins of Poisson sampling at the rate B / n."""
+        return PoissonSampler.with_expected_batch(self.num_examples, self.expected_batch_size, self.cap)
 
     def clipped_sum(
         self,
@@ -146,14 +145,14 @@ class PrivacyPlan(PlanChoices):
 
     @property
     def sample_rate(self) -> float:
-        """q = floor(b B 2^64 / n) / 2^64, rounded up; what the accountant is charged with where sampling is Poisson."""
+        """q = floor(B 2^64 / n) / 2^64, rounded up; what the accountant is charged with where sampling is Poisson."""
         return self.coins.sample_rate
 
     @property
     def max_batch_size(self) -> int:
         """The most examples that a step may hold: what buffers and micro-batch counts are sized for."""
         cap = self.sampler.cap
-        return self.group_size if cap is None else min(cap, self.group_size)
+        return self.num_examples if cap is None else min(cap, self.num_examples)
 
     @property
     def max_intents(self) -> int:
@@ -182,12 +181,8 @@ class PrivacyPlan(PlanChoices):
         return not self.reasons
 
     def release_group(self, count: int) -> ReleaseGroup:
-        """`count` intents of this plan, as the accountant sees them.
-
-        Under correlated noise they are those of the group of examples with most intents (docs/correlated_noise.md).
-        """
-        most = self.participations(count)
-        return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, most, self.group_size, self.cap)
+        """`count` intents of this plan, as the accountant sees them."""
+        return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, count, self.num_examples, self.cap)
 
     @cached_property
     def noise_tail_delta(self) -> float:
@@ -218,7 +213,7 @@ class PrivacyPlan(PlanChoices):
         if not self.formal_guarantee:
             return None
         one = self.release_group(1)
-        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, self.bands)
+        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps)
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
@@ -254,26 +249,24 @@ class PrivacyPlan(PlanChoices):
 
 
 def _frozen_names() -> list[str]:
-    """The plan's fields that a ledger holds under their own names; those of correlated noise stand together."""
-    others = ("warnings", "bands", "strategy", "coefficients")
-    return [field.name for field in fields(PrivacyPlan) if field.name not in others]
+    """The plan's fields that a ledger holds under their own names."""
+    return [field.name for field in fields(PrivacyPlan) if field.name != "warnings"]
 
 
 def default_cap(plan: PrivacyPlan) -> int:
     """The smallest cap that costs less than a thousandth of delta, and B + 8 sqrt(B) where that is less.
 
-    Batches that pass the cap anywhere in the run, with a probability of at most tau, cost at most tau (1 + e^epsilon). Groups
-    of unequal size that take turns have no smaller one than B + 8 sqrt(B), as their check says.
+    Batches that pass the cap anywhere in the run, with a probability of at most tau, cost at most tau (1 + e^epsilon).
     """
     n, size, most = plan.num_examples, plan.expected_batch_size, plan.max_intents
     usual = min(usual_cap(size), n)
-    if not plan.formal_guarantee or n % plan.bands:
+    if not plan.formal_guarantee:
         return usual
     reached = plan.target_epsilon or epsilon_rdp([plan.release_group(most)], plan.target_delta)
     allowed = plan.target_delta / (1000 * (1 + math.exp(min(reached, 700.0)))) / most
     caps = range(size, usual)
-    rate, among = plan.sample_rate, plan.group_size
-    return caps.start + bisect_left(caps, -allowed, key=lambda cap: -float(stats.binom.sf(cap, among, rate)))
+    rate = plan.sample_rate
+    return caps.start + bisect_left(caps, -allowed, key=lambda cap: -float(stats.binom.sf(cap, n, rate)))
 
 
 def make_plan(
@@ -348,10 +341,47 @@ def require_equal(recorded: Mapping[str, Any], current: Mapping[str, Any], where
     """PrivacyConfigError naming the first field that differs: privacy fields are frozen when a run folder opens."""
     # In the order of the plan's fields, so that what was asked for is named before what follows from it.
     names = [*current, *(name for name in recorded if name not in current)]
-    for name in sorted(names, key=lambda name: name != "correlated"):
-        independent = {"bands": 1} if name == "correlated" else None
-        was, now = recorded.get(name, independent), current.get(name, independent)
+    for name in names:
+        was, now = recorded.get(name), current.get(name)
         if isinstance(was, dict) and isinstance(now, dict):
             require_equal(was, now, where)
         elif was != now or ((name in recorded) != (name in current)):
             raise PrivacyConfigError(f"{where}: {name} was {was!r} and is now {now!r}")
+
+
+def contradiction(recipe: Mapping[str, Any], plan: PrivacyPlan) -> str | None:
+    """Why config.toml asks for another plan than `plan`, that of the ledger beside it; None where nothing speaks against it.
+
+    A ledger that was written anew could state another one.
+
+    Args:
+        recipe: the content of config.toml, empty where there is none. What it does not state is not compared, nor is the
+            number of examples, which it does not know.
+    """
+    privacy = dict(recipe.get("privacy", {}))
+    if privacy.get("enabled", plan.enabled) != plan.enabled:
+        return f"config.toml has privacy.enabled = {privacy['enabled']}, and the ledger states {plan.enabled}"
+    if not plan.enabled:  # its noise and its target are not those that the recipe may name
+        return None
+    if privacy.get("simulation") and plan.formal_guarantee:
+        return "config.toml has privacy.simulation = true, and the ledger states a guarantee"
+    adaptive = plan.adaptive_clipping
+    stated = asdict(plan)
+    if adaptive is not None:
+        stated |= asdict(adaptive) | {"clipping_function": "adaptive"}
+    asked = {f"privacy.{name}": value for name, value in privacy.items() if name in stated}
+    asked |= {f"train.{name}": value for name, value in recipe.get("train", {}).items() if name == "num_steps"}
+    for name, value in asked.items():
+        recorded = stated[name.split(".")[1]]
+        if recorded != value:
+            return f"config.toml has {name} = {value}, and the ledger states {recorded}"
+    sigma, target = plan.noise_multiplier, plan.target_epsilon
+    if "target_epsilon" not in privacy or target is None or not plan.formal_guarantee or sigma <= MIN_NOISE_MULTIPLIER:
+        return None
+    # Calibrated noise against its target, with a margin of 5 % for other versions of the accountant. Without the cap it takes
+    # a tenth of the time, and the cap changes the last digits.
+    most = plan.release_group(plan.max_intents).without_cap()
+    less = replace(most, noise_multiplier=0.95 * most.noise_multiplier)
+    if epsilon([less], plan.accounted_delta) > target:
+        return None
+    return f"config.toml asks for epsilon {target:g}, and the ledger states noise of {sigma:g}, more than that takes"

@@ -2,20 +2,31 @@
 
 import functools
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
-from .correlated.strategy import Strategy
 from .errors import PrivacyConfigError
 from .limits import MAX_COUNT
 from .options import OPTIONS
 
-MOST_BANDS = 4096
-"""More would help nobody: past noise takes 8 bytes a band and coordinate."""
+_MUST_BE = {
+    "int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number",
+    "float_parsing": "a number", "float_type": "a number", "finite_number": "a finite number",
+    "bool_parsing": "true or false", "bool_type": "true or false", "string_type": "text", "literal_error": "{expected}",
+    "greater_than": "above {gt:,.12g}", "greater_than_equal": "{ge:,.12g} or more",
+    "less_than": "below {lt:,.12g}", "less_than_equal": "{le:,.12g} or less",
+}  # fmt: skip
+"""Type of pydantic's error -> what the value must be."""
+
+
+def in_plain_words(error: ErrorDetails) -> str:
+    """What is wrong with a value, and the value: `must be 0 or more, not -1`; pydantic's own words for rare errors."""
+    if error["type"] not in _MUST_BE:
+        return error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"must be {_MUST_BE[error['type']].format(**error.get('ctx', {}))}, not {error['input']!r:.60}"
 
 
 @functools.cache
@@ -33,8 +44,7 @@ def require_types(plan: Any) -> None:
         try:
             check.validate_python(getattr(plan, name))
         except ValidationError as error:
-            said = error.errors()[0]["msg"].replace("Input should be", "must be")
-            raise PrivacyConfigError(f"{name} {said}, not {getattr(plan, name)!r}") from error
+            raise PrivacyConfigError(f"{name} {in_plain_words(error.errors()[0])}") from error
 
 
 def _one_of(kind: str) -> AfterValidator:
@@ -72,10 +82,6 @@ class Choices:
     """Certified: clipped gradients are whole numbers, so that no rounding moves a sum by more than C (docs/certified.md)."""
     sampling: Annotated[str, _one_of("sampling")] = "poisson"
     """Shuffled data are read epoch by epoch (privacy/sampling/shuffle.py), for public data: such a run claims nothing."""
-    bands: Annotated[int, Field(ge=1, le=MOST_BANDS)] = 1
-    """b of correlated noise: b groups of examples take turns, and a step's noise cancels that of the b - 1 steps before."""
-    strategy: Literal["square_root", "optimised"] = "square_root"
-    """Its coefficients; optimised for this recipe's schedule, weight decay and momentum (docs/correlated_noise.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,6 @@ class PlanChoices(Choices):
         adaptive_clipping: C of flat clipping follows a quantile of the norms, whose release sigma pays for too; None where C is
             constant.
         sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
-        coefficients: the optimised ones of correlated noise, public and frozen; empty otherwise.
         informal_reasons: why the run makes no formal claim, as far as the plan does not see it by itself (contract, point 11).
     """
 
@@ -96,33 +101,7 @@ class PlanChoices(Choices):
     num_steps: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     adaptive_clipping: AdaptiveClipping | None = None
     sensitivity_slack: Annotated[float, Field(ge=0, le=1e-3)] = 0.0
-    coefficients: tuple[float, ...] = ()
     informal_reasons: tuple[str, ...] = ()
-
-    @cached_property
-    def noise_strategy(self) -> Strategy:
-        """The coefficients of the noise; 1 alone with one band."""
-        return Strategy(self.coefficients) if self.coefficients else Strategy.square_root(self.bands)
-
-    @property
-    def group_size(self) -> int:
-        """Examples of the largest of the groups that take turns: ceil(n / b)."""
-        return -(-self.num_examples // self.bands)
-
-    def participations(self, intents: int) -> int:
-        """How many of these intents the group with most of them has: ceil(intents / b), since the groups take turns."""
-        return -(-intents // self.bands)
-
-    def require_strategy(self) -> None:
-        """PrivacyConfigError for bands, strategy and coefficients that contradict each other."""
-        bands, count = self.bands, len(self.coefficients)
-        if (self.strategy == "optimised") != bool(count) or count not in (0, bands):
-            raise PrivacyConfigError(
-                f"strategy {self.strategy!r} with {bands} bands and {count} coefficients: optimised ones are as many as the "
-                "bands, and square-root ones are not listed"
-            )
-        if bands == 1 and self.strategy != "square_root":
-            raise PrivacyConfigError("strategy 'optimised' is for bands above 1: one band has nothing to choose")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,20 +127,17 @@ def _look_closer(deviation: float, u: np.ndarray, t: np.ndarray, v: np.ndarray, 
     rejected = v + 1 <= least - np.minimum(least, (least * least >> _V_BITS + 1) + 1)
     values[rejected] = REJECTED
     told = in_cell & (rejected | kept & rounded)
-    for i in np.flatnonzero(~told):
-        values[i] = _decide_with_more_bits(deviation, int(u[i]), int(t[i]), int(v[i]), source)
+    for i in np.flatnonzero(~told):  # the numbers begin with these 32, 64 and 31 bits and go on with the source's
+        known = [(int(u[i]), _U_BITS), (int(t[i]), _T_BITS), (int(v[i]), _V_BITS)]
+        for _ in range(_MOST_LOOKS):
+            if (value := decide(deviation, *known)) != UNDECIDED:
+                break
+            more = source.uniform_words(3)
+            known = [((bits << 64) + int(word), size + 64) for (bits, size), word in zip(known, more, strict=True)]
+        else:
+            raise RuntimeError("the source of entropy is broken: a thousand of its bits decide nothing")
+        values[i] = value
     return values
-
-
-def _decide_with_more_bits(deviation: float, u: int, t: int, v: int, source: WordSource) -> int:
-    """round(deviation Y) or REJECTED, for the numbers that begin with these 32, 64 and 31 bits and go on with the source's."""
-    for looks in range(_MOST_LOOKS):
-        more = 64 * looks
-        value = decide(deviation, (u, _U_BITS + more), (t, _T_BITS + more), (v, _V_BITS + more))
-        if value != UNDECIDED:
-            return value
-        u, t, v = ((bits << 64) + int(word) for bits, word in zip((u, t, v), source.uniform_words(3), strict=True))
-    raise RuntimeError("the source of entropy is broken: a thousand of its bits decide nothing")
 
 
 def decide(deviation: float, u: tuple[int, int], t: tuple[int, int], v: tuple[int, int]) -> int:

@@ -21,7 +21,7 @@ metrics      metrics.jsonl and held-out results have no other names than a run p
 noise        no norm of a noised sum is too small for the noise that its intent states: that refutes, and never verifies
 
 Claim and mechanism are printed: believe them and not the pages of the card, which nothing here reads.
-The documentation of the ledger's format is docs/running.md of the project. This is a second implementation of it.
+The documentation of the ledger's format is docs/run_folder.md of the project. This is a second implementation of it.
 Exit codes: 0 consistent; 5 violated: something contradicts the ledger; 6 inconclusive: nothing does, but something is missing
 that a check needs, as config.toml, a ledger in behind/, or a checkpoint's file; 2 bad input. A folder from a stranger may hold
 anything: what is too large, too deep, no plain file or of a wrong type ends in one line.
@@ -53,7 +53,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib import metadata
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -69,14 +68,12 @@ LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
 NORM, FRACTION, BOUND = "optimizer/noised_grad_norm", "privacy/noised_unclipped_fraction", "privacy/clipping_bound"
 HELDOUT = {"loss", "accuracy", "shuffled_loss", "loss_of_average", "blind_loss", "blind_accuracy"}
 HELDOUT |= {f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption")}
-NAMES = {
-    "metrics.jsonl": {NORM, FRACTION, BOUND, "step", "optimizer/lr", "privacy/epsilon", "privacy/charged_attempts"}
-}
-NAMES["metrics.jsonl"] |= {f"heldout/{name}" for name in HELDOUT}
-NAMES["evaluation/heldout.jsonl"] = {"step", "captions", *HELDOUT}
+METRICS = {NORM, FRACTION, BOUND, "step", "optimizer/lr", "privacy/epsilon", "privacy/charged_attempts"}
+METRICS |= {f"heldout/{name}" for name in HELDOUT}
+NAMES = {"metrics.jsonl": METRICS, "evaluation/heldout.jsonl": {"step", "captions", *HELDOUT}}
 """All that a run publishes: of noised sums, the ledger, the schedule, and held-out data that somebody declared public."""
 FINE, SMALLEST_DELTA, LARGE = 1e-4, 1e-12, 50.0
-"""Of privacy loss distributions: the grid, the delta below which they are not trusted, the epsilon above which it is coarser."""
+"""Privacy loss distributions have this grid, are not trusted below this delta, and have a coarser grid above this epsilon."""
 
 
 class BadInput(Exception):
@@ -169,11 +166,9 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def rounded_up(value: float, digits: int = 6) -> str:
+def rounded_up(value: float) -> str:
     """An epsilon as text, never below its value."""
-    if math.isinf(value):
-        return "inf"
-    return f"{math.ceil(Fraction(repr(float(value))) * 10**digits) / 10**digits:.{digits}f}"
+    return "inf" if math.isinf(value) else f"{math.ceil(Fraction(repr(float(value))) * 1000) / 1000:.3f}"
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -217,10 +212,6 @@ CHOICES: dict[str, dict[str, str | None]] = {
     "arithmetic": dict.fromkeys(("floating", "certified")),
 }
 """What a plan may choose, and the reason why nothing can be claimed then, if there is one."""
-STRATEGIES = ("square_root", "optimised")
-CORRELATED = {"group_of_example": "its number modulo bands"}
-CORRELATED["group_of_attempt"] = "the number of attempts charged before it modulo bands"
-"""How correlated noise divides examples and attempts into groups: the only way that epsilon is computed for."""
 ANY = (1e-300, 1e300)
 ADAPTIVE = {"target_unclipped_quantile": (0, 1), "clipbound_learning_rate": ANY, "unclipped_num_std": ANY}
 """The numbers of adaptive clipping, with their ranges."""
@@ -246,8 +237,7 @@ class Plan:
     """What an `open` record plans, checked.
 
     Attributes:
-        fields: those of the record, and what follows from them: the most charges, the cap by default, and of correlated noise
-            `bands` (b, the number of groups of examples that take turns; 1 without), `strategy` and `fresh` (c_0).
+        fields: those of the record, and what follows from them: the most charges, and the cap by default.
         rate: q, rounded up.
         accounted: the noise multiplier that the accountant is charged with, sigma / (1 + r).
         reasons: why nothing is claimed; empty where something is.
@@ -261,27 +251,21 @@ class Plan:
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
 
-    def turns(self, count: int) -> int:
-        """How many of `count` charges the group with most of them has."""
-        return -(-count // int(self["bands"]))
-
     def releases(self, count: int) -> Group:
         """`count` charges, as the accountant sees them."""
-        size = -(-self["num_examples"] // self["bands"])
-        return Group(self.rate, self.accounted, size, self["cap"], self.turns(count))
+        return Group(self.rate, self.accounted, self["num_examples"], self["cap"], count)
 
     def noise_tail(self) -> float:
         """What the bounded support of the noise costs in delta: Box-Muller from 63 bits ends at sqrt(128 ln 2) sigma.
 
         One coordinate moved by a / sigma passes the edge e with probability at most g(a) = Q(e - a / sigma) - Q(e); over the at
         most 2^36 coordinates of a vector of norm j that is at most j 2^18 g'(0) + g(j). An example moves a step that it is in by
-        a vector of norm 1. Correlated noise spreads an example over the fresh noise of b steps, which has b times as many
-        coordinates. The noise of certified arithmetic is exact and has no edge.
+        a vector of norm 1. The noise of certified arithmetic is exact and has no edge.
         """
         if self.reasons or self.fields.get("arithmetic") == "certified":
             return 0.0
         edge, one = math.sqrt(128 * math.log(2)), self.releases(self["most_charges"])
-        slope = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi) * math.sqrt(2**36 * self["bands"])
+        slope = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi) * 2**18
 
         def passes(drawn: int) -> float:
             shift = drawn / self.accounted
@@ -303,7 +287,7 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     Args:
         head: whether the ledger is that of a private head.
     """
-    odd = sorted((fields.keys() - {"correlated"}) ^ PLAN_FIELDS)
+    odd = sorted(fields.keys() ^ PLAN_FIELDS)
     require(not odd, f"the frozen plan lacks {shown(odd[:1])}, or this verifier does not know it")
     n = whole(fields, "num_examples", 1)
     batch, steps = whole(fields, "expected_batch_size", 1, n), whole(fields, "num_steps", 1)
@@ -335,65 +319,27 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
         for name, (least, most) in ADAPTIVE.items():
             number(adaptive, name, least, most)
         require(2 * adaptive["unclipped_num_std"] > sigma, "unclipped_num_std leaves no noise to the gradient")
-    bands, strategy, fresh = 1, STRATEGIES[0], 1.0
-    if "correlated" in fields:
-        fits = fields["sampling"] == "poisson" and adaptive is None and floating and fields["enabled"] and sigma > 0
-        require(fits, "correlated noise in a run that cannot have it")
-        bands, strategy = read_correlated(fields["correlated"], min(n // batch, steps))
-        fresh = fields["correlated"]["coefficients"][0]
 
-    threshold = bands * batch * 2**64 // n
-    require(fields["sampling_threshold"] == str(threshold), f"sampling_threshold is not b B 2^64 / n = {threshold}")
+    threshold = batch * 2**64 // n
+    require(fields["sampling_threshold"] == str(threshold), f"sampling_threshold is not B 2^64 / n = {threshold}")
     exact = Fraction(threshold, 2**64)
     rate = float(exact) if Fraction(float(exact)) >= exact else math.nextafter(float(exact), 1.0)
-    require(fields["sample_rate"] == rate, f"sample_rate is not {rate!r}, which is b B / n rounded up")
+    require(fields["sample_rate"] == rate, f"sample_rate is not {rate!r}, which is B / n rounded up")
     usual = None if fields["sampling"] == "shuffle" else min(n, math.ceil(batch + 8 * math.sqrt(batch)))
     require(head or not fields["enabled"] or cap is None or cap <= n, f"cap {cap} is above the number of examples")
-    full = batch == n and cap is None and bands == 1 and fields["sampling"] == "poisson"
+    full = batch == n and cap is None and fields["sampling"] == "poisson"
     require(full or not head, "a private head takes all examples in every step, and this plan does not")
-    bites = usual is not None and cap is not None and cap < min(usual, -(-n // bands))
-    require(not (n % bands and bites), f"cap {cap} would cut batches of groups of unequal size")
 
     informal = fields["informal_reasons"]
     require(isinstance(informal, list) and all(isinstance(why, str) for why in informal), "informal_reasons are words")
     reasons = [] if fields["enabled"] else ["privacy is disabled (privacy.enabled = false)"]
     reasons += ["the noise multiplier is 0"] if fields["enabled"] and sigma == 0 else []
-    reasons += [why for name, known in CHOICES.items() if (why := known[fields[name]]) is not None]
-    reasons += informal
+    reasons += [why for name, known in CHOICES.items() if (why := known[fields[name]]) is not None] + informal
     require(fields["formal_guarantee"] == (not reasons), "formal_guarantee does not follow from the rest of the plan")
     most = steps + reserve
-    derived = {"bands": bands, "strategy": strategy, "fresh": fresh, "usual_cap": usual, "most_charges": most}
-    plan = Plan({**fields, **derived}, rate, sigma / (1 + stated), tuple(reasons))
+    plan = Plan({**fields, "usual_cap": usual, "most_charges": most}, rate, sigma / (1 + stated), tuple(reasons))
     require(most <= MOST and plan.noise_tail() < delta, "delta is below the tail of the noise")
     return plan
-
-
-def read_correlated(noise: Any, most: int) -> tuple[int, str]:
-    """Bands and strategy of correlated noise.
-
-    With b bands, step t releases its sum plus w_t, where c_0 w_t + ... + c_{b-1} w_{t-b+1} is fresh noise of standard deviation
-    sigma. The examples are in b groups, which take turns, so that those of a group are b steps apart; then an attempt tells no
-    more than one release of the sampled group with noise sigma if the squares of c add up to at most 1.
-
-    Args:
-        most: the largest number of bands: with more, the sample rate of a group would be above 1, or a group have no turn.
-    """
-    known = noise.keys() == {"bands", "strategy", "coefficients", *CORRELATED}
-    require(known, "correlated noise has other fields than are known")
-    bands, strategy, coefficients = whole(noise, "bands", 2, most), noise["strategy"], noise["coefficients"]
-    positive = isinstance(coefficients, list) and all(type(c) is float and 0 < c <= 1 for c in coefficients)
-    require(positive and len(coefficients) == bands, f"{bands} bands have as many coefficients, from 0 to 1")
-    short = sum(Fraction(c) ** 2 for c in coefficients) <= 1
-    require(short, "the coefficients are longer than 1: examples are undercharged")
-    require(all(a >= b for a, b in pairwise(coefficients)), "the coefficients of correlated noise must not grow")
-    require(strategy in STRATEGIES, f"the strategy of correlated noise must be {' or '.join(STRATEGIES)}")
-    root = coefficients[0]
-    for k, c in enumerate(coefficients if strategy == "square_root" else []):
-        root *= (2 * k - 1) / (2 * k) if k else 1.0
-        require(math.isclose(c, root, rel_tol=HAIR), f"coefficient {k} is not that of the square root")
-    same = all(noise[name] == words for name, words in CORRELATED.items())
-    require(same, "groups of examples and their turns are not those that epsilon is computed for")
-    return bands, str(strategy)
 
 
 def check_releases(plan: Plan, head: bool, releases: list[Any]) -> tuple[float, float]:
@@ -434,7 +380,7 @@ def is_norm(value: Any) -> bool:
 
 
 def is_share(value: Any) -> bool:
-    """Of several owners of coordinates the one whose norm is the smallest beside its noise."""
+    """Finds the owner of coordinates whose norm is the smallest beside its noise."""
     known = isinstance(value, dict) and value.keys() == {"owners", "coordinates", "norm"}
     return known and is_whole(value["owners"], 2) and is_whole(value["coordinates"], 1) and is_norm(value["norm"])
 
@@ -451,7 +397,7 @@ FIELDS: dict[str, dict[str, Kind]] = {
         "nonce": functools.partial(is_hex, digits=32), "mirror": bool, "environment": dict, "restarted_from_step_0?": bool,
         "shared_seq?": is_whole, "shared_hash?": is_hex,
     },
-    "intent": {"step": is_whole, "attempt": is_whole, "releases": list, "group?": is_whole},
+    "intent": {"step": is_whole, "attempt": is_whole, "releases": list},
     "done": {
         "step": is_whole, "attempt": is_whole, "noised_norm?": is_norm, "noised_fraction?": is_norm, "smallest_share?": is_share,
     },
@@ -598,10 +544,6 @@ class Ledger:
                 self.active, self.pending, self.position = True, None, None
             case "intent":
                 require(1 <= step <= plan["num_steps"], f"step must be an integer from 1 to {plan['num_steps']}")
-                turn = self.charged() % plan["bands"] if plan["bands"] > 1 else None
-                require(record.get("group") == turn, f"the attempt drew from another group of examples than {turn}")
-                again = turn is not None and self.pending is not None  # which would use the past noise a second time
-                require(not again, "a retry in the session of the step that did not end")
                 if self.pending is not None:
                     require(step == self.pending[0], f"step {step} begins while step {self.pending[0]} is not done")
                 elif self.position is not None:
@@ -806,7 +748,7 @@ def check_plan(folder: Folder) -> str:
     planned = {**plan.fields, **(adaptive or {})} | ({} if adaptive is None else {"clipping_function": "adaptive"})
     defaults = {
         "reserved_attempts": max(2, -(-steps // 100)), "target_delta": 1 / (2 * n), "sampling": "poisson", "max_grad_norm": 1.0,
-        "clipping_function": "flat", "arithmetic": "floating", "bands": 1, "strategy": STRATEGIES[0],
+        "clipping_function": "flat", "arithmetic": "floating",
         "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "unclipped_num_std": batch / 20,
         "expected_batch_size": None, "target_epsilon": None,
     }  # fmt: skip
@@ -894,7 +836,7 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         "formal_guarantee": not plan.reasons, "reasons": list(plan.reasons), "epsilon": None, "delta": folder.delta,
         "steps_done": at.furthest if plan["enabled"] else finished, "steps_planned": plan["num_steps"],
         "attempts_charged": at.charged(), "adjacency": plan["adjacency"], "unit_of_privacy.num_examples": plan["num_examples"],
-        "mechanism.noise_multiplier_accounted": plan.accounted, "sampling.turns_charged": plan.turns(at.charged()),
+        "mechanism.noise_multiplier_accounted": plan.accounted,
         "sampling.key_commitment_sha256": at.opened["key_commitment"], "accounting.epsilon": None, "accounting.delta": delta,
         "accounting.attempts.allowed": plan["most_charges"], "provenance.ledger.lines": len(at.hashes) + at.unterminated,
     }  # fmt: skip
@@ -1070,7 +1012,7 @@ def check_noise(folder: Folder) -> str:
     """The norm of every noised sum against the noise that its intent states, and C against what was released before.
 
     Given the past, the sum S of a step is fixed, whatever the data are, and its noise w is fresh: |S + w|^2 is stochastically at
-    least |w|^2 = std^2 chi-square(P), and so are sums over steps; of correlated noise std / c_0 is fresh. A count is one
+    least |w|^2 = std^2 chi-square(P), and so are sums over steps. A count is one
     coordinate a step, about a centre that follows from earlier ones. All comparisons together share LEVEL.
     """
     said = [seen(ledger) for ledger in (folder.ledger, *(folder.behind or []))]
@@ -1092,7 +1034,7 @@ def seen(ledger: Ledger) -> str:
         require(close, f"C = {bound:g} of step {step} does not follow from what was released before")
         if not done:
             continue
-        unit, stated = std / plan["fresh"] / batch / RAISED, ("noised_norm" in done, "noised_fraction" in done)
+        unit, stated = std / batch / RAISED, ("noised_norm" in done, "noised_fraction" in done)
         require(stated == (True, adaptive is not None), f"`done` of step {step} does not state what was noised")
         share = done.get("smallest_share", {"owners": 1, "coordinates": coordinates, "norm": done["noised_norm"]})
         norms.append((f"step {step}", (share["norm"] / unit) ** 2, share["coordinates"], share["owners"]))
@@ -1176,7 +1118,6 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
     attested = {name: plan[name] for name in sorted(PLAN_FIELDS)}  # the mechanism
     attested |= {
         "noise multiplier as accounted": plan.accounted, "last step done": ledger.furthest, "charged attempts": ledger.charged(),
-        "groups that take turns": plan["bands"], "charged attempts of the group with most of them": plan.turns(ledger.charged()),
         "commitment of the sampling key": ledger.opened["key_commitment"], "last line": ledger.hashes[-1],
         "state of the run": ledger.closed or "open",
     }  # fmt: skip
@@ -1207,7 +1148,7 @@ def to_text(found: dict[str, Any]) -> str:
         if found["attested"]["state of the run"] == "open":
             lines += ["the ledger is open: the run may go on, or its last lines were cut off"]
         if found["epsilon"] is not None:
-            claim = f": epsilon {rounded_up(found['epsilon'], 4)} at delta {found['delta']:g}"
+            claim = f": epsilon {rounded_up(found['epsilon'])} at delta {found['delta']:g}"
             claim += USELESS if found["delta"] * found["attested"]["num_examples"] >= 1 else ""
     return "\n".join(map(printable, [*lines, f"verify: {found['verdict']}{claim}"]))
 
@@ -1222,7 +1163,9 @@ class Parser(argparse.ArgumentParser):
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; a bad argument is bad input."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
+    # A run folder has a copy of this file; the library lies in none.
+    own = Path(__file__).resolve().parent if __name__ == "__main__" else None
+    parser.add_argument("folder", nargs="?", type=Path, default=own)
     parser.add_argument("--head", help="hash of a line that the ledger had, as the end of the run printed it")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser.parse_args(arguments)
@@ -1237,6 +1180,8 @@ def main(arguments: list[str] | None = None) -> int:
         head = None if options.head is None else options.head.strip().lower()
         if head is not None and not is_hex(head):
             raise BadInput("--head is 64 hexadecimal digits")
+        if options.folder is None:
+            raise BadInput("give a run folder: auditable-dp verify RUN_DIR")
         if options.folder.is_dir() and not options.json:
             print(f"checking {shown(options.folder)}: ledger, epsilon, card and files", file=sys.stderr, flush=True)
         code, found = verify(options.folder, head)

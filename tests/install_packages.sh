@@ -1,6 +1,6 @@
 #!/bin/sh
 # Debian packages that tests use and do without: what two hosts need (ssh, pdsh), what a cluster has (Open MPI, Slurm), a browser that
-# looks at the privacy card, Java for the metrics of captions, a second tar, Tux Paint's stamps, clip art and
+# looks at the privacy card, Java for the metrics of captions, a second tar, debootstrap for a bare system, Tux Paint's stamps, clip art and
 # Fashion-MNIST for pictures. Installs what is missing when it can; otherwise says so, and the tests that need it skip.
 # `install_packages.sh hosts` installs the first of these only, `install_packages.sh cluster` the first two. Exit code 1: apt-get failed,
 # which another apt-get that runs at the same time, or a network that is gone, can mend.
@@ -25,6 +25,7 @@ if [ "${1:-}" = "" ]; then
     want chromium chromium
     want java default-jre-headless
     want bsdtar libarchive-tools
+    want debootstrap debootstrap
     test -d /usr/share/tuxpaint/stamps || missing="$missing tuxpaint-stamps-default"
     test -d /usr/share/openclipart/png || missing="$missing openclipart-png"
     test -d /usr/share/datasets/fashion-mnist || missing="$missing dataset-fashion-mnist"

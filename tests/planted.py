@@ -132,8 +132,8 @@ MISTAKES = [
         "error_BP.masked_fill(~mask_BP, 0)", "error_BP.masked_fill(mask_BP, 0)", "tests/models/test_masked_autoencoder.py",
     ),
     Mistake(
-        "the last step of a cosine does not move", "trainer/loop/schedule.py",
-        "(end + 1 - schedule.warmup_steps), 1.0)", "(end - schedule.warmup_steps), 1.0)", "tests/trainer/test_schedule.py",
+        "the last step of a cosine does not move", "trainer/optimizers/__init__.py",
+        "(end + 1 - warmup), 1.0)", "(end - warmup), 1.0)", "tests/trainer/test_optimizers.py",
     ),
     Mistake(
         "zero-shot classification divides a caption's log-probability by the longest caption", "evaluation/zero_shot.py",

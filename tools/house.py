@@ -148,7 +148,7 @@ def lines_of_tests(texts: Iterable[str]) -> dict[str, int]:
 def measure(root: Path) -> dict[str, object]:
     """All figures of a checkout."""
     listed = subprocess.run(["git", "-C", str(root), "ls-files"], capture_output=True, text=True, check=True)
-    files = [name for name in listed.stdout.splitlines() if (root / name).is_file()]
+    files = [name for name in listed.stdout.splitlines() if (root / name).is_file() and not (root / name).is_symlink()]
     texts = {name: (root / name).read_text() for name in files if name.endswith((".py", *OTHER_SOURCE))}
     source = {name: text for name, text in texts.items() if name.endswith(".py") and not name.startswith("tests/")}
     others = sum(

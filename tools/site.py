@@ -6,6 +6,7 @@ Pages link to each other by their places in the repository, so the site has the 
 to, into runs/site-pages, and writes one page of `api/` for each part of the API, which mkdocstrings fills from docstrings.
 """
 
+import json
 import os
 import re
 import shutil
@@ -31,9 +32,10 @@ API = {
     "sampling": ("Sampling", "privacy.sampling.poisson privacy.sampling.keys privacy.sampling.rows"),
     "clipping": (
         "Clipping",
-        "privacy.clipping.clipped_sum privacy.clipping.certified_sum privacy.clipping.coverage privacy.clipping.selfcheck",
+        "privacy.clipping.clipped_sum privacy.clipping.accumulators privacy.clipping.certified_sum privacy.clipping.integers "
+        "privacy.clipping.coverage privacy.clipping.selfcheck",
     ),
-    "noise": ("Noise", "privacy.noise privacy.rounded_normal privacy.correlated.segment privacy.correlated.strategy"),
+    "noise": ("Noise", "privacy.noise privacy.rounded_normal"),
     "ledger": ("Ledger", "privacy.ledger.ledger privacy.ledger.shared privacy.boundary privacy.errors"),
     "card": (
         "Card and audits",
@@ -65,6 +67,8 @@ def build(target: Path) -> None:
     for pattern in PAGES:
         for page in sorted(ROOT.glob(pattern)):
             _write(target, page.relative_to(ROOT), _with_indices(page, target))
+    for notebook in sorted(ROOT.glob("examples/*.ipynb")):
+        _write(target, notebook.relative_to(ROOT).with_suffix(".md"), _as_page(notebook))
     for name, (title, modules) in API.items():
         objects = [f"{module}.{one}".strip(".") for module in modules.split() for one in FIRST.get(module, ("",))]
         parts = [f"# {title}", *(f"::: {one.replace('privacy.', 'auditable_dp.', 1)}" for one in objects)]
@@ -78,7 +82,7 @@ def build(target: Path) -> None:
 
 
 def _with_indices(page: Path, target: Path) -> str:
-    """The text of a page, in which a link to a folder leads to its README; copies other files that it links to."""
+    """The text of a page, whose links to folders lead to their READMEs and to notebooks to their pages; copies other files."""
 
     def link(found: re.Match[str]) -> str:
         before, path, anchor, after = found.groups()
@@ -87,6 +91,8 @@ def _with_indices(page: Path, target: Path) -> str:
         linked = page.parent / path
         if linked.is_dir():
             path, linked = f"{path.rstrip('/')}/README.md", linked / "README.md"
+        if linked.suffix == ".ipynb":
+            path, linked = path.replace(".ipynb", ".md"), linked.with_suffix(".md")
         if linked.suffix != ".md":
             place = target / os.path.relpath(linked, ROOT)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -94,6 +100,17 @@ def _with_indices(page: Path, target: Path) -> str:
         return f"{before}{path}{anchor or ''}{after}"
 
     return _LINK.sub(link, page.read_text())
+
+
+def _as_page(notebook: Path) -> str:
+    """The cells of a notebook, with what they printed."""
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        printed = "".join("".join(output.get("text", ())) for output in cell.get("outputs", ()))
+        parts += [f"````text\n{printed.rstrip()}\n````"] if printed else []  # it may have a fence of its own
+    return "\n\n".join(parts) + "\n"
 
 
 def _write(target: Path, name: Path, text: str) -> None:

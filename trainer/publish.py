@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
-from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint
-from privacy.checkpoints.recorded import require_recorded
+from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint, require_recorded
 from privacy.errors import NotRecorded, printable
 from privacy.files.public import open_public, read_public, survey, without_folders
 from privacy.ledger.durable import replace_file

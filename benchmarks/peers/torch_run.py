@@ -89,11 +89,6 @@ def our_plan(job: Job) -> "PrivacyPlan":
     return make_plan(request)
 
 
-def rows(cap: int) -> int:
-    """Rows of a micro-batch: every step runs those of the largest batch."""
-    return math.ceil(cap / math.ceil(cap / MICRO_BATCH))
-
-
 def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
     """`PrivateLoop` with its ledger; one checkpoint, at the end."""
     from torch.utils.data import TensorDataset
@@ -102,6 +97,7 @@ def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
 
     cap = our_plan(job).cap
     assert cap is not None
+    rows = math.ceil(cap / math.ceil(cap / MICRO_BATCH))  # every step runs the micro-batches of the largest batch
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y, reduction="none")
@@ -121,7 +117,7 @@ def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
             noise_multiplier=job.noise_multiplier,
             target_delta=job.delta,
             max_grad_norm=job.max_grad_norm,
-            micro_batch_size=rows(cap),
+            micro_batch_size=rows,
             save_every=job.num_steps,
         ) as loop,
     ):

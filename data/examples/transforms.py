@@ -151,6 +151,14 @@ def decode(data: bytes, work: Callable[[Image.Image], Image.Image], max_pixels: 
         raise DecodeError(f"the image cannot be decoded: {type(error).__name__}") from error
 
 
+def encoded(image: Image.Image, image_format: str, **more: int) -> bytes:
+    """The image as jpg or webp of quality 90, or as png, without metadata; `more` for those encoders that know it."""
+    buffer = io.BytesIO()
+    image.info.clear()
+    image.save(buffer, {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}[image_format], quality=90, **more)
+    return buffer.getvalue()
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any Pillow mode as 8-bit RGB; transparent parts become white, the first frame stands for an animation."""
     if image.mode in ("I;16", "I;16B", "I;16L", "I;16N", "I", "F"):

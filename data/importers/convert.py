@@ -9,13 +9,12 @@ metadata (places, cameras, names).
 
 import hashlib
 import html
-import io
 import json
 import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,12 +24,11 @@ from PIL import Image, ImageOps
 from scipy.fft import dctn
 
 from data.errors import DecodeError, ReadError
-from data.examples.transforms import decode, to_rgb
-from data.files import named_when_whole
-from data.importers.sources import Item, ListedPart, RowGroupPart
+from data.examples.transforms import decode, encoded, to_rgb
+from data.importers.sources import Item
 from data.index.tar_writer import Example, write_shard
 
-DIGEST_BYTES = 16
+_DIGEST_BYTES = 16
 MAX_DISTANCE = 10
 """Bits of a perceptual hash up to which near copies are looked for."""
 MAX_PIXELS = 34 * 10**6
@@ -41,8 +39,6 @@ _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,500}>")
 _ADDRESS = re.compile(r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+", re.IGNORECASE)
 _NO_TEXT = ("Cc", "Cf", "Cs", "Co", "Cn")
 _QUOTES = "\"'“”‘’«»„`"
-_HASH_SIDE = 8
-_THUMB = 32
 _FLAT = 2.0  # standard deviation of gray values below which a picture has no structure to compare
 _SAMPLES = 3
 
@@ -55,7 +51,6 @@ class Settings:
         source_format: what the provenance calls the source.
         size: pixels of the shorter side; smaller images stay as they are.
         image_format: jpg, webp or png.
-        quality: 1 to 100, where the format is jpg or webp.
         duplicate_distance: near copies that differ in at most this number of bits, up to MAX_DISTANCE, are removed; None keeps
             them.
         owner_field: where the source says whose an example is; examples without an owner are dropped.
@@ -68,7 +63,6 @@ class Settings:
     source_format: str
     size: int = 256
     image_format: str = "jpg"
-    quality: int = 90
     duplicate_distance: int | None = 4
     owner_field: str | None = None
     max_per_owner: int | None = None
@@ -77,80 +71,53 @@ class Settings:
     heldout_share: float = 0.0
 
 
+ROW = np.dtype([("digest", "V16"), ("hash", "u8"), ("has_hash", "?"), ("owner", "V16")])
+"""What the choice looks at: the first bytes of SHA-256 over pixels, caption and label; the perceptual hash, which featureless
+pictures lack; the digest of the owner."""
+
+
 class Converted(NamedTuple):
-    """What is known of the examples of one part.
+    """What is known of the examples of one part: `rows_N` of ROW.
 
     Attributes:
-        digests_ND: uint8, SHA-256 over pixels, caption and label, its first 16 bytes.
-        hashes_N: uint64, perceptual.
-        has_hash_N: bool, False for featureless pictures.
-        owners_ND: uint8.
         dropped: reason -> number of items.
         samples: reason -> a few keys.
-        num_items: how many items the part has.
     """
 
-    digests_ND: np.ndarray
-    hashes_N: np.ndarray
-    has_hash_N: np.ndarray
-    owners_ND: np.ndarray
-    dropped: dict[str, int]
-    samples: dict[str, list[str]]
-    num_items: int
+    rows_N: np.ndarray
+    dropped: Counter[str]
+    samples: Mapping[str, list[str]]
 
 
 def part_path(work: Path, number: int) -> Path:
-    """File of a part's examples; the file of the same name with suffix .npz holds what is known of them."""
+    """File of a part's converted examples."""
     return work / f"part-{number:06d}.tar"
 
 
-def convert_part(work: Path, number: int, part: ListedPart | RowGroupPart, settings: Settings) -> None:
-    """Converts a part, unless that is done.
+def convert_part(work: Path, number: int, part: Iterable[Item], settings: Settings) -> tuple[int, Converted]:
+    """Converts a part; returns its number and what is known of its examples.
 
     Raises:
         ReadError: an image file cannot be read, though it is there.
         DataError: the source is malformed.
     """
-    facts = part_path(work, number).with_suffix(".npz")
-    if facts.exists():
-        return
-    digests: list[bytes] = []
-    hashes: list[int | None] = []
-    owners: list[bytes] = []
+    rows: list[tuple[bytes, int, bool, bytes]] = []
     dropped: Counter[str] = Counter()
     samples: defaultdict[str, list[str]] = defaultdict(list)
 
     def examples() -> Iterator[Example]:
-        for place, item in enumerate(part.items()):
+        for place, item in enumerate(part):
             made = item.problem or convert_item(item, settings)
             if isinstance(made, str):
                 dropped[made] += 1
                 samples[made] += [item.key] * (len(samples[made]) < _SAMPLES)
                 continue
             digest, perceptual, members = made
-            digests.append(digest)
-            hashes.append(perceptual)
-            owners.append(owner_digest(item.owner or ""))
+            rows.append((digest, perceptual or 0, perceptual is not None, owner_digest(item.owner or "")))
             yield f"{number:06d}{place:06d}", members
 
     write_shard(part_path(work, number), examples())
-    notes = {"dropped": dropped, "samples": samples, "num_items": len(digests) + dropped.total()}
-    with named_when_whole(facts) as temporary, open(temporary, "wb") as file:
-        np.savez(
-            file,
-            digests_ND=np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-            hashes_N=np.array([value or 0 for value in hashes], dtype=np.uint64),
-            has_hash_N=np.array([value is not None for value in hashes], dtype=bool),
-            owners_ND=np.frombuffer(b"".join(owners), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-            notes=np.array(json.dumps(notes)),
-        )
-
-
-def load_converted(work: Path, number: int) -> Converted:
-    """What is known of the examples of a part."""
-    with np.load(part_path(work, number).with_suffix(".npz"), allow_pickle=False) as saved:
-        arrays = {name: saved[name] for name in saved.files}
-    return Converted(**json.loads(str(arrays.pop("notes"))), **arrays)
+    return number, Converted(np.array(rows, dtype=ROW), dropped, samples)
 
 
 def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dict[str, bytes]] | str:
@@ -178,7 +145,7 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dic
     digest = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes())
     digest.update("".join(captions[:1]).encode("utf-8"))
     perceptual = perceptual_hash(image)
-    members = {settings.image_format: encoded(image, settings.image_format, settings.quality)}
+    members = {settings.image_format: encoded(image, settings.image_format)}
     if captions:
         members["txt"] = captions[0].encode("utf-8")
     if item.label is not None:
@@ -186,12 +153,12 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dic
         members["cls"] = str(item.label).encode()
     if len(captions) > 1:
         members["json"] = json.dumps({"captions": captions}, ensure_ascii=False).encode("utf-8")
-    return digest.digest()[:DIGEST_BYTES], perceptual, members
+    return digest.digest()[:_DIGEST_BYTES], perceptual, members
 
 
 def owner_digest(owner: str) -> bytes:
     """What an import keeps of an owner's name."""
-    return hashlib.blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"owner").digest()
+    return hashlib.blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"owner").digest()
 
 
 def clean_caption(text: str) -> str | None:
@@ -211,10 +178,6 @@ def clean_caption(text: str) -> str | None:
 
 def resized(data: bytes, size: int) -> Image.Image:
     """RGB, upright, its shorter side at most `size` pixels; never enlarged.
-
-    Args:
-        data: an encoded image.
-        size: in pixels.
 
     Raises:
         DecodeError: the bytes are no usable image, or more than MAX_PIXELS would have to be decoded; of a JPEG these are fewer
@@ -241,27 +204,16 @@ def resized(data: bytes, size: int) -> Image.Image:
         Image.MAX_IMAGE_PIXELS = pillows
 
 
-def encoded(image: Image.Image, image_format: str, quality: int) -> bytes:
-    """The image as jpg, webp or png, without metadata."""
-    buffer = io.BytesIO()
-    image.info.clear()
-    if image_format == "png":
-        image.save(buffer, "PNG")
-    else:
-        image.save(buffer, {"jpg": "JPEG", "webp": "WEBP"}[image_format], quality=quality)
-    return buffer.getvalue()
-
-
 def perceptual_hash(image: Image.Image) -> int | None:
     """64 bits that change little when a picture is scaled, compressed or brightened; None for a featureless picture.
 
     Signs of the 8 x 8 lowest frequencies of a 32 x 32 gray thumbnail around their median (pHash, Zauner 2010).
     """
-    gray = image.convert("L").resize((_THUMB, _THUMB), Image.Resampling.BOX)
+    gray = image.convert("L").resize((32, 32), Image.Resampling.BOX)
     values = np.asarray(gray, dtype=np.float64)
     if values.std() < _FLAT:
         return None
-    low = dctn(values, norm="ortho")[:_HASH_SIDE, :_HASH_SIDE].ravel()
+    low = dctn(values, norm="ortho")[:8, :8].ravel()
     low[0] = 0.0  # the mean brightness
     bits = low > np.median(low[1:])
     return int.from_bytes(np.packbits(bits).tobytes(), "big")

@@ -1,4 +1,4 @@
-"""Builds an index, in parallel, resumable and appendable.
+"""Builds an index, in parallel, resumable and appendable, and checks the bytes of shards against it.
 
 Every finished shard is first kept as a part of its own, so that a build that was killed goes on where it was. Shards that
 the present index of the folder knows with the same name, size and version are not read again: naming more shards than
@@ -10,30 +10,29 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from data.errors import DataError
+from data.errors import DataError, ReadError
 from data.files import private_file
-from data.index.shard import ROW, IndexedShard, index_file
+from data.index.shard import ROW, IndexedShard, hash_file, index_file
 from data.index.shards import ShardSet
-from data.index.tar_index import FORMAT_VERSION, ExampleTable, manifest_digest, write_manifest
+from data.index.tar_index import FORMAT_VERSION, ExampleTable, load_manifest, manifest_digest, write_manifest
 from data.reading.pool import run_all
 from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
-from data.reading.storage import local_copy, open_storage
+from data.reading.storage import local_copy, open_storage, require_present
 
-BAD_SHARDS = "bad-shards.txt"
-"""File in the folder of the index that lists what a build refused."""
 _PARTS = "parts"
-_NAMED = 10  # bad shards in one error; the list has them all
+_NAMED = 10  # bad shards in one error
 
 
 class BadShard(NamedTuple):
@@ -47,7 +46,6 @@ def build_index(
     shards: ShardSet | Sequence[Path],
     index_dir: Path,
     *,
-    exclude: Collection[str] = (),
     remote: RemoteOptions | None = None,
     executor: Executor | None = None,
     progress: bool = False,
@@ -57,20 +55,16 @@ def build_index(
     Args:
         shards: what `find_shards` returns, or local tar files; their order does not matter.
         index_dir: created when missing.
-        exclude: names of shards that stay out of the index; it remembers them.
         remote: how remote shards are read.
         executor: works on many shards at once (`data.reading.pool.worker_pool`); None works in this process.
         progress: show a bar on stderr.
 
     Raises:
-        DataError: no shards, bad ones (all are read first, and listed in `BAD_SHARDS`), none with an example, a folder
-            that cannot be written or in which another build is at work.
+        DataError: no shards, bad ones (all are read first), none with an example, a folder that cannot be written or in which
+            another build is at work.
         ReadError: remote shards cannot be read, or a worker died. What is done stays done.
     """
     shards = shards if isinstance(shards, ShardSet) else ShardSet.of_files(shards)
-    shards = replace(shards, names=tuple(name for name in shards.names if name not in exclude))
-    if not shards.names:
-        raise DataError("every shard is excluded, so there is nothing to index; exclude fewer")
     remote = remote or RemoteOptions()
     index_dir = Path(index_dir)
     with _working_in(index_dir) as parts:
@@ -79,23 +73,20 @@ def build_index(
         bad: dict[str, str] = {}
         for name, status in zip(shards.names, storage.status(shards.names), strict=True):
             if isinstance(status, DataError):
-                bad[name] = f"{status}{shards.hint}"
+                bad[name] = str(status)
             else:
                 statuses[name] = status
         storage.close()
         with suppress(DataError):  # Where there is no index that can be used, every shard is read.
             old = ExampleTable.open(index_dir, shards.root, check_shards=False)
             for known in old.indexed_shards():
-                part = parts / _part_name(known.entry.name)
-                if _is_of(known.entry, statuses.get(known.entry.name)) and not part.exists():
-                    _write_part(part, known)
+                path = parts / _part_name(known.entry.name)
+                if _is_of(known.entry, statuses.get(known.entry.name)) and not path.exists():
+                    _write_part(path, known)
         missing = []
         for name, status in statuses.items():
-            try:
-                is_whole = _is_of(_read_part(parts / _part_name(name)).entry, status)
-            except (OSError, ValueError, TypeError, KeyError):
-                is_whole = False  # There is no such part, or a damaged one.
-            if not is_whole:
+            part = _read_part(parts / _part_name(name))
+            if part is None or not _is_of(part.entry, status):
                 missing.append(name)
         jobs = [(shards.root, name, statuses[name], remote) for name in missing]
         console = Console(stderr=True)
@@ -110,11 +101,40 @@ def build_index(
                 _write_part(parts / _part_name(result.entry.name), result)
                 bar.advance(task, result.entry.size)
         if bad:
-            _refuse(index_dir, shards, bad, exclude)
-        _assemble(index_dir, shards, parts, exclude)
+            first, *others = sorted(bad)
+            more = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+            raise DataError(
+                f"{bad[first]} (and {len(others)} more bad shards: {more}); mend them, or name the others alone: "
+                "a-{000..003}.tar,a-{005..999}.tar"
+                if others
+                else bad[first]
+            )
+
+        def finished(name: str) -> IndexedShard:
+            if (part := _read_part(parts / _part_name(name))) is None:
+                raise DataError(f"a part of the index {index_dir} was damaged while it was built; build it again")
+            return part
+
+        # Joined in the order of the names, one in memory at a time.
+        entries = [finished(name).entry for name in shards.names]
+        count = sum(entry.count for entry in entries)
+        if not count:
+            for name in shards.names:
+                (parts / _part_name(name)).unlink()
+            raise DataError(
+                f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with an extension"
+            )
+        extents = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
+        with private_file(index_dir / extents) as file:
+            header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (count,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for name in shards.names:
+                file.write(finished(name).rows_K.tobytes())
+        write_manifest(index_dir, extents, entries)
+        for old_file in index_dir.glob("extents-*.npy"):
+            if old_file.name != extents:
+                old_file.unlink()
         shutil.rmtree(parts)
-        if not exclude:
-            (index_dir / BAD_SHARDS).unlink(missing_ok=True)
     return ExampleTable.open(index_dir, shards.root, remote=remote)
 
 
@@ -131,25 +151,6 @@ def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) 
     finally:
         storage.close()
     return shard
-
-
-def _refuse(index_dir: Path, shards: ShardSet, bad: dict[str, str], exclude: Collection[str]) -> NoReturn:
-    """Says why the first bad shard is refused and names the others.
-
-    Where good ones are left, it writes a list that excludes all bad ones, and those that were excluded already.
-    """
-    first, *others = sorted(bad)
-    message = bad[first]
-    if others:
-        names = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
-        message += f" (and {len(others)} more bad shards: {names})"
-    if len(bad) < len(shards.names):
-        reasons = dict.fromkeys(exclude, "This shard was excluded already.") | bad
-        lines = [f"# {' '.join(reasons[name].split())}\n{name}\n" for name in sorted(reasons)]
-        with private_file(index_dir / BAD_SHARDS) as file:
-            file.write("".join(lines).encode("utf-8", "surrogateescape"))
-        message += f"; {index_dir / BAD_SHARDS} lists every bad shard: mend them, or exclude them by prepare.py index --exclude"
-    raise DataError(message)
 
 
 @contextmanager
@@ -179,20 +180,18 @@ def _part_name(name: str) -> str:
 
 
 def _write_part(path: Path, shard: IndexedShard) -> None:
-    facts = {"format_version": FORMAT_VERSION, "entry": asdict(shard.entry)}
     with private_file(path) as file:
-        file.write(json.dumps(facts).encode() + b"\n" + shard.rows_K.tobytes())
+        np.savez(file, facts=json.dumps([FORMAT_VERSION, asdict(shard.entry)]), rows=shard.rows_K)
 
 
-def _read_part(path: Path) -> IndexedShard:
-    header, _, content = path.read_bytes().partition(b"\n")
-    facts = json.loads(header)
-    if facts.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{path} is of another format")
-    entry = ShardEntry(**facts["entry"])
-    if len(content) != entry.count * ROW.itemsize:
-        raise ValueError(f"{path} has lost bytes")
-    return IndexedShard(entry, np.frombuffer(content, dtype=ROW))
+def _read_part(path: Path) -> IndexedShard | None:
+    """A finished part; None where there is none, or a damaged one."""
+    try:
+        with np.load(path) as held:
+            version, entry = json.loads(str(held["facts"]))
+            return IndexedShard(ShardEntry(**entry), held["rows"]) if version == FORMAT_VERSION else None
+    except (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, BadZipFile):
+        return None
 
 
 def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
@@ -200,25 +199,39 @@ def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
     return bool(entry.version) and status == (entry.size, entry.version)
 
 
-def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collection[str]) -> None:
-    """Joins the parts in the order of the names, one in memory at a time.
+def verify_hashes(table: ExampleTable, executor: Executor | None, track: Callable[[Iterable], Iterable]) -> None:
+    """Hashes every shard again. If all are what was indexed, their present times or ETags are noted in the index.
 
     Raises:
-        DataError: there is no example.
+        DataError: a shard is missing or its bytes are not those that were indexed.
+        ReadError: remote shards cannot be read.
     """
-    entries = [_read_part(parts / _part_name(name)).entry for name in shards.names]
-    count = sum(entry.count for entry in entries)
-    if not count:
-        for name in shards.names:
-            (parts / _part_name(name)).unlink()
-        raise DataError(f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with an extension")
-    extents = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
-    with private_file(index_dir / extents) as file:
-        header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        for name in shards.names:
-            file.write(_read_part(parts / _part_name(name)).rows_K.tobytes())
-    write_manifest(index_dir, extents, entries, sorted(exclude))
-    for old in index_dir.glob("extents-*.npy"):
-        if old.name != extents:
-            old.unlink()
+    storage = table.storage()
+    names = [entry.name for entry in table.entries]
+    before = list(require_present(storage.status(names)))
+    jobs = [(table.shard_root, entry.name, table.remote) for entry in table.entries]
+    expected = {entry.name: entry.sha256 for entry in table.entries}
+    for name, sha256 in track(run_all(executor, hash_one, jobs)):
+        if sha256 != expected[name]:
+            raise DataError(f"{table.shard_root}/{name} is not what was indexed; restore it or index again")
+    if list(storage.status(names)) != before:
+        raise DataError("shards changed while they were hashed; verify again when their writer is done")
+    storage.close()
+    entries = [replace(entry, version=status.version) for entry, status in zip(table.entries, before, strict=True)]
+    if entries != list(table.entries):
+        write_manifest(table.index_dir, load_manifest(table.index_dir)["extents"], entries)
+        table.entries = tuple(entries)
+
+
+def hash_one(root: str, name: str, remote: RemoteOptions) -> tuple[str, str]:
+    """One job: (name, SHA-256 in hex)."""
+    storage = open_storage(root, remote)
+    try:
+        with local_copy(storage, name) as path:
+            return name, hash_file(path)
+    except ReadError:
+        raise
+    except OSError as error:
+        raise DataError(f"cannot read the shard {root}/{name}: {error.strerror or error}") from error
+    finally:
+        storage.close()

@@ -31,14 +31,12 @@ class Run(NamedTuple):
 
 
 class Example(NamedTuple):
-    """An example of a shard, and the runs of members that it is made of."""
+    """An example of a shard: its key, the runs of members that it is made of, and the extensions of all."""
 
+    path: Path
     key: bytes
     runs: list[Run]
-
-    @property
-    def extensions(self) -> frozenset[str]:
-        return frozenset[str]().union(*(run.extensions for run in self.runs))
+    extensions: frozenset[str]
 
 
 @dataclass
@@ -80,7 +78,43 @@ def repack(shards: Sequence[Path], output: Path, *, shard_bytes: int, key_until_
         report = Repacked()
         for path in shards:  # A bad shard is refused here, before anything is written.
             report.skipped += _examples_of(path, key_until_last_dot)[1]
-        _write(shards, output, shard_bytes, key_until_last_dot, report)
+        sums: list[str] = []
+        examples = (example for path in shards for example in _examples_of(path, key_until_last_dot)[0])
+        waiting = next(examples, None)
+        while waiting is not None:
+            target = output / f"train-{report.shards:05d}.tar"
+            extensions_of: dict[bytes, frozenset[str]] = {}
+            last: bytes | None = None
+            num_written = 0
+            with (
+                named_when_whole(target, 0o600) as temporary,
+                tarfile.open(temporary, "w", encoding="utf-8", errors="surrogateescape") as tar,
+            ):
+                while waiting is not None:
+                    path, key, runs, extensions = waiting
+                    size = sum(_header(name, length)[2] for run in runs for name, _, length in run.members)
+                    is_full = -(-(tar.offset + size + 2 * BLOCK) // _RECORD) * _RECORD > shard_bytes
+                    # A key that comes back here would be taken for a part of the other example.
+                    if num_written and (is_full or key == last or extensions_of.get(key, extensions) != extensions):
+                        break
+                    with open(path, "rb") as file:
+                        for name, start, length in (member for run in runs for member in run.members):
+                            file.seek(start)
+                            header, tar.format, _ = _header(name, length)
+                            tar.addfile(header, io.BytesIO(file.read(length)))
+                    extensions_of[key], last = extensions, key
+                    num_written += 1
+                    report.joined += len(runs) > 1
+                    waiting = next(examples, None)
+            entry = index_file(target, target.name, str(target), "").entry  # read again as an index does
+            if entry.count != num_written:
+                raise ReadError(f"{target} does not hold what was written to it; look at the disk")
+            sums.append(f"{entry.sha256}  {target.name}\n")
+            report.shards += 1
+            report.examples += entry.count
+        if not report.shards:
+            raise DataError(f"no example in {len(shards)} shards: {shards[0]} has no member with an extension")
+        write_durably(output / CHECKSUMS, "".join(sums))
     except OSError as error:
         if isinstance(error, ReadError):
             raise
@@ -116,13 +150,13 @@ def _examples_of(path: Path, until_last_dot: bool) -> tuple[list[Example], int]:
         raise DataError(f"{path} is damaged behind {behind}: {error}; fetch it again, or leave it out") from error
     examples = []
     for key, places in runs.items():
-        whole = Example(key, places)
-        if merged := merged_pairs(str(path), key, whole.extensions):
+        whole = frozenset[str]().union(*(run.extensions for run in places))
+        if merged := merged_pairs(str(path), key, whole):
             raise DataError(merged)
-        if sum(len(run.extensions) for run in places) == len(whole.extensions):
-            examples.append(whole)  # Parts of one example have no extension in common,
-        elif all(run.extensions == places[0].extensions for run in places):
-            examples += [Example(key, [run]) for run in places]  # and copies have all of them.
+        if sum(len(run.extensions) for run in places) == len(whole):
+            examples.append(Example(path, key, places, whole))  # Parts of one example have no extension in common,
+        elif all(run.extensions == whole for run in places):
+            examples += [Example(path, key, [run], whole) for run in places]  # and copies have all of them.
         else:
             raise DataError(
                 f"{path}: the key {shown(key)} comes back with parts of an example, and nothing says which members belong "
@@ -131,60 +165,15 @@ def _examples_of(path: Path, until_last_dot: bool) -> tuple[list[Example], int]:
     return examples, skipped
 
 
-def _write(shards: Sequence[Path], output: Path, shard_bytes: int, until_last_dot: bool, report: Repacked) -> None:
-    """Copies all members, counts in `report`, and reads each new shard again as an index does."""
-    sums: list[str] = []
-    examples = ((path, example) for path in shards for example in _examples_of(path, until_last_dot)[0])
-    waiting = next(examples, None)
-    while waiting is not None:
-        target = output / f"train-{report.shards:05d}.tar"
-        extensions_of: dict[bytes, frozenset[str]] = {}
-        last: bytes | None = None
-        num_written = 0
-        with (
-            named_when_whole(target, 0o600) as temporary,
-            tarfile.open(temporary, "w", encoding="utf-8", errors="surrogateescape") as tar,
-        ):
-            while waiting is not None:
-                path, (key, runs) = waiting
-                extensions = waiting[1].extensions
-                size = sum(_written_bytes(name, length) for run in runs for name, _, length in run.members)
-                is_full = -(-(tar.offset + size + 2 * BLOCK) // _RECORD) * _RECORD > shard_bytes
-                # A key that comes back here would be taken for a part of the other example.
-                if num_written and (is_full or key == last or extensions_of.get(key, extensions) != extensions):
-                    break
-                with open(path, "rb") as file:
-                    for name, start, length in (member for run in runs for member in run.members):
-                        file.seek(start)
-                        header, tar.format = _header(name, length)
-                        tar.addfile(header, io.BytesIO(file.read(length)))
-                extensions_of[key], last = extensions, key
-                num_written += 1
-                report.joined += len(runs) > 1
-                waiting = next(examples, None)
-        entry = index_file(target, target.name, str(target), "").entry
-        if entry.count != num_written:
-            raise ReadError(f"{target} does not hold what was written to it; look at the disk")
-        sums.append(f"{entry.sha256}  {target.name}\n")
-        report.shards += 1
-        report.examples += entry.count
-    if not report.shards:
-        raise DataError(f"no example in {len(shards)} shards: {shards[0]} has no member with an extension")
-    write_durably(output / CHECKSUMS, "".join(sums))
-
-
-def _header(name: bytes, size: int) -> tuple[tarfile.TarInfo, Literal[0, 1]]:
-    """A plain header and its format: as most writers of shards have it, so that equal examples stay equal bytes; GNU's for names
-    that it cannot hold."""
+def _header(name: bytes, size: int) -> tuple[tarfile.TarInfo, Literal[0, 1], int]:
+    """A plain header, its format, and the bytes of the member: as most writers of shards have it, so that equal examples stay
+    equal bytes; GNU's for names that it cannot hold."""
+    kind: Literal[0, 1] = tarfile.USTAR_FORMAT
     header = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
     header.size = size
     try:
-        header.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
+        length = len(header.tobuf(kind, "utf-8", "surrogateescape"))
     except ValueError:
-        return header, 1  # tarfile.GNU_FORMAT
-    return header, 0  # tarfile.USTAR_FORMAT
-
-
-def _written_bytes(name: bytes, size: int) -> int:
-    header, kind = _header(name, size)
-    return len(header.tobuf(kind, "utf-8", "surrogateescape")) + -(-size // BLOCK) * BLOCK
+        kind = tarfile.GNU_FORMAT
+        length = len(header.tobuf(kind, "utf-8", "surrogateescape"))
+    return header, kind, length + -(-size // BLOCK) * BLOCK

@@ -34,34 +34,23 @@ ROW = np.dtype([("first_block", "<u4"), ("crc32", "<u4"), ("low", "<u2"), ("high
 MAX_BLOCKS = (1 << 24) - 1
 """Longer extents are stored with this length; no such example is ever read (data/reading/reader.py)."""
 
-_OTHERS = {
-    b"\x1f\x8b": "compressed by gzip", b"\x28\xb5\x2f\xfd": "compressed by zstd", b"\xfd7zXZ": "compressed by xz",
-    b"BZh": "compressed by bzip2", b"\x04\x22\x4d\x18": "compressed by lz4", b"PK\3\4": "a zip archive",
-    b"7z\xbc\xaf": "a 7z archive", b"07070": "a cpio archive", b"\xc7\x71": "a cpio archive", b"<": "a web page or XML",
-    b"PAR1": "a parquet file",
-}  # fmt: skip
-"""First bytes of files that are often taken for shards, and what these are."""
 _HASH_CHUNK = 4 << 20
 
 
 class Extents(NamedTuple):
-    """What the headers say. The extents, `other_bytes` and `padding_bytes` add up to the size of the file.
+    """What the headers say.
 
     Attributes:
         bounds_K2: bytes [start, end) of each example.
         keys: of the examples, in order.
         extensions: of their members.
         skipped: members that belong to no example.
-        other_bytes: those of members between examples that belong to none.
-        padding_bytes: end marker and padding.
     """
 
     bounds_K2: np.ndarray
     keys: list[bytes]
     extensions: list[frozenset[str]]
     skipped: int
-    other_bytes: int
-    padding_bytes: int
 
 
 class IndexedShard(NamedTuple):
@@ -102,10 +91,10 @@ def index_file(path: Path, name: str, location: str, version: str) -> IndexedSha
     rows_K = np.empty(len(blocks_K2), dtype=ROW)
     rows_K["first_block"], rows_K["crc32"] = blocks_K2[:, 0], crc32_K
     rows_K["low"], rows_K["high"] = num_blocks_K & 0xFFFF, num_blocks_K >> 16
-    unused = several = no_picture = no_text = 0
+    several = no_picture = no_text = 0
     for one, count in Counter(extents.extensions).items():
         pictures = sum(map(is_image, one))
-        unused, several = unused + count * max(0, pictures - 1), several + count * (pictures > 1)
+        several += count * (pictures > 1)
         no_picture += count * (pictures == 0)
         no_text += count * (pictures > 0 and not any(name in TEXTS or name.endswith(".txt") for name in one))
     entry = ShardEntry(
@@ -116,9 +105,6 @@ def index_file(path: Path, name: str, location: str, version: str) -> IndexedSha
         keys_sha256=keys.hexdigest(),
         repeated_keys=len(extents.keys) - len(set(extents.keys)),
         skipped=extents.skipped,
-        other_bytes=extents.other_bytes,
-        padding_bytes=extents.padding_bytes,
-        unused_pictures=unused,
         several_pictures=several,
         no_picture=no_picture,
         no_text=no_text,
@@ -138,7 +124,7 @@ def walk_shard(path: Path, location: str) -> Extents:
     bounds: list[tuple[int, int]] = []
     keys: list[bytes] = []
     sets: list[frozenset[str]] = []
-    skipped = other_bytes = between = 0
+    skipped = 0
     last: Member | None = None
     # Equal sets are one object, so that a shard's keys stay small.
     known_sets: dict[frozenset[str], frozenset[str]] = {}
@@ -152,30 +138,19 @@ def walk_shard(path: Path, location: str) -> Extents:
                 split = split_key(member.name) if member.is_regular else None
                 if split is None:
                     skipped += 1
-                    between += member.end_offset - member.header_offset
                     continue
                 key, extension = split
-                if keys and key == keys[-1]:  # What lies between two members of one example belongs to its extent.
-                    bounds[-1] = bounds[-1][0], member.end_offset
-                    grown = sets[-1] | {extension}
-                    sets[-1] = known_sets.setdefault(grown, grown)
-                else:
-                    other_bytes += between
+                if not keys or key != keys[-1]:
                     keys.append(key)
-                    bounds.append((member.header_offset, member.end_offset))
-                    first = frozenset((extension,))
-                    sets.append(known_sets.setdefault(first, first))
-                between = 0
+                    bounds.append((member.header_offset, 0))
+                    sets.append(frozenset())
+                bounds[-1] = bounds[-1][0], member.end_offset  # What lies between members of one example belongs to it.
+                grown = sets[-1] | {extension}
+                sets[-1] = known_sets.setdefault(grown, grown)
         except TarFormatError as error:
-            if last is None:
-                head = os.pread(file.fileno(), 16, 0)
-                for prefix, what in _OTHERS.items():
-                    if head.startswith(prefix):
-                        raise DataError(
-                            f"{location} is {what} and no tar archive, the only format of which any part can be read alone; "
-                            "unpack it and write its files by tar --sort=name, or fetch it again"
-                        ) from error
-            problem = "is cut off" if isinstance(error, CutOffError) else "is no tar archive or is damaged"
+            problem = (
+                "is cut off" if isinstance(error, CutOffError) else "is no tar archive (or a compressed one) or damaged"
+            )
             behind = f" (behind the member {shown(last.name)})" if last is not None else ""
             raise DataError(f"{location} {problem}: {error}{behind}; write or fetch it again") from error
     extensions_of: dict[bytes, frozenset[str]] = {}
@@ -192,9 +167,7 @@ def walk_shard(path: Path, location: str) -> Extents:
         those = [(key, one) for key, one in zip(keys, sets, strict=True) if one in merged]
         raise DataError(merged_pairs(f"{location}: {len(those)} of {len(keys)} examples are several", *those[0]))
     bounds_K2 = np.array(bounds, dtype=np.int64).reshape(-1, 2)
-    other_bytes += between
-    padding_bytes = size - (last.end_offset if last is not None else 0)
-    return Extents(bounds_K2, keys, sets, skipped, other_bytes, padding_bytes)
+    return Extents(bounds_K2, keys, sets, skipped)
 
 
 def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | None:

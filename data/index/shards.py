@@ -2,10 +2,11 @@
 
 import glob
 import itertools
+import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,15 +31,13 @@ class ShardSet:
     Attributes:
         root: a folder, or everything of a URL that all shards share, without the last slash.
         names: relative to the root, sorted; the order of ids follows them.
-        hint: what a message of a missing shard adds, where the pattern may have been taken apart by mistake.
     """
 
     root: str
     names: tuple[str, ...]
-    hint: str = field(default="", compare=False)
 
     @classmethod
-    def of_files(cls, paths: Sequence[Path], hint: str = "") -> "ShardSet":
+    def of_files(cls, paths: Sequence[Path]) -> "ShardSet":
         """Local files; the root is the deepest folder that holds them all.
 
         Raises:
@@ -50,7 +49,7 @@ class ShardSet:
         names = sorted(path.absolute().relative_to(root).as_posix() for path in paths)
         if len(set(names)) != len(names):
             raise DataError("a shard is listed twice")
-        return cls(str(root), tuple(names), hint)
+        return cls(str(root), tuple(names))
 
     @property
     def is_remote(self) -> bool:
@@ -78,7 +77,7 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
     items = _items(pattern, root)
     urls = [item for item in items if is_url(item)]
     if not urls:
-        return ShardSet.of_files(_find_files(items, root, _hint(pattern)), _hint(pattern))
+        return ShardSet.of_files(_find_files(items, root))
     if len(urls) != len(items):
         raise DataError(f"{pattern} mixes URLs and local files; one data set lies in one place")
     urls = sorted(set(urls))
@@ -113,13 +112,11 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
     Raises:
         DataError: nothing found, or a file missing or empty.
     """
-    shards = _find_files(_items(pattern, root), root, _hint(pattern))
+    shards = _find_files(_items(pattern, root), root)
     missing = [path for path in shards if not os.path.isfile(path)]
     if bad := missing or [path for path in shards if path.stat().st_size == 0]:
         state = ("missing" if missing else "empty") + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
-        raise DataError(
-            f"missing or empty shards: {bad[0]} is {state}; mend the path or fetch it again{_hint(pattern)}"
-        )
+        raise DataError(f"missing or empty shards: {bad[0]} is {state}; mend the path or fetch it again")
     return shards
 
 
@@ -136,32 +133,6 @@ def require_a_shard(pattern: str, root: Path) -> None:
         expand_shards(pattern, root)
 
 
-def read_shard_list(path: Path, shards: ShardSet) -> frozenset[str]:
-    """Names of the shards that a text file lists.
-
-    Args:
-        path: one shard per line: its name in the index, its path or its URL. Empty lines and lines that begin with # do not
-            count.
-        shards: the data set that they belong to.
-
-    Raises:
-        DataError: the file cannot be read, or names a shard that the data set has not.
-    """
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the list of shards {path}: {error}") from error
-    names_of = {f"{shards.root}/{name}": name for name in shards.names} | {name: name for name in shards.names}
-    listed: set[str] = set()
-    for line in lines:
-        if line and not line.startswith("#"):
-            name = names_of.get(line) or names_of.get(os.path.abspath(line))
-            if name is None:
-                raise DataError(f"{path} lists {line}, which is none of the shards at {shards.root}; correct that line")
-            listed.add(name)
-    return frozenset(listed)
-
-
 def is_url(text: str) -> bool:
     """Whether this names something that is read over the network."""
     return _URL.match(text) is not None
@@ -172,12 +143,6 @@ def common_root(shards: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([str(path.absolute().parent) for path in shards]))
 
 
-def _hint(pattern: str) -> str:
-    """What a message adds about a pattern that may have been taken apart by mistake."""
-    does = [what for mark, what in ((",", "commas separate shards"), ("{", "braces expand")) if mark in pattern]
-    return f"; {' and '.join(does)}, except where a file or folder has that very name" if does else ""
-
-
 def _items(pattern: str, root: Path) -> list[str]:
     """The items of a comma list, with their braces expanded; commas inside of braces separate no items."""
     if pattern.strip() and os.path.exists(_path(pattern, root)):
@@ -185,12 +150,11 @@ def _items(pattern: str, root: Path) -> list[str]:
     folder, _, name = pattern.rpartition("/")
     if ("," in folder or "{" in folder) and os.path.isdir(_path(folder, root)):
         return [f"{folder}/{item}" for item in _items(name, _path(folder, root))]
-    if _PIPE.search(pattern):
-        url = re.search(r"[a-z0-9+.-]+://[^\s'\"]+", pattern)
-        named = f"here {url[0]}" if url else "a path or URL such as s3://bucket/train-{000..127}.tar"
-        raise DataError(f"{pattern[:200]} is a command, and none is run; name the shards themselves: {named}")
-    if "::" in pattern:
-        raise DataError(f"{pattern[:200]} holds ::, but commas separate shards: {pattern.replace('::', ',')[:200]}")
+    if "::" in pattern or _PIPE.search(pattern):
+        raise DataError(
+            f"{pattern[:200]} is a command or holds ::. Name shards, such as s3://bucket/train-{{000..127}}.tar, with commas "
+            "between them: no command is run, and all are drawn at one rate, so that one epsilon is true of every example"
+        )
     cuts, depth = [-1], 0
     for place, character in enumerate(pattern):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -202,29 +166,29 @@ def _items(pattern: str, root: Path) -> list[str]:
     items = [item for item in items if item]
     if not items:
         raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
-    return [word for item in items for word in ([item] if os.path.exists(_path(item, root)) else _expand_braces(item))]
+    words: list[str] = []
+    for item in items:  # Ranges and lists are expanded as a shell does.
+        ranges = _RANGE.findall(item)
+        is_long = any(max(len(first), len(last)) > _MAX_DIGITS for first, last in ranges)
+        sizes = [0 if is_long else int(last) - int(first) + 1 for first, last in ranges]
+        is_there, found = os.path.exists(_path(item, root)), [item]
+        if not is_there and min(sizes, default=1) > 0 and math.prod(sizes) <= _MAX_SHARDS:  # before any name is made
+            found = list(itertools.islice(braceexpand(item, escape=False), _MAX_SHARDS + 1))
+        elif not is_there:
+            found = []
+        if not 0 < len(found) <= _MAX_SHARDS:
+            raise DataError(
+                f"the shard pattern {item[:200]} has an empty range or names more than {_MAX_SHARDS:,} shards; name fewer"
+            )
+        words += found
+    return words
 
 
 def _path(item: str, root: Path) -> Path:
     return root / os.path.expanduser(item)
 
 
-def _expand_braces(item: str) -> list[str]:
-    """Expands ranges and lists as a shell does; a word without braces is itself."""
-    most = 1
-    for first, last in _RANGE.findall(item):  # before any name is made
-        if max(len(first), len(last)) > _MAX_DIGITS:
-            raise DataError(f"a range in the shard pattern {item[:100]} has a number of more than {_MAX_DIGITS} digits")
-        if not 0 <= int(last) - int(first) < _MAX_SHARDS:
-            raise DataError(f"the range {{{first}..{last}}} in the shard pattern {item} is empty or too long")
-        most *= int(last) - int(first) + 1
-    words = list(itertools.islice(braceexpand(item, escape=False), _MAX_SHARDS + 1)) if most <= _MAX_SHARDS else []
-    if not 0 < len(words) <= _MAX_SHARDS:
-        raise DataError(f"the shard pattern {item[:200]} names more than {_MAX_SHARDS:,} shards; name fewer at a time")
-    return words
-
-
-def _find_files(items: Sequence[str], root: Path, hint: str) -> list[Path]:
+def _find_files(items: Sequence[str], root: Path) -> list[Path]:
     """The files that local items name, each once, sorted; those that are named one by one need not exist."""
     shards: set[Path] = set()
     for item in items:
@@ -236,14 +200,14 @@ def _find_files(items: Sequence[str], root: Path, hint: str) -> list[Path]:
         if os.path.isdir(path):  # unlike that of Path, it knows no error
             if not any(path.glob("*.tar")):
                 raise DataError(
-                    f"the folder {path} holds no *.tar files; prepare.py import makes shards of a folder of pictures{hint}"
+                    f"the folder {path} holds no *.tar files; prepare.py import makes shards of a folder of pictures"
                 )
             shards.update(path.glob("*.tar"))
         elif not os.path.exists(path) and glob.has_magic(item):
             folder = glob.escape(str(path.parent)) if os.path.isdir(path.parent) else str(path.parent)
             matches = glob.glob(os.path.join(folder, path.name))
             if not matches:
-                raise DataError(f"no shards match {path}{hint}")
+                raise DataError(f"no shards match {path}")
             shards.update(map(Path, matches))
         else:
             shards.add(path)

@@ -54,7 +54,7 @@ class Member(NamedTuple):
     @property
     def end_offset(self) -> int:
         """Where the next member starts: the payload's end, rounded up to whole blocks."""
-        return self.payload_offset + _round_up(self.size)
+        return self.payload_offset + -(-self.size // BLOCK) * BLOCK
 
 
 def split_key(name: bytes, until_last_dot: bool = False) -> tuple[bytes, str] | None:
@@ -156,51 +156,34 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
     # `tarfile` ends at the first block that is no header, whatever it is.
     file.seek(position)
     following = file.read(BLOCK)
-    if following == bytes(BLOCK) and needs_end:
-        require_padding(file, position, total_bytes)
-    elif len(following) == BLOCK:
+    if len(following) == BLOCK and not (needs_end and following == bytes(BLOCK)):
         raise TarFormatError(f"no tar header at byte {position} (checksum)")
-    elif needs_end:
+    if not needs_end:
+        if position != total_bytes:
+            raise TarFormatError("the piece does not end with a whole member")
+        return
+    if len(following) < BLOCK:
         raise CutOffError(f"there is no end marker before its end at byte {total_bytes}")
-    elif position != total_bytes:
-        raise TarFormatError("the piece does not end with a whole member")
+    # An end marker of one or two zero blocks, and zeros up to a whole record behind one of two blocks. A longer run of zeros is
+    # what a download leaves that took its place on the disk before its bytes came; within the last record the two look the same.
+    file.seek(position)
+    for at in range(position, total_bytes, _SCAN_BYTES):
+        piece = file.read(min(_SCAN_BYTES, total_bytes - at))
+        if rest := piece.lstrip(b"\0"):
+            raise TarFormatError(
+                f"a zero block at byte {position} ends it, but other bytes follow from byte {at + len(piece) - len(rest)}: a "
+                "header was overwritten, or archives were joined by cat (tar --ignore-zeros unpacks those, --concatenate joins)"
+            )
+    padding = total_bytes - position - 2 * BLOCK
+    records = (blocks * BLOCK for blocks in range(1, _MOST_RECORD_BLOCKS + 1))
+    if padding != -BLOCK and not any(0 <= padding < size and total_bytes % size == 0 for size in records):
+        raise CutOffError(
+            f"the zeros from byte {position} to its end at byte {total_bytes} are no padding to a record of at most "
+            f"{_MOST_RECORD_BLOCKS} blocks, so members may be missing (if tar -t lists all of them, then "
+            f"truncate -s {position + 2 * BLOCK} mends it)"
+        )
 
 
 def shown(name: bytes) -> str:
     """A member's name or key as messages show it."""
     return repr(name.decode("utf-8", "backslashreplace")[:100])
-
-
-def require_padding(file: BinaryIO, end: int, total_bytes: int) -> None:
-    """Accepts an end marker of one or two zero blocks, and zeros up to a whole record behind one of two blocks.
-
-    A longer run of zeros is what a download leaves that took its place on the disk before its bytes came. Within the last
-    record the two look the same.
-
-    Args:
-        end: byte behind the last member.
-        total_bytes: byte behind the padding.
-
-    Raises:
-        TarFormatError: other bytes than zeros, or more zeros than tar writes.
-    """
-    file.seek(end)
-    for at in range(end, total_bytes, _SCAN_BYTES):
-        piece = file.read(min(_SCAN_BYTES, total_bytes - at))
-        if rest := piece.lstrip(b"\0"):
-            raise TarFormatError(
-                f"a zero block at byte {end} ends it, but other bytes follow from byte {at + len(piece) - len(rest)}: a "
-                "header was overwritten, or archives were joined by cat (tar --ignore-zeros unpacks those, --concatenate joins)"
-            )
-    padding = total_bytes - end - 2 * BLOCK
-    records = (blocks * BLOCK for blocks in range(1, _MOST_RECORD_BLOCKS + 1))
-    if padding != -BLOCK and not any(0 <= padding < size and total_bytes % size == 0 for size in records):
-        raise CutOffError(
-            f"the zeros from byte {end} to its end at byte {total_bytes} are no padding to a record of at most "
-            f"{_MOST_RECORD_BLOCKS} blocks, so members may be missing (if tar -t lists all of them, then "
-            f"truncate -s {end + 2 * BLOCK} mends it)"
-        )
-
-
-def _round_up(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK

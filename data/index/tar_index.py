@@ -16,7 +16,7 @@ writes them.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +27,11 @@ from data.files import private_file
 from data.index.shard import ROW, IndexedShard
 from data.index.shards import ShardSet
 from data.index.tar_format import BLOCK
-from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
+from data.reading.records import ReadRequest, RemoteOptions, ShardEntry
 from data.reading.staging import StagedStorage, Staging
 from data.reading.storage import Storage, open_storage, require_present
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """It changes whenever shards that were accepted are no longer, so that no index of such a shard is used."""
 MANIFEST = "manifest.json"
 _LOCAL = RemoteOptions()
@@ -56,11 +56,10 @@ class ExampleTable:
         entries: Sequence[ShardEntry],
         rows_N: np.ndarray,
         remote: RemoteOptions = _LOCAL,
-        excluded: Sequence[str] = (),
     ):
         """Use `open` or `data.index.build.build_index`."""
         self.index_dir, self.shard_root, self.entries = index_dir, shard_root, tuple(entries)
-        self.remote, self.excluded = remote, tuple(excluded)
+        self.remote = remote
         self.staging: Staging | None = None
         self._rows_N = rows_N
         self._last_S = np.cumsum([entry.count for entry in self.entries], dtype=np.int64)
@@ -82,16 +81,15 @@ class ExampleTable:
             ReadError: a remote place does not answer.
         """
         index_dir = Path(index_dir)
-        manifest = _load_manifest(index_dir)
+        manifest = load_manifest(index_dir)
         try:
             entries = [ShardEntry(**entry) for entry in manifest["shards"]]
-            excluded = [str(name) for name in manifest["excluded"]]
             rows_N = np.load(index_dir / manifest["extents"], mmap_mode="r", allow_pickle=False)
         except (KeyError, TypeError, OSError, ValueError) as error:
             raise DataError(f"the index {index_dir} is damaged ({error}); build it again") from error
         if rows_N.shape != (sum(entry.count for entry in entries),) or rows_N.dtype != ROW:
             raise DataError(f"the index {index_dir} is damaged (sizes do not fit its manifest); build it again")
-        table = cls(index_dir, str(shard_root), entries, rows_N, remote, excluded)
+        table = cls(index_dir, str(shard_root), entries, rows_N, remote)
         if check_shards:
             table.check_shards()
         return table
@@ -167,15 +165,14 @@ class ExampleTable:
         """Refuses an index of other shards: a changed pattern must never train on yesterday's files.
 
         Raises:
-            DataError: the index has a shard that `shards` has not, or the other way round; shards that whoever built it
-                excluded may be missing from it.
+            DataError: the index has a shard that `shards` has not, or the other way round.
         """
         indexed = {entry.name for entry in self.entries}
-        difference = (set(shards.names) - set(self.excluded)) ^ indexed
+        difference = set(shards.names) ^ indexed
         if difference:
             raise DataError(
                 f"the index {self.index_dir} is of other shards than those asked for (first difference: "
-                f"{min(difference)}); build one for these shards with prepare.py index, or choose another run folder{shards.hint}"
+                f"{min(difference)}); build one for these shards with prepare.py index, or choose another run folder"
             )
 
     def check_shards(self) -> None:
@@ -195,17 +192,6 @@ class ExampleTable:
                 )
         storage.close()
 
-    def accept(self, statuses: Sequence[ShardStatus]) -> None:
-        """Notes the present versions of all shards, whose bytes were found to be those that were indexed.
-
-        Raises:
-            DataError: the index cannot be written.
-        """
-        entries = [replace(entry, version=status.version) for entry, status in zip(self.entries, statuses, strict=True)]
-        if entries != list(self.entries):
-            write_manifest(self.index_dir, _load_manifest(self.index_dir)["extents"], entries, self.excluded)
-            self.entries = tuple(entries)
-
     def indexed_shards(self) -> Iterator[IndexedShard]:
         """What is known of each shard."""
         for entry, last in zip(self.entries, self._last_S.tolist(), strict=True):
@@ -213,15 +199,15 @@ class ExampleTable:
 
     def remarks(self) -> Iterator[str]:
         """Lines for whoever made the shards: what is not used, and which examples lack a part, by the names of members alone."""
-        counted = ("repeated_keys", "skipped", "unused_pictures", "several_pictures", "no_picture", "no_text")
-        repeated, skipped, unused, several, no_picture, no_text = (
+        counted = ("repeated_keys", "skipped", "several_pictures", "no_picture", "no_text")
+        repeated, skipped, several, no_picture, no_text = (
             sum(getattr(entry, what) for entry in self.entries) for what in counted
         )
         lacking = [entry.name for entry in self.entries if entry.no_picture + entry.no_text]
-        if repeated or skipped or unused:
+        if repeated or skipped:
             yield (
                 f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, "
-                f"hidden or nameless files, PaxHeaders); {unused} pictures are not used"
+                "hidden or nameless files, PaxHeaders)"
             )
         if several:
             yield (
@@ -249,14 +235,13 @@ def manifest_digest(entries: Sequence[ShardEntry]) -> bytes:
     return hashlib.sha256(json.dumps([1, rows], separators=(",", ":")).encode()).digest()
 
 
-def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry], excluded: Sequence[str]) -> None:
+def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry]) -> None:
     """Writes manifest.json, which makes an index whole.
 
     Args:
         index_dir: the folder of the index.
         extents: name of the file with the rows of all examples.
         entries: the shards that are in the index.
-        excluded: names of the shards that were left out on request.
 
     Raises:
         DataError: it cannot be written.
@@ -265,14 +250,14 @@ def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry],
         "format_version": FORMAT_VERSION,
         "num_examples": sum(entry.count for entry in entries),
         "extents": extents,
-        "excluded": list(excluded),
         "shards": [asdict(entry) for entry in entries],
     }
     with private_file(index_dir / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
 
 
-def _load_manifest(index_dir: Path) -> dict[str, Any]:
+def load_manifest(index_dir: Path) -> dict[str, Any]:
+    """The content of manifest.json; a DataError where there is none, or one of another format."""
     path = index_dir / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

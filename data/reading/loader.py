@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from data.batch import Batch
 from data.errors import DataError, DecodeError, ReadError
@@ -38,7 +38,6 @@ class StepPlan(NamedTuple):
         num_micro_batches: at least 1, the same on every rank; len(example_ids) <= num_micro_batches * micro_batch_size.
         rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows; one after the other from
             row 0 on if None.
-        group: which group of examples the batch is drawn from, where groups take turns.
     """
 
     step: int
@@ -46,7 +45,6 @@ class StepPlan(NamedTuple):
     example_keys: np.ndarray
     num_micro_batches: int
     rows: np.ndarray | None = None
-    group: int | None = None
 
 
 class MicroBatchRequest(NamedTuple):
@@ -162,8 +160,27 @@ class Loader(Prefetched):
             DataError: a plan that does not fit.
         """
         pulled: deque[StepPlan] = deque()
-        requests = _Requests(plans, pulled, self._micro_batch_size)
-        results = iter(data_loader(self._dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory))
+        size = self._micro_batch_size
+
+        def requests() -> Iterator[MicroBatchRequest]:
+            for plan in plans:
+                ids, keys = plan.example_ids, plan.example_keys
+                if len(ids) != len(keys):
+                    raise DataError(f"step {plan.step}: {len(ids)} ids but {len(keys)} keys")
+                if plan.num_micro_batches < 1 or len(ids) > plan.num_micro_batches * size:
+                    raise DataError(
+                        f"step {plan.step}: {len(ids)} examples do not fit {plan.num_micro_batches} micro-batches of {size}"
+                    )
+                pulled.append(plan)
+                rows = np.arange(len(ids)) if plan.rows is None else plan.rows
+                order = np.argsort(rows // size, kind="stable")  # micro-batch by micro-batch, and in each as given
+                rows, ids, keys = rows[order], ids[order], keys[order]
+                bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
+                for some in map(slice, bounds[:-1], bounds[1:]):
+                    yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
+
+        ahead = requests(), self._num_workers, self.prefetch_factor, self._pin_memory
+        results = iter(data_loader(self._dataset, *ahead))
 
         def batches(first: Batch, count: int) -> Iterator[Batch]:
             yield first
@@ -232,20 +249,6 @@ class Kept:
         return made
 
 
-def make_batch(
-    reader: TarReader, make_example: MakeExample, request: MicroBatchRequest, micro_batch_size: int
-) -> Batch:
-    """Reads, decodes and stacks one micro-batch; missing and undecodable rows are padding.
-
-    Raises:
-        ReadError: promised bytes cannot be read.
-        ValueError: the example maker returned arrays of differing names or shapes (a programming error).
-    """
-    raws = reader.read_all(request.example_ids)
-    examples = zip(raws, request.example_keys, strict=True)
-    return stack_examples(examples, make_example, micro_batch_size, request.rows.tolist())
-
-
 def stack_examples(
     examples: Iterable[tuple[Any, int]],
     make_example: MakeExample | Kept,
@@ -273,7 +276,10 @@ def stack_examples(
             num_undecodable += 1
     for row in is_padding_B.nonzero().flatten().tolist():
         _fill(stacked, row, padding)
-    inputs = {batched_name(name): torch.from_numpy(array) for name, array in stacked.items()}
+    inputs: dict[str, torch.Tensor] = {}
+    for name, array in stacked.items():  # images_CHW -> images_BCHW, label -> label_B
+        stem, _, suffix = name.rpartition("_")
+        inputs[f"{stem}_B{suffix}" if stem and suffix.isupper() else f"{name}_B"] = torch.from_numpy(array)
     return Batch(inputs, is_padding_B, num_undecodable)
 
 
@@ -283,12 +289,6 @@ def _fill(stacked: dict[str, np.ndarray], row: int, arrays: dict[str, np.ndarray
         raise ValueError("make_example and its padding() return different names, shapes or types")
     for name, array in arrays.items():
         stacked[name][row] = array
-
-
-def batched_name(name: str) -> str:
-    """Adds the batch axis to a name's shape suffix: images_CHW -> images_BCHW, label -> label_B."""
-    stem, _, suffix = name.rpartition("_")
-    return f"{stem}_B{suffix}" if stem and suffix.isupper() else f"{name}_B"
 
 
 def eval_batches(
@@ -324,31 +324,5 @@ def eval_batches(
     reader = TarReader(table)
     for batch in range(math.ceil(rows * width / (micro_batch_size * world_size))):
         part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
-        request = MicroBatchRequest(part, np.zeros(len(part), dtype=np.uint64), np.arange(len(part)))
-        yield make_batch(reader, make_example, request, micro_batch_size)
+        yield stack_examples(((raw, 0) for raw in reader.read_all(part)), make_example, micro_batch_size)
     reader.close()
-
-
-class _Requests(Sampler):
-    """The micro-batch requests of all plans; notes each plan as it is pulled."""
-
-    def __init__(self, plans: Iterator[StepPlan], pulled: deque[StepPlan], micro_batch_size: int):
-        self._plans, self._pulled, self._micro_batch_size = plans, pulled, micro_batch_size
-
-    def __iter__(self) -> Iterator[MicroBatchRequest]:
-        size = self._micro_batch_size
-        for plan in self._plans:
-            ids, keys = plan.example_ids, plan.example_keys
-            if len(ids) != len(keys):
-                raise DataError(f"step {plan.step}: {len(ids)} ids but {len(keys)} keys")
-            if plan.num_micro_batches < 1 or len(ids) > plan.num_micro_batches * size:
-                raise DataError(
-                    f"step {plan.step}: {len(ids)} examples do not fit {plan.num_micro_batches} micro-batches of {size}"
-                )
-            self._pulled.append(plan)
-            rows = np.arange(len(ids)) if plan.rows is None else plan.rows
-            order = np.argsort(rows // size, kind="stable")  # micro-batch by micro-batch, and in each as given
-            rows, ids, keys = rows[order], ids[order], keys[order]
-            bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
-            for some in map(slice, bounds[:-1], bounds[1:]):
-                yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)

@@ -19,10 +19,7 @@ class ShardEntry:
         keys_sha256: SHA-256 of the list of its keys, in hex.
         repeated_keys: examples whose key came before in the same shard (copies count as a group in privacy).
         skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
-        other_bytes: those of members between examples that belong to none.
-        padding_bytes: the end marker and the padding; with `other_bytes` and the extents of the examples the whole size.
-        unused_pictures: those beyond the first of an example.
-        several_pictures: examples that have such.
+        several_pictures: examples with more than one, of which the first is used.
         no_picture, no_text: examples that lack a picture, or that have one without caption or label; by the names of members.
         version: its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
             object; empty when there is nothing.
@@ -35,9 +32,6 @@ class ShardEntry:
     keys_sha256: str
     repeated_keys: int
     skipped: int
-    other_bytes: int
-    padding_bytes: int
-    unused_pictures: int
     several_pictures: int
     no_picture: int
     no_text: int

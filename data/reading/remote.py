@@ -7,7 +7,6 @@ kind never become a zero gradient.
 
 import errno
 import functools
-import inspect
 import os
 import random
 import time
@@ -32,19 +31,16 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LONGEST_PAUSE_SECONDS = 30.0
 _MAX_BYTES_AHEAD = 64 << 20
 _VERSIONS = {
-    **dict.fromkeys(("ETag", "etag"), "etag"),
-    **dict.fromkeys(("Last-Modified", "LastModified", "last_modified", "mtime"), "modified"),
+    "ETag": "etag",
+    "etag": "etag",
+    "Last-Modified": "modified",
+    "LastModified": "modified",
+    "mtime": "modified",
 }
 """Names that drivers give to what changes with an object."""
-_GONE = "it is gone"
-_FINAL = {
-    401: "access is refused",
-    403: "access is refused",
-    404: _GONE,
-    410: _GONE,
-    412: "it changed since it was indexed (ETag)",
-    416: "it is shorter than its index says",
-}
+_GONE, _REFUSED = "it is gone", "access is refused"
+_FINAL = {401: _REFUSED, 403: _REFUSED, 404: _GONE, 410: _GONE}
+_FINAL |= {412: "it changed since it was indexed (ETag)", 416: "it is shorter than its index says"}
 
 
 class RemoteStorage:
@@ -65,13 +61,7 @@ class RemoteStorage:
         self._owner = os.getpid()
 
     def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
-        def status_or_error(name: str) -> ShardStatus | DataError:
-            try:
-                return self._status(name)
-            except DataError as error:
-                return error
-
-        return self._ahead(names, status_or_error, lambda _name: 0)
+        return self._ahead(names, self._status, lambda _name: 0)
 
     def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
         url = f"{self.root}/{name}"
@@ -132,18 +122,18 @@ class RemoteStorage:
             for future, _ in pending:
                 future.cancel()
 
-    def _status(self, name: str) -> ShardStatus:
+    def _status(self, name: str) -> ShardStatus | DataError:
         url = f"{self.root}/{name}"
         try:
             info = self._retry(url, lambda: self._filesystem.info(url, **self._timeout()))
         except ReadError as error:
             if _final_reason(error.__cause__) == _GONE:
-                raise DataError(f"missing or empty shards: {error}") from error
+                return DataError(f"missing or empty shards: {error}")
             raise
         if info.get("partial") is False:
-            raise DataError(f"{url}: its server does not serve ranges; use one that does")
+            return DataError(f"{url}: its server does not serve ranges; use one that does")
         if not info.get("size"):
-            raise DataError(f"missing or empty shards: {url} is empty, or its server does not say how long it is")
+            return DataError(f"missing or empty shards: {url} is empty, or its server does not say how long it is")
         version = next((f"{_VERSIONS[key]}:{info[key]}" for key in _VERSIONS if info.get(key)), "")
         return ShardStatus(int(info["size"]), version)
 
@@ -172,8 +162,7 @@ class RemoteStorage:
             except _FinalError:
                 raise
             except Exception as error:  # drivers raise exceptions of their own libraries
-                reason = _final_reason(error)
-                if reason is not None:
+                if reason := _final_reason(error):
                     raise ReadError(f"cannot read {url}: {reason}") from error
                 if number == self._options.tries:
                     link = error.__cause__ if isinstance(error.__cause__, Exception) else error
@@ -206,7 +195,7 @@ def _final_reason(error: BaseException | None) -> str | None:
             return _FINAL.get(status)
     if isinstance(error, FileNotFoundError):
         return _GONE if error.__cause__ is None else None
-    return "access is refused" if isinstance(error, PermissionError) else None
+    return _REFUSED if isinstance(error, PermissionError) else None
 
 
 @functools.cache
@@ -246,13 +235,6 @@ def _filesystem(root: str, options: RemoteOptions) -> Any:
         }
         settings["use_listings_cache"] = False
     try:
-        driver = fsspec.get_filesystem_class(scheme)
-    except (ImportError, ValueError) as error:
-        raise DataError(f"{root}: there is no driver for {scheme}:// ({error})") from error
-    parameters = list(inspect.signature(driver.__init__).parameters.values())[1:]
-    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if required:
-        raise DataError(
-            f"{root}: {scheme}:// needs more than a URL says ({', '.join(required)}); use https:// or s3://"
-        )
-    return driver(**settings)
+        return fsspec.get_filesystem_class(scheme)(**settings)
+    except (ImportError, ValueError, TypeError) as error:  # a TypeError: it needs more than a URL says
+        raise DataError(f"{root}: there is no driver for {scheme}:// ({error}); use https:// or s3://") from error

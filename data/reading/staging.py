@@ -110,22 +110,12 @@ class StagedStorage:
         for shard in {request.shard.sha256: request.shard for request in requests}.values():
             self._wait_for(shard)
         staged = [r._replace(shard=replace(r.shard, name=_staged_name(r.shard))) for r in requests]
-        done = 0
         try:
-            for data in self._local.read_all(staged):
-                done += 1
-                yield data
+            yield from self._local.read_all(staged)
         except ReadError as error:
-            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
-                raise  # The disk does not answer; nobody knows that the copy is bad.
-            # A copy that rotted is made once more; what fails again is an error of the step.
-            shard = requests[done].shard
-            self._local.close()
-            with suppress(OSError):
-                (self._folder / _staged_name(shard)).unlink()
-            self._known.discard(shard.sha256)
-            self._wait_for(shard)
-            yield from self._local.read_all(staged[done:])
+            raise ReadError(
+                f"{error}; if it is a copy of data.staging that rotted, delete it and start again"
+            ) from error
 
     def close(self) -> None:
         self._local.close()
@@ -157,32 +147,32 @@ class StagedStorage:
 
         Where it stopped at the shard that is needed, the place of the shards would see which one that is.
         """
+
+        def copy(shard: ShardEntry) -> None:
+            path = self._folder / _staged_name(shard)
+            part = path.with_suffix(".part")
+            try:
+                self._source.fetch(shard.name, ShardStatus(shard.size, shard.version), part)
+                part.chmod(0o600)
+                if hash_file(part) != shard.sha256:
+                    raise ReadError(
+                        f"{self.root}/{shard.name} is not what was indexed; verify the shards, then restore it or index again"
+                    )
+                fsync_path(part)
+                part.replace(path)
+                fsync_path(self._folder)
+            except ReadError:
+                part.unlink(missing_ok=True)
+                raise
+            except OSError as error:
+                raise ReadError(f"data.staging: cannot write {path}: {error.strerror or error}") from error
+
         _throw_away(self._folder)
         # A shard of another node, which a batch far beyond its cap may ask for, comes alone.
         shards = self._shards if shard in self._shards else [shard]
         missing = {_staged_name(shard): shard for shard in shards if not (self._folder / _staged_name(shard)).exists()}
         with ThreadPoolExecutor(self._connections, "staging") as threads:
-            for _ in threads.map(self._copy, missing.values()):  # shards of equal bytes are one
-                pass
-
-    def _copy(self, shard: ShardEntry) -> None:
-        path = self._folder / _staged_name(shard)
-        part = path.with_suffix(".part")
-        try:
-            self._source.fetch(shard.name, ShardStatus(shard.size, shard.version), part)
-            part.chmod(0o600)
-            if hash_file(part) != shard.sha256:
-                raise ReadError(
-                    f"{self.root}/{shard.name} is not what was indexed; verify the shards, then restore it or index again"
-                )
-            fsync_path(part)
-            part.replace(path)
-            fsync_path(self._folder)
-        except ReadError:
-            part.unlink(missing_ok=True)
-            raise
-        except OSError as error:
-            raise ReadError(f"data.staging: cannot write {path}: {error.strerror or error}") from error
+            list(threads.map(copy, missing.values()))  # shards of equal bytes are one
 
 
 def is_at_work(folder: Path) -> bool:

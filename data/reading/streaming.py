@@ -11,7 +11,7 @@ import itertools
 import os
 import random
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -25,63 +25,59 @@ from data.reading.loader import Failure, Prefetched, StepPlan, stack_examples
 from data.reading.reader import MAX_EXAMPLE_BYTES, RawExample, parse_example
 from data.reading.workers import data_loader, shared
 
-Keyed = tuple[RawExample, int]
-
 
 @dataclass(frozen=True)
 class Stream:
-    """What is streamed, and which part of it is ours.
+    """What is streamed.
 
     Attributes:
         shards: tar files.
         seed: decides all shuffling and the examples' keys; public.
         shuffle_buffer: examples among which the next is drawn; 0 keeps the order of shards and examples.
-        epochs: how often; None means without end.
-        reader: which of the readers this is.
-        num_readers: ranks times workers. Each reads other shards; where there are fewer shards than readers, each reads
-            all of them and takes every num_readers-th example.
     """
 
     shards: Sequence[Path]
     seed: int = 0
     shuffle_buffer: int = 1000
-    epochs: int | None = None
-    reader: int = 0
-    num_readers: int = 1
 
-    def examples(self) -> Iterator[Keyed]:
-        """Examples with their keys for augmentation.
+    def examples(self, reader: int, num_readers: int) -> Iterator[tuple[RawExample, int]]:
+        """Examples with their keys for augmentation, without end.
 
         Raises:
             DataError: a shard is no whole tar archive, keeps members of an example apart, or no shard holds an example.
             ReadError: a shard cannot be read.
         """
-        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
+        for epoch in itertools.count():
             is_empty = True
-            for name, raw in self._epoch(epoch):
+            for name, raw in self.epoch(epoch, reader, num_readers):
                 is_empty = False
                 identity = f"{self.seed} {epoch} {name}".encode("utf-8", "surrogatepass")
                 yield raw, int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big")
-            if is_empty and self.epochs is None and len(self.shards) >= self.num_readers:
+            if is_empty and len(self.shards) >= num_readers:
                 raise DataError(f"the shards {self.shards[0]} ... hold no examples")
 
-    def _epoch(self, epoch: int) -> Iterator[tuple[str, RawExample]]:
+    def epoch(self, epoch: int, reader: int = 0, num_readers: int = 1) -> Iterator[tuple[str, RawExample]]:
+        """Names and examples of one epoch for one of the readers, which are ranks times workers.
+
+        Each reads other shards; where there are fewer shards than readers, each reads all of them and takes every
+        num_readers-th example.
+        """
         shards = [str(path) for path in self.shards]
         if self.shuffle_buffer:
             random.Random(f"{self.seed} {epoch}").shuffle(shards)
-        by_shard = len(shards) >= self.num_readers
-        named = _in_order(shards[self.reader :: self.num_readers] if by_shard else shards)
+        by_shard = len(shards) >= num_readers
+        named = in_order(shards[reader::num_readers] if by_shard else shards)
         if not by_shard:
-            named = itertools.islice(named, self.reader, None, self.num_readers)
+            named = itertools.islice(named, reader, None, num_readers)
         if self.shuffle_buffer:
             import webdataset
 
-            rng = random.Random(f"{self.seed} {epoch} {self.reader}")
+            rng = random.Random(f"{self.seed} {epoch} {reader}")
             named = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(named)
         yield from named
 
 
-def _in_order(shards: Sequence[str]) -> Iterator[tuple[str, RawExample]]:
+def in_order(shards: Sequence[str]) -> Iterator[tuple[str, RawExample]]:
     """Names and examples of shards. Each shard is walked as the index does it before it is read.
 
     Raises:
@@ -105,8 +101,11 @@ def _in_order(shards: Sequence[str]) -> Iterator[tuple[str, RawExample]]:
             raise ReadError(f"cannot read a shard: {error.strerror}: {path}") from error
 
 
-class StreamingLoader(Prefetched):
-    """Micro-batches of a stream, step by step: the counterpart of `loader.Loader` for public data."""
+class StreamingLoader(Prefetched, IterableDataset):
+    """Micro-batches of a stream, step by step: the counterpart of `loader.Loader` for public data.
+
+    In a worker it yields the micro-batches whose number leaves the worker's remainder.
+    """
 
     def __init__(
         self,
@@ -125,33 +124,16 @@ class StreamingLoader(Prefetched):
         """Prepares the stream; workers start with `steps`.
 
         Args:
-            stream: shards and seed; which reader is set here.
-            make_example: picklable; see `data.examples`.
             micro_batch_size: rows of every micro-batch; the last ones of a step may be padded.
-            batch_size: exact size of the logical batch over all ranks.
-            num_workers: worker processes of this rank.
-            rank: this process's.
-            world_size: number of ranks; each has equally many micro-batches.
+            batch_size: exact size of the logical batch over all ranks, which have equally many micro-batches.
             start_step: number of steps that an earlier run has consumed.
-            prefetch_micro_batches: as for Loader.
-            pin_memory: page-locked tensors.
-
-        Raises:
-            DataError: a number out of range, no shards, or a stream that ends.
+            num_workers, prefetch_micro_batches, pin_memory: as for Loader.
         """
-        if not stream.shards:
-            raise DataError("there are no shards to stream")
-        if batch_size < 1 or micro_batch_size < 1:
-            raise DataError("the batch size and the micro-batch size must be at least 1")
-        if stream.epochs is not None:
-            raise DataError("steps of a fixed batch size need a stream without end (epochs = None)")
         mine = batch_size // world_size + (rank < batch_size % world_size)
-        most = -(-batch_size // world_size)
-        starts = range(0, -(-most // micro_batch_size) * micro_batch_size, micro_batch_size)
+        starts = range(0, -(-batch_size // world_size), micro_batch_size)
         self._sizes = [max(0, min(micro_batch_size, mine - start)) for start in starts]
-        whole = replace(stream, reader=rank * max(num_workers, 1), num_readers=world_size * max(num_workers, 1))
-        first = start_step * len(self._sizes)
-        self._dataset = _MicroBatchStream(whole, make_example, micro_batch_size, self._sizes, first)
+        self._stream, self._make_example, self._micro_batch_size = stream, make_example, micro_batch_size
+        self._first, self._rank, self._world_size = start_step * len(self._sizes), rank, world_size
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.prefetch_factor = -(-prefetch_micro_batches // num_workers) if num_workers else None
 
@@ -162,7 +144,7 @@ class StreamingLoader(Prefetched):
             DataError: a damaged shard, or none that holds an example.
             ReadError: a shard cannot be read, or a worker died.
         """
-        results = iter(data_loader(self._dataset, None, self._num_workers, self.prefetch_factor, self._pin_memory))
+        results = iter(data_loader(self, None, self._num_workers, self.prefetch_factor, self._pin_memory))
         batches = iter(lambda: self.next_batch(results), None)
         for plan in plans:
             self.data_wait = 0.0
@@ -172,25 +154,12 @@ class StreamingLoader(Prefetched):
             for _ in mine:
                 pass
 
-
-class _MicroBatchStream(IterableDataset):
-    """The micro-batches of one worker: those whose number leaves its remainder.
-
-    `sizes` says how many examples each micro-batch of a step has, and `first` which one comes first over all steps.
-    """
-
-    def __init__(
-        self, stream: Stream, make_example: MakeExample, micro_batch_size: int, sizes: Sequence[int], first: int
-    ):
-        self._stream, self._make_example, self._first = stream, make_example, first
-        self._micro_batch_size, self._sizes = micro_batch_size, sizes
-
     def __iter__(self) -> Iterator[Batch | Failure]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         # DataLoader asks worker 0 first, and the number of the first micro-batch says whose turn that is.
         turn = (self._first + worker) % num_workers
-        examples = replace(self._stream, reader=self._stream.reader + turn).examples()
+        examples = self._stream.examples(self._rank * num_workers + turn, self._world_size * num_workers)
         try:
             for ordinal in itertools.count(turn, num_workers):
                 rows = list(itertools.islice(examples, self._sizes[ordinal % len(self._sizes)]))

@@ -5,9 +5,10 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from data.batch import Batch
 from data.errors import ReadError
@@ -54,12 +55,16 @@ def copy_shards(table: ExampleTable) -> None:
 
 
 def data_loader(
-    dataset: Dataset, sampler: Sampler | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
+    dataset: Dataset, requests: Iterator[Any] | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
 ) -> DataLoader:
-    """torch's loader of what is batched already, with workers that end with their trainer."""
+    """torch's loader of what is batched already, with workers that end with their trainer.
+
+    Args:
+        requests: what the dataset is asked for; None for an iterable one.
+    """
     return DataLoader(
         dataset,
-        sampler=sampler,
+        sampler=requests,
         batch_size=None,
         collate_fn=as_is,
         num_workers=num_workers,

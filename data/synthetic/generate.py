@@ -3,6 +3,7 @@
 An example depends on (seed, index) alone, whatever the number of workers, the batch or the order.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from data.synthetic.statement import Statement
 
 GENERATOR_VERSION = 2
 """Changes whenever any example of any seed does."""
+BLOCK = 250
+"""Scenes rendered at once."""
 
 
 class SyntheticExample(NamedTuple):
@@ -42,7 +45,7 @@ class SyntheticData:
         Args:
             seed: 0 <= seed < 2**63.
             image_size: side in pixels, 16 to 4096.
-            content: all, or shapes: one to three plain shapes with plain captions.
+            content: all, shapes (one to three plain shapes with plain captions), or scenes (`scenes.py`).
 
         Raises:
             DataError: a number out of range, or unknown content.
@@ -59,8 +62,23 @@ class SyntheticData:
 
     def example(self, index: int) -> SyntheticExample:
         """One example."""
+        if self.content == "scenes":
+            return next(self.examples([index]))
         (scene, statement), caption = self.composition(index)
         return SyntheticExample(draw(scene, self.image_size), caption, scene, statement)
+
+    def examples(self, indices: Sequence[int]) -> Iterator[SyntheticExample]:
+        """Examples in order. Scenes are rendered in blocks; they have no `scene` and `statement` of shapes."""
+        if self.content != "scenes":
+            yield from map(self.example, indices)
+            return
+        from data.synthetic.scenes import Scenes, caption  # here, since it imports torch
+
+        scenes = Scenes(self.seed, self.image_size)
+        for start in range(0, len(indices), BLOCK):
+            images_BCHW, tokens_BL = scenes.pairs(np.array(indices[start : start + BLOCK]))
+            for image_HWC, tokens_L in zip(images_BCHW.permute(0, 2, 3, 1).numpy(), tokens_BL.tolist(), strict=True):
+                yield SyntheticExample(image_HWC, caption(tokens_L), Scene(()), Statement())
 
     def composition(self, index: int) -> tuple[Composition, str]:
         """Scene, statement and caption without the picture."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-CONTENTS = ("all", "shapes")
+CONTENTS = ("all", "shapes", "scenes")
 FILLS = ("solid", "hollow", "striped", "dotted", "checkered")
 
 

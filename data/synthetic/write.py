@@ -28,6 +28,10 @@ _STATEMENT = (
     "Pictures and captions were computed from a seed by programs of this project. No photograph, no person and no other "
     "data set was used, so training on them costs no privacy."
 )
+_OF_SCENES = (
+    "Pictures and captions were computed from a seed by programs of this project, from photographs of clothes (Fashion-MNIST) "
+    "and printed letters that are public."
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def write_synthetic(
         "generator_version": GENERATOR_VERSION,
         **asdict(settings),
         "libraries": f"numpy {np.__version__}, Pillow {PIL.__version__}",
-        "statement": _STATEMENT,
+        "statement": _OF_SCENES if settings.content == "scenes" else _STATEMENT,
     }
     try:
         _claim(output, record)
@@ -115,7 +119,7 @@ def write_one(output: Path, settings: Settings, shard: int) -> int:
     data, kind, indices = settings.data(), settings.image_format, settings.indices(shard)
     examples = (
         (f"{index:012d}", {kind: encode(example, kind), "txt": example.caption.encode()})
-        for index, example in zip(indices, map(data.example, indices), strict=True)
+        for index, example in zip(indices, data.examples(indices), strict=True)
     )
     return write_shard(output / settings.shard_name(shard), examples)
 

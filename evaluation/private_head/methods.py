@@ -1,5 +1,8 @@
 """DP-LS, DP-Newton and DP-FC: weights of a linear head, argmax_l w_l . x, from a few noised statistics.
 
+Full-batch methods of Mehta, Krichene, Thakurta, Kurakin and Cutkosky 2022 (arXiv 2211.13403): a handful of statistics, each
+noised once, all of them together one Gaussian mechanism.
+
 Shapes: N examples, B of them in a block, D features, L classes, K of them in a chunk, W weights (L, D). Each method first says
 which statistics it will ask for, with their sensitivities for one example there or zeroed out, so that the ledger has them before
 any is computed; `fit` gives (L, D) weights and refuses steps that diverge, which is seen on released weights. Noise is
@@ -8,19 +11,26 @@ cancels in the argmax: no privacy at all).
 
 Nothing is held for all examples, and no array of shape (L, D, D): classes whose matrices take CHUNK_BYTES together are gone
 through at once, which means one pass over the examples for each such chunk.
+
+Statistics with L2 sensitivities s_k, noised with standard deviations n_k, are together one Gaussian mechanism with
+mu = sqrt(sum_k (s_k / n_k)^2) (Dong, Roth and Su 2019, arXiv 1905.02383, corollary 3.3), whose epsilon(delta) is exact:
+nothing is lost to composition. Neighbours differ by one example whose feature is there or zeroed out.
 """
 
-from collections.abc import Mapping
-from typing import Annotated
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
 
 import numpy as np
+import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from scipy.special import expit
+from scipy.special import expit, softmax
 
-from evaluation.private_head.budget import Budget, Piece, Statistic
 from evaluation.private_head.rows import Rows
 from privacy.errors import PrivacyConfigError
+from privacy.noise import NoiseSource, add_noise
+from privacy.releases import Release
 
 CHUNK_BYTES = 1 << 27
 """Second moments or Hessians of several classes that are held at once, in fp64. Speed and memory only."""
@@ -31,6 +41,86 @@ Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
 Steps = Annotated[int, Field(ge=1, le=1000)]
 
 method_options = dataclass(frozen=True, config=ConfigDict(strict=True))
+
+
+class Statistic(NamedTuple):
+    """A statistic that a method asks for: its L2 sensitivity, and its share of the budget relative to the others."""
+
+    name: str
+    sensitivity: float
+    share: float = 1.0
+
+
+class Piece(NamedTuple):
+    """A statistic that does not fit into memory is released in `of` pieces, which share no entry; this is one of them.
+
+    Noise is independent for every entry, so pieces that are noised one after the other are the same Gaussian mechanism.
+    """
+
+    number: int = 0
+    of: int = 1
+
+
+class Budget:
+    """Hands out each planned statistic once, with its noise.
+
+    Args:
+        statistics: all that will be asked for.
+        mu: what they cost together, 1 / noise_multiplier of the plan; infinite for no noise (comparisons that claim nothing).
+        noise: where normals come from; None where, and only where, mu is infinite.
+    """
+
+    def __init__(self, statistics: Sequence[Statistic], mu: float, noise: NoiseSource | None) -> None:
+        if not mu > 0 or math.isinf(mu) != (noise is None):
+            raise ValueError(f"mu must be positive, and infinite where there is no noise, not {mu}")
+        shares = math.sqrt(sum(s.share**2 for s in statistics))
+        self.releases = [
+            Release(name=s.name, std=s.sensitivity / (mu * s.share / shares), sensitivity=s.sensitivity)
+            for s in statistics
+        ]
+        """What the ledger notes before any of them is drawn."""
+        self._stds = {release["name"]: release["std"] for release in self.releases}
+        if len(self._stds) != len(statistics):
+            raise ValueError("two statistics have one name")
+        self._left: dict[str, set[Piece]] = {}
+        self._noise = noise
+
+    def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008  (immutable)
+        """The statistic with independent noise on every entry. A second request is an error: its noise is not paid for.
+
+        Args:
+            values: the whole statistic, or the entries of this piece of it.
+        """
+        std = self._take(name, piece)
+        noised = torch.from_numpy(np.array(values, dtype=np.float64))
+        if self._noise is not None:
+            add_noise(noised.view(-1), std, self._noise)
+        return noised.numpy()
+
+    def release_symmetric(self, name: str, matrices_KDD: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
+        """Symmetric matrices with symmetric noise, their negative eigenvalues removed (both free: post-processing).
+
+        The noise of a full matrix, symmetrised, has variance std^2 on the diagonal and std^2 / 2 off it, which is exactly the
+        Gaussian noise of the Frobenius norm on symmetric matrices.
+        """
+        noised = self.release(name, matrices_KDD, piece)
+        for matrix_DD in noised.reshape(-1, *noised.shape[-2:]):  # one by one, which bounds the memory
+            values, vectors = np.linalg.eigh((matrix_DD + matrix_DD.T) / 2)
+            matrix_DD[...] = (vectors * np.maximum(values, 0)) @ vectors.T
+        return noised
+
+    def require_spent(self) -> None:
+        """Everything that the ledger lists was asked for; a method that forgets one has planned wrongly."""
+        left = [name for name in self._stds if self._left.get(name, {Piece()})]
+        if left:
+            raise RuntimeError(f"planned but never released: {', '.join(left)}")
+
+    def _take(self, name: str, piece: Piece) -> float:
+        pieces = self._left.setdefault(name, {Piece(number, piece.of) for number in range(piece.of)})
+        if name not in self._stds or piece not in pieces:
+            raise RuntimeError(f"statistic {name} was released before, or never planned")
+        pieces.remove(piece)
+        return self._stds[name]
 
 
 def accuracy(weights_LD: np.ndarray, features_ND: np.ndarray, labels_N: np.ndarray) -> float:
@@ -199,27 +289,17 @@ class FeatureCovariance:
         for step in range(self.num_steps):
 
             def gradient(x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD) -> np.ndarray:
-                return _clipped(_softmax_residuals(x_BD @ weights_LD.T, labels_B), x_BD, self.max_grad_norm)
+                residual_BL = softmax(x_BD @ weights_LD.T, axis=1)
+                residual_BL[np.arange(len(labels_B)), labels_B] -= 1
+                # An example's gradient is residual (x) x, so its norm is the product of two lengths.
+                norm_B = np.linalg.norm(residual_BL, axis=1) * np.linalg.norm(x_BD, axis=1)
+                factor_B = self.max_grad_norm / np.maximum(norm_B, self.max_grad_norm)
+                return np.asarray((residual_BL * factor_B[:, None]).T @ x_BD)
 
             gradient_LD = rows.sum(gradient, self.max_norm, f"gradient, step {step + 1} of {self.num_steps}")
             gradient_LD = budget.release(f"gradient[{step}]", gradient_LD)
             weights_LD = _finite(weights_LD - self.lr * _solve(moment_DD, ridge, gradient_LD))
         return weights_LD
-
-
-def _softmax_residuals(scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
-    """softmax(scores) - y, (B, L)."""
-    p_BL = np.exp(scores_BL - scores_BL.max(axis=1, keepdims=True))
-    p_BL /= p_BL.sum(axis=1, keepdims=True)
-    p_BL[np.arange(len(labels_B)), labels_B] -= 1
-    return np.asarray(p_BL)
-
-
-def _clipped(residual_BL: np.ndarray, x_BD: np.ndarray, bound: float) -> np.ndarray:
-    """sum_b clip(g_b), (L, D), where g_b = residual_b (x) x_b has the product of two lengths as its norm."""
-    length_B = np.linalg.norm(residual_BL, axis=1) * np.linalg.norm(x_BD, axis=1)
-    factor_B = bound / np.maximum(length_B, bound)
-    return np.asarray((residual_BL * factor_B[:, None]).T @ x_BD)
 
 
 HeadMethod = LeastSquares | Newton | FeatureCovariance

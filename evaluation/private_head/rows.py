@@ -42,21 +42,10 @@ class Rows:
     Attributes:
         features_ND: any floating dtype; rows are clipped in fp64, a block at a time.
         labels_N: whole numbers from 0.
-
-    Raises:
-        PrivacyConfigError: the shapes do not fit together, or labels are no integers.
     """
 
     features_ND: np.ndarray
     labels_N: np.ndarray
-
-    def __post_init__(self) -> None:
-        if len(self.features_ND.shape) != 2 or self.labels_N.shape != (self.features_ND.shape[0],):
-            raise PrivacyConfigError(
-                f"features must be (N, D) and labels (N,), not {self.features_ND.shape} and {self.labels_N.shape}"
-            )
-        if not np.issubdtype(self.labels_N.dtype, np.integer):
-            raise PrivacyConfigError(f"labels must be integers, not {self.labels_N.dtype}")
 
     @property
     def num_examples(self) -> int:

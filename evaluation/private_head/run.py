@@ -19,8 +19,7 @@ from safetensors.numpy import save_file
 from evaluation.features import Features, device_of, load_inputs
 from evaluation.linear_probe import cross_validated_regression
 from evaluation.options import PrivateHeadOptions
-from evaluation.private_head.budget import Budget
-from evaluation.private_head.methods import METHODS, HeadMethod, accuracy
+from evaluation.private_head.methods import METHODS, Budget, HeadMethod, accuracy
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
 from evaluation.results import PrivateRelease, Results
 from privacy import verify
@@ -45,7 +44,7 @@ from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from trainer.errors import ConfigError
-from trainer.weights.parent_ledgers import ledgers_of
+from trainer.weights.start import ledgers_of
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 
@@ -70,18 +69,11 @@ def head_plan(num_examples: int, epsilon: float, delta: float | None) -> Privacy
             f"a private head cannot take {num_examples:,} examples: rounding may move its sums further than the "
             f"accounting charges for; train it on at most 4,194,304"
         )
-    return make_plan(
-        PlanRequest(
-            num_examples=num_examples,
-            expected_batch_size=num_examples,
-            num_steps=1,
-            target_epsilon=epsilon,
-            target_delta=delta,
-            sensitivity_slack=ROUNDING_SLACK,
-            reserved_attempts=0,
-            cap=None,
-        )
-    )
+    request = PlanRequest(
+        num_examples=num_examples, expected_batch_size=num_examples, num_steps=1, target_epsilon=epsilon,
+        target_delta=delta, sensitivity_slack=ROUNDING_SLACK, reserved_attempts=0, cap=None,
+    )  # fmt: skip
+    return make_plan(request)
 
 
 def train_head(
@@ -173,9 +165,8 @@ def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
     if method not in METHODS:
         raise PrivacyConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     known = list(inspect.signature(METHODS[method]).parameters)
-    for name in options:
-        if name not in known:
-            raise PrivacyConfigError(f"{method} has no option {name!r}; choose among {', '.join(known)}")
+    if unknown := options.keys() - set(known):
+        raise PrivacyConfigError(f"{method} has no option {min(unknown)!r}; choose among {', '.join(known)}")
     try:
         return METHODS[method](**options)
     except ValidationError as error:
@@ -214,7 +205,9 @@ def spent_in(folder: Path) -> Together:
         recorded = list(read_lines(members)) if members.is_file() else []
         heads.append(state := read_ledger(path))
         if (lost := not_in_ledger(recorded, state)) is not None:
-            raise PrivacyStateRefused(f"{path} and {members} contradict each other: {lost}; restore both")
+            raise PrivacyStateRefused(
+                f"{path} and {members} contradict each other: {lost}; restore both from one backup"
+            )
         states |= {one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))}
     groups = [group for state in states.values() for group in state.charged_groups()]
     if not groups:
@@ -226,7 +219,7 @@ def spent_in(folder: Path) -> Together:
 
 
 def private_head(options: PrivateHeadOptions) -> Results | None:
-    """The command; see its options."""
+    """Trains a private classifier head on frozen features."""
     output, method = options.output_folder, options.method
     chosen = {name: toml_value(value) for name, _, value in (text.partition("=") for text in options.option)}
     folder = options.heads or (None if output is None else output / "private_heads")
@@ -241,6 +234,11 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     if not num_classes:
         raise ConfigError(
             "--num_classes is required: inferring it from the training labels would leak private information"
+        )
+    if num_classes < len(train.class_names):  # names are public; what labels are among them is not
+        missing = f"label {num_classes} ({train.class_names[num_classes]})"
+        raise ConfigError(
+            f"--num_classes {num_classes} leaves out {missing}: the data name {len(train.class_names)} classes"
         )
     # The guarantee holds given what made the features; that has a guarantee of its own, or none.
     behind: Sequence[LedgerBehind] = ()
@@ -268,7 +266,7 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
         details["all_heads_together"] = together._asdict()
         notes.append(
             f"the {together.num_releases} releases in {folder}, earlier ones included, cost epsilon "
-            f"{rounded_up(together.epsilon, 4)} at delta {together.delta:.3g} together where they are of the same examples; "
+            f"{rounded_up(together.epsilon)} at delta {together.delta:.3g} together where they are of the same examples; "
             "choosing a head by its accuracy costs the test data's privacy"
         )
     if options.compare:

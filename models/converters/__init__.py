@@ -37,8 +37,7 @@ def read_foreign(
             from models.converters.huggingface import from_huggingface
 
             return from_huggingface(path)
-        _, config, parameters = read_folder(path)
-        return config, parameters
+        return read_folder(path)
     if size is None:
         raise WeightsError(f"{path}: give --size, which states what no tensor tells, as {kind}_base (docs/models.md)")
     from models.converters.official import from_dpcap, from_vip

@@ -56,7 +56,7 @@ def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tens
     if not encoder.qkv_bias or encoder.norm_eps != decoder.norm_eps:
         raise WeightsError(
             "transformers' ViTMAEForPreTraining has one layer_norm_eps and one qkv_bias for encoder and decoder; this masked "
-            "autoencoder's differ: export its encoder alone (--parts encoder), or --format safetensors"
+            "autoencoder's differ: --format safetensors writes all of it, --format timm its encoder"
         )
     config = {
         **_vit_config(encoder, "vit_mae", "ViTMAEForPreTraining"),
@@ -127,10 +127,8 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
         raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {error}") from error
     if not isinstance(stated, dict):
         raise WeightsError(f"{folder / CONFIG} is no JSON object")
-    single = folder / WEIGHTS
-    weights = read_weights(single if single.is_file() else folder / "pytorch_model.bin")
     state: dict[str, Tensor] = {}
-    for name, value in weights.items():
+    for name, value in read_weights(folder).items():
         for pattern, replacement in _IN_MEMORY:
             name = re.sub(pattern, replacement, name)
         state[name] = value

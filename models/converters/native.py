@@ -121,8 +121,10 @@ def save_model(
     facts: Mapping[str, Any],
     about: Mapping[str, Any],
     further: Mapping[str, Any] | None = None,
+    *,
+    as_dcp: bool = False,
 ) -> None:
-    """Writes config.json and model.safetensors.
+    """Writes config.json, and model.safetensors or the files of torch.distributed.checkpoint.
 
     Args:
         facts: `model_facts`.
@@ -131,11 +133,16 @@ def save_model(
     """
     content = {"format": FORMAT, "model": dict(facts), "about": dict(about), **(further or {})}
     (folder / CONFIG).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    write_weights(folder / WEIGHTS, dict(model.named_parameters()))
+    if as_dcp:
+        from models.converters.dcp import write_dcp
+
+        write_dcp(folder, dict(model.named_parameters()))
+    else:
+        write_weights(folder / WEIGHTS, dict(model.named_parameters()))
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], AnyConfig, dict[str, Tensor]]:
-    """(config.json, configuration, parameters) of such a folder.
+def read_folder(folder: Path) -> tuple[AnyConfig, dict[str, Tensor]]:
+    """Configuration and parameters of such a folder.
 
     Raises:
         WeightsError: not one, damaged, or of another structure.
@@ -146,14 +153,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], AnyConfig, dict[str, Tens
         raise WeightsError(f"{folder} is no exported model: {CONFIG}: {error}") from error
     facts = content.get("model") if isinstance(content, dict) else None
     if not isinstance(facts, dict) or content.get("format") != FORMAT:
-        raise WeightsError(f"{folder / CONFIG} is not that of a model exported with --format safetensors")
+        raise WeightsError(f"{folder / CONFIG} is not that of a model exported with --format safetensors or dcp")
     config = config_from_facts(facts, str(folder))
-    return content, config, rename(read_weights(folder / WEIGHTS), parameter_shapes(config), {}, str(folder))
+    return config, rename(read_weights(folder), parameter_shapes(config), {}, str(folder))
 
 
 def load_model(folder: Path) -> nn.Module:
     """The model, in evaluation mode; see `read_folder`."""
-    _, config, parameters = read_folder(folder)
+    config, parameters = read_folder(folder)
     model = _KINDS[kind_of(config)][1](config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -99,7 +99,7 @@ def epsilon(groups: Groups, delta: float) -> float:
     if groups and all(group.sample_rate == 1 and group.cap is None for group in groups):
         return epsilon_gaussian(groups, delta)
     if delta < PLD_SMALLEST_DELTA:
-        return epsilon_rdp_capped(groups, delta)
+        return with_overflow(lambda left: epsilon_rdp(groups, left), overflow_probability(groups), delta)
     return epsilon_pld(groups, delta)
 
 
@@ -224,28 +224,6 @@ def epsilon_group(groups: Groups, delta: float, k: int, interval: float = FINE_I
     return float(accountant.get_epsilon(delta))
 
 
-def epsilon_any_group(groups: Groups, delta: float, k: int) -> float:
-    """Epsilon for k records that need not have the same coins in a step, by group privacy (the cap is left out).
-
-    The binomial of `epsilon_group` holds where all k are drawn in the same releases. Under correlated noise they may be in
-    different groups, whose columns share rows. Zeroing one record after the other, (eps, d)-DP of one gives k records
-    (k eps, d (1 + e^eps + ... + e^((k-1) eps)))-DP (Dwork and Roth 2014, theorem 2.2); by RDP, since d becomes tiny.
-    """
-    # Logarithms of d: the larger d is, the smaller is its epsilon.
-    low, high, best = math.log(delta) - 700.0, math.log(delta), math.inf
-    for _ in range(20):
-        middle = (low + high) / 2
-        one = epsilon_rdp(groups, math.exp(middle))
-        if one == math.inf:
-            break
-        growth = (k - 1) * one + math.log(math.expm1(-k * one) / math.expm1(-one)) if one > 0 else math.log(k)
-        if middle + growth <= math.log(delta):
-            low, best = middle, k * one
-        else:
-            high = middle
-    return best
-
-
 def epsilon_rdp(groups: Groups, delta: float) -> float:
     """Upper bound by Renyi DP, without the cap; sound for any delta, loose (about 10 % at epsilon 8)."""
     groups = _active(groups)
@@ -277,11 +255,6 @@ def overflow_probability(groups: Groups) -> float:
     )
 
 
-def epsilon_rdp_capped(groups: Groups, delta: float) -> float:
-    """RDP epsilon with the cap's overflow charged in delta; inf when the overflow alone exceeds `delta`."""
-    return with_overflow(lambda left: epsilon_rdp(groups, left), overflow_probability(groups), delta)
-
-
 def with_overflow(uncapped: Callable[[float], float], tau: float, delta: float) -> float:
     """Epsilon of the capped run from the epsilon curve of the uncapped one, `uncapped(delta)`.
 
@@ -300,6 +273,56 @@ def with_overflow(uncapped: Callable[[float], float], tau: float, delta: float) 
             return candidate
         value = following
     return value
+
+
+_ORDERS = [1.1, 1.25, 1.5, 1.75, *(2 + step / 4 for step in range(25)), *range(9, 65), 80, 96, 128, 192, 256, 512]
+
+
+def filter_order(first: ReleaseGroup, epsilon_total: float, delta: float) -> float:
+    """The order of an RDP filter at which most runs like the first one fit: a function of what was fixed before any output.
+
+    A run whose parameters were chosen after outputs of another were seen is adaptive: PLD and the usual choice of the best
+    order afterwards no longer hold. An RDP filter of one order, fixed before the first run, does (Feldman and Zrnic 2021, arXiv
+    2008.11193, theorem 4.3): runs may be added as long as the sum of their RDP at that order stays within the budget.
+
+    At one order epsilon is linear in the number of runs, rho per run plus the conversion; of sampled Gaussians rho
+    explodes above some order, so the budget alone (as for plain Gaussians) would choose badly.
+    """
+
+    def capacity(order: float) -> float:
+        one, two = (filtered_epsilon([first.times(k * first.count)], delta, order, epsilon_total) for k in (1, 2))
+        if not 0 < one < two < math.inf:
+            return -math.inf
+        return (epsilon_total - (2 * one - two)) / (two - one)
+
+    best: float = max(_ORDERS, key=capacity)
+    return best
+
+
+def filtered_epsilon(groups: Sequence[ReleaseGroup], delta: float, order: float, ceiling: float) -> float:
+    """Epsilon at `delta` from the RDP of all groups at this one order; inf when the caps' overflow leaves no delta.
+
+    Args:
+        ceiling: the total budget, at which the overflow is charged in delta (`with_overflow`).
+    """
+    left = delta - overflow_probability(groups) * (1 + math.exp(min(ceiling, 700.0)))
+    if left <= 0 or any(group.noise_multiplier == 0 for group in groups):
+        return math.inf
+    accountant = RdpAccountant([order], NeighboringRelation.REPLACE_SPECIAL)
+    for group in groups:
+        accountant.compose(group.without_cap().event())
+    return float(accountant.get_epsilon(left))
+
+
+def total_epsilon(
+    groups: Sequence[ReleaseGroup], delta: float, *, adaptive: bool, order: float, ceiling: float
+) -> float:
+    """Epsilon of all runs together. Once one run is adaptive the filter covers all of them, earlier ones included."""
+    if not groups:
+        return 0.0
+    if adaptive:
+        return filtered_epsilon(groups, delta, order, ceiling)
+    return epsilon(groups, delta)
 
 
 class CrossCheckUnavailable(RuntimeError):

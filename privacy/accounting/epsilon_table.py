@@ -17,8 +17,6 @@ from .accountants import (
 )
 
 _TABLE_POINTS = 64
-# The part of delta set aside for the cap's overflow; it moves epsilon by about 1e-5.
-_OVERFLOW_SHARE = 1e-4
 
 
 class EpsilonTable:
@@ -34,15 +32,13 @@ class EpsilonTable:
         delta: float,
         max_intents: int,
         num_steps: int | None = None,
-        bands: int = 1,
     ) -> None:
         """Args:
         group: one release of the schedule; its count is ignored.
-        bands: number of groups of examples that take turns; the group with most of k intents has ceil(k / bands).
         """
-        self._group, self._delta, self._bands = group.times(1), delta, bands
-        most = self._turns(max_intents)
-        self._fine = sorted({most, most if num_steps is None else self._turns(num_steps)})
+        self._group, self._delta = group.times(1), delta
+        most = max_intents
+        self._fine = sorted({most, most if num_steps is None else num_steps})
         # All counts up to 64; beyond that 64 equal strides and the powers of two, so that the start is fine too.
         even = {math.ceil(most * point / _TABLE_POINTS) for point in range(1, _TABLE_POINTS + 1)}
         powers = {2**power for power in range(most.bit_length()) if 2**power <= most}
@@ -53,28 +49,24 @@ class EpsilonTable:
         """Upper bound on the epsilon of the first `num_charged` intents; exact but slow beyond `max_intents`."""
         if num_charged <= 0:
             return 0.0
-        index = bisect_left(self._counts, self._turns(num_charged))
+        index = bisect_left(self._counts, num_charged)
         if index == len(self._counts):
             return self.exact(num_charged)
         count = self._counts[index]
         if count not in self._values:
             # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every earlier k.
-            fine = [self.exact(later * self._bands) for later in self._fine if later >= count]
+            fine = [self.exact(later) for later in self._fine if later >= count]
             self._values[count] = fine[0] if count in self._fine else min(self._coarse(count), *fine)
         return self._values[count]
 
     def count_for(self, num_charged: int) -> int:
         """The count whose epsilon stands for that of `num_charged` intents: the next one that the table has."""
-        index = bisect_left(self._counts, self._turns(num_charged))
-        return self._counts[index] * self._bands if num_charged > 0 and index < len(self._counts) else num_charged
-
-    def _turns(self, num_charged: int) -> int:
-        """How many of these intents the group of examples with most of them has."""
-        return -(-num_charged // self._bands)
+        index = bisect_left(self._counts, num_charged)
+        return self._counts[index] if num_charged > 0 and index < len(self._counts) else num_charged
 
     def exact(self, num_charged: int) -> float:
         """The fine PLD value for this very count: the number for reports (seconds at a million-example batch)."""
-        return epsilon([self._group.times(self._turns(num_charged))], self._delta)
+        return epsilon([self._group.times(num_charged)], self._delta)
 
     def _coarse(self, count: int) -> float:
         """The same on the coarse discretisation (still an upper bound), which shares the one-step distribution.
@@ -87,9 +79,6 @@ class EpsilonTable:
             return epsilon([group], delta)
         composed = one_step_distribution(self._group.without_cap(), COARSE_INTERVAL).self_compose(count)
         tau = overflow_probability([group])
-        bound = float(composed.get_epsilon_for_delta(delta * (1 - _OVERFLOW_SHARE)))
-        if tau * (1 + math.exp(min(bound, 700.0))) <= _OVERFLOW_SHARE * delta:
-            return bound
         bound = with_overflow(lambda left: float(composed.get_epsilon_for_delta(left)), tau, delta)
         if tau * (1 + math.exp(min(bound, 700.0))) <= 0.01 * delta:
             return bound

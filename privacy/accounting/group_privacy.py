@@ -27,11 +27,10 @@ def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
             one.noise_multiplier,
             one.sample_rate,
             one.count,
-            plan.group_size,
+            plan.num_examples,
             one.cap,
-            rows=plan.bands,
         )
-    return cuts + noise_tail_of_several(one.noise_multiplier, one.sample_rate, one.count, copies, rows=plan.bands)
+    return cuts + noise_tail_of_several(one.noise_multiplier, one.sample_rate, one.count, copies)
 
 
 def overflow_of_several(groups: accountants.Groups, copies: int) -> float:
@@ -39,8 +38,7 @@ def overflow_of_several(groups: accountants.Groups, copies: int) -> float:
 
     Coins of the others are alike in both worlds. Unless in some release more than cap - k of them came up, nobody is cut,
     whatever the coins of the k, which are independent of that event: given it, each release is that of an uncapped batch. By
-    joint convexity delta grows by at most the event's probability. Under correlated noise the k may be in k groups, and then
-    more releases are theirs; k-fold covers that.
+    joint convexity delta grows by at most the event's probability, which k-fold covers.
     """
     tails = [
         group.count * float(stats.binom.sf(group.cap - copies, max(group.num_examples - copies, 0), group.sample_rate))
@@ -62,8 +60,6 @@ def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: in
     delta = plan.target_delta - noise_tail_of_plan(plan, copies) - overflow_of_several(groups, copies)
     if delta < accountants.PLD_SMALLEST_DELTA:
         return math.inf
-    if plan.bands > 1:  # they may take turns
-        return accountants.epsilon_any_group(groups, delta, copies)
     if all(group.sample_rate == 1 and group.cap is None for group in groups):
         # Every release holds all of them: one Gaussian with `copies` times the sensitivity.
         together = [replace(group, noise_multiplier=group.noise_multiplier / copies) for group in groups]

@@ -4,16 +4,13 @@ import math
 from fractions import Fraction
 
 
-def rounded_up(epsilon: float, digits: int = 3) -> str:
-    """`epsilon` with `digits` decimals, never below its value: what every command prints of one.
+def rounded_up(epsilon: float) -> str:
+    """`epsilon` with three decimals, never below its value: what every command and page prints of one.
 
-    >>> rounded_up(7.9251), rounded_up(8.0, 2)
-    ('7.926', '8.00')
+    >>> rounded_up(7.9251), rounded_up(8.0)
+    ('7.926', '8.000')
     """
-    if math.isinf(epsilon):
-        return "inf"
-    scale = 10**digits
-    return f"{math.ceil(Fraction(repr(float(epsilon))) * scale) / scale:.{digits}f}"
+    return "inf" if math.isinf(epsilon) else f"{math.ceil(Fraction(repr(float(epsilon))) * 1000) / 1000:.3f}"
 
 
 def useless_delta(delta: float, num_examples: int) -> str | None:
@@ -28,8 +25,8 @@ def useless_delta(delta: float, num_examples: int) -> str | None:
     return f"{where}: it protects nobody, since it allows publishing some examples outright"
 
 
-def rounded_down(epsilon: float, digits: int = 3) -> str:
-    return f"{math.floor(epsilon * 10**digits) / 10**digits:.{digits}f}"
+def rounded_down(epsilon: float) -> str:
+    return f"{math.floor(epsilon * 1000) / 1000:.3f}"
 
 
 def percent(rate: float) -> str:

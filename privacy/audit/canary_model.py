@@ -27,8 +27,12 @@ SIZES = (0.75, 3.0, 12.0, 48.0)
 """Norms over C: below it and above it, also where adaptive clipping moves C by powers of two."""
 PARTIAL = 0.9
 """This part of C is below the bound by itself: only the whole gradient of such a canary has to be clipped."""
-CROWD = 1 - 2.0**-18
-"""Digits of a crowd's gain: 64 of them add up in single precision without rounding, and a hundred do not."""
+CROWD = {"matrix": 18, "conv": 18, "offset": 22, "norm": 22, "raw": 22}
+"""How far apart, in powers of two, the two gains of a crowd are. Single precision cannot hold the sum of some of either kind.
+
+Products of matrices may add up 64 examples in single precision, which is exact up to 2^18. What else a layer has is added in
+double precision, and far fewer members show when it is not. Powers of two stay what they are in bf16.
+"""
 KEY_BITS = 2**63 - 1
 
 
@@ -163,21 +167,21 @@ def make_canaries(num_single: int, bound: float) -> Canaries:
     kinds: list[tuple[dict[str, float], int, int]] = [
         ({"embedding": SIZES[i % len(SIZES)] * bound}, i // EMBEDDING, i % EMBEDDING) for i in range(num_single)
     ]
-    kinds += [({place: 12 * bound}, i, 0) for place in ("offset", "norm", "conv", "raw", "matrix") for i in range(6)]
+    kinds += [({place: 12 * bound}, i, 0) for place in CROWD for i in range(10)]
     # Each call alone stays below C, and so does each place: only their sum has to be clipped.
-    kinds += [({"matrix": part, "matrix_again": part}, i, 1) for i in range(6)]
-    kinds += [(dict.fromkeys(spread, part), WIDTH + i, 2) for i in range(8, 14)]
+    kinds += [({"matrix": part, "matrix_again": part}, i, 1) for i in range(10)]
+    kinds += [(dict.fromkeys(spread, part), WIDTH + i, 2) for i in range(10, 19)]
     # Not finite; finite until it is squared in single precision; finite even then, and far beyond C.
-    first_hostile = len(kinds)
-    kinds += [(dict.fromkeys(spread, gain), WIDTH + 16 + i, 2) for i, gain in enumerate((math.nan, 1e38, 1e15 * bound))]
-    first_of_crowd, small = (
-        len(kinds),
-        math.ldexp(CROWD, math.floor(math.log2(bound)) - 5),
-    )  # five of them stay below C / 8
-    crowd = dict.fromkeys(("matrix", "offset", "norm", "conv", "raw"), small)
-    gains, rows, columns = zip(*kinds, *[(crowd, WIDTH - 1, WIDTH - 1)] * first_of_crowd, strict=True)
+    first_hostile, hostile = len(kinds), (math.nan, 1e38, 1e15 * bound) * 4
+    kinds += [(dict.fromkeys(spread, gain), WIDTH + i, 2) for i, gain in enumerate(hostile, start=19)]
+    first_of_crowd, rng = len(kinds), np.random.default_rng(0)
+    # Each member has its own places at the smaller gain, so that what is lost at one place by chance is not lost at all of them.
+    largest = math.floor(math.log2(bound)) - 5  # five of them stay below C / 8
+    for _ in range(first_of_crowd):
+        crowd = {place: math.ldexp(1.0, largest - apart * int(rng.integers(2))) for place, apart in CROWD.items()}
+        kinds.append((crowd, WIDTH - 1, WIDTH - 1))
+    gains, rows, columns = zip(*kinds, strict=True)
     gains_NG = np.array([[gain.get(place, 0.0) for place in PLACES] for gain in gains], dtype=np.float32)
     crowd_N = np.arange(len(gains)) >= first_of_crowd
-    return Canaries(
-        gains_NG, np.array(rows), np.array(columns), crowd_N, (np.arange(len(gains)) >= first_hostile) & ~crowd_N
-    )
+    hostile_N = (np.arange(len(gains)) >= first_hostile) & ~crowd_N
+    return Canaries(gains_NG, np.array(rows), np.array(columns), crowd_N, hostile_N)

@@ -5,21 +5,26 @@ What the ledger alone decides is judged by privacy/verify.py, as anybody can jud
 """
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+from scipy import stats
 
 from .. import verify
 from ..card.folder import read_recipe
 from ..card.report import read_snapshot
 from ..errors import ConfigError, PrivacyStateRefused
-from ..ledger.members import LedgerMark, attempts_by_name, not_in_ledger, not_recorded, read_lines
+from ..ledger.members import LedgerMark, MembersRecord, attempts_by_name, not_in_ledger, not_recorded, read_lines
 from ..ledger.records import LedgerState
+from ..plan import PrivacyPlan
 from ..sampling.keys import SamplingKey
 from ..step.folder import RunFolder
-from .report import AuditReport, Check, fact, undecided
-from .schedule import MAX_COINS, audit_schedule
-from .second_sampler import read_attempts
+from .report import AuditReport, Check, fact, random_check, undecided
+from .second_sampler import Attempt, SecondSampler, read_attempts
+
+MAX_COINS = 10**9
+"""Coins that one audit of a schedule tosses again; a longer run is audited on a part of its attempts."""
 
 
 def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditReport:
@@ -42,7 +47,7 @@ def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditRepo
     try:
         snapshot = read_snapshot(ledger)
     except PrivacyStateRefused as error:
-        return AuditReport.of("ledger", [*checks, fact("legal_order", False, str(error))])
+        return AuditReport("ledger", [*checks, fact("legal_order", False, str(error))])
     state = snapshot.state
     checks += [
         fact("legal_order", True, f"{state.num_lines} lines are in legal order, as the trainer reads them"),
@@ -51,7 +56,7 @@ def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditRepo
         _mirror_check(run_dir, ledger, state),
     ]
     claim = {name: found.get(name) for name in ("formal_guarantee", "epsilon", "delta")}
-    return AuditReport.of("ledger", checks, attempts_charged=state.num_charged, **claim)
+    return AuditReport("ledger", checks, {"attempts_charged": state.num_charged, **claim})
 
 
 def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
@@ -64,14 +69,65 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
     before = recorded_attempts(run_dir)
     # The key must be the one to which the ledger was committed before the first coin: another one would make other coins.
     folder, snapshot = RunFolder(run_dir), read_snapshot(_ledger(run_dir))
-    key = SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
-    after, recorded = recorded_attempts(run_dir), None
-    if after is not None:  # without what a run in progress added after the ledger was read
+    SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
+    after, plan = recorded_attempts(run_dir), snapshot.state.plan
+    recorded = {}  # without what a run in progress added after the ledger was read
+    if after is not None:
         recorded = attempts_by_name(line for line in after if line.seq < snapshot.state.num_lines)
-    report = audit_schedule(
-        snapshot.state.plan, read_attempts(snapshot.records), key, folder.key.read_bytes(), recorded, max_coins
-    )
-    return replace(report, checks=(*report.checks, attempts_check(run_dir, snapshot.state, before)))
+    attempts = read_attempts(snapshot.records)
+    checks = members_checks(plan, attempts, folder.key.read_bytes(), recorded, max_coins)
+    return AuditReport("schedule", [*checks, attempts_check(run_dir, snapshot.state, before)])
+
+
+def members_checks(
+    plan: PrivacyPlan,
+    attempts: Sequence[Attempt],
+    secret: bytes,
+    recorded: Mapping[tuple[str, int, int], MembersRecord],
+    max_coins: int = MAX_COINS,
+) -> list[Check]:
+    """Were the members of every batch the ones that independent coins of rate q choose, cut by the cap and dealt by the key?
+
+    Coins, cap and deal come from a second sampler, which shares no code with the one that trained; they are compared with the
+    private record of what the ranks were dealt. A rate that both have wrong would show in the number of inclusions.
+
+    Args:
+        secret: the key's 32 bytes.
+        max_coins: bounds the work: then retries, and other attempts evenly over the run.
+    """
+    if plan.sampling != "poisson" or not attempts:
+        nothing = f"nothing was charged yet, or coins depend on each other, as those of {plan.sampling!r} may"
+        return [undecided("trained_members", nothing)]
+    second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap)
+    count, taken = max(2, max_coins // plan.num_examples), list(attempts)
+    if len(attempts) > count:  # coins of a retry are what a program that forgets its attempts gets wrong
+        retries = [attempt for attempt in attempts if attempt.attempt > 0][: count // 2]
+        evenly = np.linspace(0, len(attempts) - 1, count - len(retries)).round().astype(int).tolist()
+        taken = retries + [attempts[index] for index in evenly]
+    n, total, compared, wrong = plan.num_examples, 0, 0, []
+    for attempt in taken:
+        chosen, members = second.members(attempt)
+        total += len(chosen)
+        record = recorded.get((attempt.nonce.hex(), attempt.step, attempt.attempt))
+        if record is None:
+            continue
+        compared += 1
+        try:
+            dealt = second.deal(attempt, members, record.rows_per_rank, len(record.digests), record.nodes)
+            digests = [second.digest(attempt, rank, ids) for rank, (ids, _) in enumerate(dealt)]
+            same = (list(record.digests), list(record.counts)) == (digests, [len(ids) for ids, _ in dealt])
+        except (ValueError, IndexError):  # too few rows for the members, or nodes that are none
+            same = False
+        wrong += [] if same else [attempt.step]
+    coins = n * len(taken)
+    inclusions = f"{total} inclusions in {len(taken)} attempts of {n} examples, {coins * plan.sample_rate:.0f} expected"
+    total_p = float(stats.binomtest(total, coins, plan.sample_rate).pvalue)
+    first = f" (first at step {wrong[0]})" if wrong else ""
+    others = f"in {len(wrong)} of {compared} attempts the ranks were dealt other examples than the coins say{first}"
+    trained = fact("trained_members", not wrong, others, statistic=len(wrong), threshold=0)
+    if not compared:
+        trained = undecided("trained_members", "the run kept no record of what it trained on (private/members.jsonl)")
+    return [random_check("batch_size_total", total_p, inclusions, statistic=total / len(taken)), trained]
 
 
 def recorded_attempts(run_dir: Path) -> list[LedgerMark] | None:

@@ -9,7 +9,7 @@ process, so that nothing that is audited has to report about itself. Rank 0 judg
 
     session 1  silent steps in the run's micro-batches; the last one is "killed" before its `done`
     session 2  from a checkpoint: that step again, two more silent ones and half of the noisy ones, in micro-batches of 1,100
-    session 3  from a checkpoint: the rest, in the run's micro-batches; of correlated noise it must not use what was before
+    session 3  from a checkpoint: the rest, in the run's micro-batches
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
+from ..card.folder import read_recipe
 from ..checkpoints.read import Checkpoint
-from ..correlated.strategy import Strategy
 from ..errors import ConfigError
 from ..ledger.members import MembersRecord, read_lines
 from ..ledger.records import read_ledger
+from ..loop.fields import Example, floats, integers
+from ..loop.opening import OwnStart
+from ..loop.reading import Reader
 from ..noise import NoiseSource
-from ..plan import PrivacyPlan, make_plan
+from ..plan import PrivacyPlan
 from ..plan_request import PlanRequest
 from ..releases import SENSITIVITY_SLACK
 from ..run.ledger import open_ledger
@@ -51,12 +54,10 @@ from ..step import collectives
 from ..step.batches import Dealt
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
-from .canary_model import Canaries, make_canaries
-from .mechanism import Sandbox, audit_mechanism
+from .canary_model import EMBEDDING, KEY_BITS, PLACES, Canaries, CanaryModel, made_up, make_canaries
+from .mechanism import Judge
 from .report import AuditReport
 
-MOST_BANDS = 8
-"""A sandbox takes few steps, so of more bands it audits the first."""
 MOST_RANKS = 4
 SAMPLE_RATE = 0.25
 """The sandbox samples at a high rate, so that few steps say much; sigma and C are the run's own."""
@@ -74,46 +75,14 @@ class SandboxFailed(RuntimeError):
 
 Side = Callable[[Path, Canaries, PlanRequest, int], Start]
 """What of the trainer, or of a loop of one's own, the sandbox runs: its start, for a micro-batch of so many rows."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is audited, and at which size.
-
-    Attributes:
-        run: the audited run's plan.
-        micro_batch_size: the run's.
-        words: what else of the run the sandbox has, for the report.
-    """
-
-    run: PrivacyPlan
-    micro_batch_size: int
-    words: str = ""
-    num_single: int = 512
-    silent_steps: int = 6
-    noisy_steps: int = 48
-
-    @classmethod
-    def of(cls, run: PrivacyPlan, micro_batch_size: int, ranks: int, words: str, **changed: Any) -> "Settings":
-        """Enough examples for two micro-batches of the run's on each rank, as far as there is room for so many."""
-        changed = {"num_single": min(max(512, 2 * micro_batch_size * ranks), 2048)} | changed
-        return cls(run, micro_batch_size, words, **changed)
-
-    def request(self, num_examples: int) -> PlanRequest:
-        """The audited run's sigma, C and slack, and its bands or the first of them; a sampling rate with more power."""
-        run = self.run
-        bands, first = min(run.bands, MOST_BANDS), run.coefficients[:MOST_BANDS]
-        # The slack is what contract 4 states for floating point. A sandbox claims no epsilon, which its plan says, and little
-        # noise is no reason to refuse it.
-        same = "noise_multiplier target_delta max_grad_norm clipping_function arithmetic adaptive_clipping strategy"
-        return PlanRequest(
-            num_examples=num_examples, expected_batch_size=round(SAMPLE_RATE * num_examples / bands),
-            num_steps=self.silent_steps + self.noisy_steps, allow_small_noise=True, bands=bands,
-            sensitivity_slack=SENSITIVITY_SLACK if run.arithmetic == "floating" else 0.0,
-            informal_reasons=("it is a sandbox of an audit",),
-            coefficients=Strategy.of_unit_length(first).coefficients if first else (),
-            **{name: getattr(run, name) for name in same.split()},
-        )  # fmt: skip
+ENORMOUS = 2.0**40
+ALIKE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 1.0},
+    "RMSprop": {"lr": ENORMOUS, "eps": ENORMOUS, "alpha": 0.0},
+    "Adam": {"lr": ENORMOUS, "eps": ENORMOUS, "betas": (0.0, 0.0)},
+    "AdamW": {"lr": ENORMOUS, "eps": ENORMOUS, "betas": (0.0, 0.0), "weight_decay": 0.0},
+}
+"""Settings that make a step w -= gradient, up to rounding; for other optimizers SGD stands in."""
 
 
 def audited_plan(run_dir: Path) -> PrivacyPlan:
@@ -140,8 +109,46 @@ def ranks_of(run_dir: Path) -> int:
     return min(MOST_RANKS, counts[-1]) if counts else 2
 
 
-Work = Callable[[int, int, int, Path], AuditReport | None]
-"""What one process of the sandbox does: (rank, ranks, port, folder) -> the report, on rank 0."""
+def is_of_a_loop(run_dir: Path) -> bool:
+    """Whether a loop of one's own wrote the folder: its config.toml has no model."""
+    return "model" not in read_recipe(run_dir)
+
+
+def loop_audit(run_dir: Path, *, ranks: int | None = None) -> AuditReport:
+    """Audits the mechanism of a loop of one's own; see `trainer.audit.sandbox.mechanism_audit`."""
+    plan, config = audited_plan(run_dir), read_recipe(run_dir)
+    work = partial(_of_a_loop, plan, config["train"]["micro_batch_size"], config["optimizer"]["name"])
+    return in_processes(ranks or ranks_of(run_dir), work)
+
+
+def _of_a_loop(
+    plan: PrivacyPlan, micro_batch_size: int, optimizer: str, folder: Path, rank: int, ranks: int, port: int
+) -> AuditReport | None:
+    """One process of the sandbox."""
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    return run_sandbox(plan, loop_side(optimizer), folder, micro_batch_size, words=f"a loop with {optimizer}")
+
+
+def loop_side(optimizer: str) -> Side:
+    """Starts of a loop with an optimizer of that class."""
+    kind, number = optimizer if optimizer in ALIKE else "SGD", integers(EMBEDDING)
+
+    def start(folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int) -> OwnStart:
+        model, who = CanaryModel(), {"canaries_B": integers(len(canaries)), "keys_B": integers(KEY_BITS)}
+        example = Example({"gains_BG": floats(len(PLACES)), "rows_B": number, "columns_B": number, **who})
+        return OwnStart(
+            model=model, optimizer=getattr(torch.optim, kind)(model.parameters(), **ALIKE[kind]), loss=model, request=request,
+            reader=Reader(canaries, example, micro_batch_size), folder=RunFolder(folder / "run"), made_up=made_up(4),
+            learning_rate=None, num_workers=0, save_every=None, data_version="canaries", mirror=None, unit="one canary",
+            may_restart=False, starts_from=[], fallback=False,
+        )  # fmt: skip
+
+    return start
+
+
+Work = Callable[[Path, int, int, int], AuditReport | None]
+"""What one process of the sandbox does: (folder, rank, ranks, port) -> the report, on rank 0."""
 
 
 def in_processes(ranks: int, work: Work, finish: Callable[[int], object] = os._exit) -> AuditReport:
@@ -168,14 +175,14 @@ def in_processes(ranks: int, work: Work, finish: Callable[[int], object] = os._e
 
 
 def _rank(rank: int, work: Work, ranks: int, port: int, folder: Path, finish: Callable[[int], object]) -> None:
-    launched = ("TORCHELASTIC", "OMPI_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    for name in [name for name in os.environ if name.startswith(launched)]:
-        del os.environ[name]  # the audit may itself run under a launcher, whose ranks are not the sandbox's
+    for name in list(os.environ):
+        if name.startswith(("TORCHELASTIC", "OMPI_", "RANK", "LOCAL_RANK", "WORLD_SIZE")):
+            del os.environ[name]  # the audit may itself run under a launcher, whose ranks are not the sandbox's
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):  # what a start says is about the sandbox, and stdout may be JSON
-        report = work(rank, ranks, port, folder)
+        report = work(folder, rank, ranks, port)
     if report is not None:
         (folder / "report").write_bytes(pickle.dumps(report))
     if ranks > 1:
@@ -239,16 +246,12 @@ class Tape(Watcher):
     def watch(self) -> ExitStack:
         """Until it is closed."""
         stack = ExitStack()
-        watched = (
-            (os, "fsync", self._fsync),
-            (os, "urandom", self._urandom),
-            (collectives, "reduce_scatter_sum", self._reduce),
-        )
-        for owner, name, around in watched:
-            stack.enter_context(mock.patch.object(owner, name, partial(around, getattr(owner, name))))
+        for owner, name in ((os, "fsync"), (os, "urandom"), (collectives, "reduce_scatter_sum")):
+            around = partial(getattr(self, f"_{name}"), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, around))
         return stack
 
-    def _reduce(self, original: Callable[..., None], *arguments: Any) -> None:
+    def _reduce_scatter_sum(self, original: Callable[..., None], *arguments: Any) -> None:
         # One rank alone reduces as well; the order is judged alike, whatever the number of ranks.
         self._release()
         original(*arguments)
@@ -339,30 +342,62 @@ def _flat(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(tensor.detach().cpu().double().numpy().ravel() for tensor in tensors)])
 
 
-def _build(original: Callable[..., Parts], tape: Tape, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
-    """A side's parts, with the watched noise, and checkpoints where the sandbox wants them."""
-    return replace(original(plan, resumed), noise=tape, save_every=plan.num_steps, in_background=False)
+def run_sandbox(
+    audited: PrivacyPlan,
+    side: Side,
+    folder: Path,
+    micro_batch_size: int,
+    *,
+    words: str = "",
+    num_single: int | None = None,
+    silent_steps: int = 6,
+    noisy_steps: int = 48,
+    source: NoiseSource | None = None,
+) -> AuditReport | None:
+    """All attempts of this rank; on rank 0 what follows from those of all. Collective.
 
-
-def run_sandbox(settings: Settings, side: Side, folder: Path, source: NoiseSource | None = None) -> AuditReport | None:
-    """All attempts of this rank; on rank 0 what follows from those of all. Collective."""
-    run, canaries = settings.run, make_canaries(settings.num_single, settings.run.max_grad_norm)
-    request = settings.request(len(canaries))
-    plan, silent, own = make_plan(request), settings.silent_steps, settings.micro_batch_size
-    coins = collectives.broadcast_object([bool(secrets.randbits(1)) for _ in range(len(canaries))])
+    Args:
+        audited: the run's plan. The sandbox has its sigma, C and slack, at a higher rate.
+        micro_batch_size: the run's.
+        words: what else of the run the sandbox has, for the report.
+        num_single: canaries of one coordinate; by default enough examples for two micro-batches of the run's on each rank, as far
+            as there is room for so many.
+        source: of noise; by default the plan's.
+    """
+    num_single = num_single or min(max(512, 2 * micro_batch_size * collectives.world_size()), 2048)
+    canaries = make_canaries(num_single, audited.max_grad_norm)
+    # The slack is what contract 4 states for floating point. A sandbox claims no epsilon, which its plan says, and little noise
+    # is no reason to refuse it.
+    same = "noise_multiplier target_delta max_grad_norm clipping_function arithmetic adaptive_clipping"
+    request = PlanRequest(
+        num_examples=len(canaries), expected_batch_size=round(SAMPLE_RATE * len(canaries)),
+        num_steps=silent_steps + noisy_steps, allow_small_noise=True,
+        sensitivity_slack=SENSITIVITY_SLACK if audited.arithmetic == "floating" else 0.0,
+        informal_reasons=("it is a sandbox of an audit",),
+        **{name: getattr(audited, name) for name in same.split()},
+    )  # fmt: skip
+    # An eighth of the examples is not in the data, whatever the sampler chooses.
+    coins = collectives.broadcast_object([secrets.randbelow(8) > 0 for _ in range(len(canaries))])
     present_N = np.array(coins) | canaries.crowd_N
-    tape = Tape(source or run.noise(), present_N, silent)
-    sessions = ((own, silent - 2), (LARGE, silent + settings.noisy_steps // 2), (own, plan.num_steps))
+    tape, num_steps = Tape(source or audited.noise(), present_N, silent_steps), request.num_steps
+    sizes, ends = (
+        (micro_batch_size, LARGE, micro_batch_size),
+        (silent_steps - 2, silent_steps + noisy_steps // 2, num_steps),
+    )
+
+    def build(original: Callable[..., Parts], plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
+        """A side's parts, with the watched noise, and checkpoints where the sandbox wants them."""
+        return replace(original(plan, resumed), noise=tape, save_every=num_steps, in_background=False)
+
     with tape.watch():
-        for tape.session, (size, tape.last) in enumerate(sessions):
+        for tape.session, (size, tape.last) in enumerate(zip(sizes, ends, strict=True)):
             with contextlib.suppress(_Ended), ExitStack() as around:
                 start = side(folder, canaries, request, size)
                 around.callback(start.folder.release)
-                opening = partial(
-                    open_ledger, start.folder, lambda _: request, lambda: b"canaries", described=lambda *_: {}
-                )
-                around.enter_context(mock.patch.object(start, "open_ledger", partial(opening, mirror=None)))
-                around.enter_context(mock.patch.object(start, "build", partial(_build, start.build, tape)))
+                opening = partial(open_ledger, start.folder, lambda _: request, lambda: b"canaries", mirror=None)
+                opening = partial(opening, described=lambda *_: {})
+                around.enter_context(mock.patch.object(start, "open_ledger", opening))
+                around.enter_context(mock.patch.object(start, "build", partial(build, start.build)))
                 opened = open_run(start)
                 assert isinstance(opened, Run), "no session but the last ends the run"
                 around.callback(opened.ledger.release)
@@ -374,11 +409,7 @@ def run_sandbox(settings: Settings, side: Side, folder: Path, source: NoiseSourc
     tapes = collectives.gather_objects((tape.attempts, tape.fsyncs))
     if collectives.rank() != 0:
         return None
-    left, mode = (
-        Sandbox(run, tape.run, tapes, [size for size, _ in sessions], canaries, present_N),
-        tape.run.mechanism.clipped.mode,
-    )
-    counts = f"{len(tapes)} ranks, {len(canaries)} examples, q = {SAMPLE_RATE}, {plan.num_steps} steps"
-    return audit_mechanism(
-        left, words=f"{counts}, micro-batches of {own} and {LARGE}, {mode} clipping, {settings.words}"
-    )
+    counts = f"{len(tapes)} ranks, {len(canaries)} examples, q = {SAMPLE_RATE}, {num_steps} steps"
+    rows = f"micro-batches of {micro_batch_size} and {LARGE}, {tape.run.mechanism.clipped.mode} clipping"
+    judge = Judge(audited, tape.run, tapes, sizes, canaries, present_N)
+    return judge.report(words=f"{counts}, {rows}, {words}")

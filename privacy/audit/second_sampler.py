@@ -15,9 +15,8 @@ here from the ledger's lines. A mistake in one of the two shows as a difference.
 
 import hashlib
 import hmac
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,39 +30,22 @@ _BLOCKS = 1 << 17
 
 @dataclass(frozen=True)
 class Attempt:
-    """One charged attempt: what its coins depend on, and where the ledger has it.
-
-    Attributes:
-        before: attempts charged before this one, torn lines included; groups of examples take turns by it.
-    """
+    """One charged attempt: what its coins depend on."""
 
     nonce: bytes
     step: int
     attempt: int
-    before: int = field(default=0, compare=False)
 
 
 def read_attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     """The attempts of a ledger's records as the ledger numbers them, in order."""
-    attempts, nonce, torn = list[Attempt](), b"", 0
+    attempts, nonce = list[Attempt](), b""
     for record in records:
         if record["type"] == "session":
             nonce = bytes.fromhex(record["nonce"])
         elif record["type"] == "intent":
-            attempts.append(Attempt(nonce, record["step"], record["attempt"], len(attempts) + torn))
-        elif record["type"] == "repair":
-            torn += record["charged"]
+            attempts.append(Attempt(nonce, record["step"], record["attempt"]))
     return attempts
-
-
-def count_attempts(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The same with each number counted: how often the step was charged before."""
-    before: Counter[int] = Counter()
-    counted = []
-    for item in attempts:
-        counted.append(Attempt(item.nonce, item.step, before[item.step], item.before))
-        before[item.step] += 1
-    return counted
 
 
 @dataclass(frozen=True)
@@ -74,21 +56,17 @@ class SecondSampler:
     num_examples: int
     expected_batch_size: int
     cap: int | None
-    bands: int = 1
 
     def members(self, attempt: Attempt) -> tuple[Ids, Ids]:
         """(chosen by their coins, kept by the cap), both in rising order."""
-        n, encryptor = self.num_examples, _cipher(self._key(b"poisson coins v1\0", attempt))
-        threshold = (self.bands * self.expected_batch_size << 64) // n
+        n, key = self.num_examples, self._key(b"poisson coins v1\0", attempt)
+        threshold = (self.expected_batch_size << 64) // n
         ids: list[Ids] = []
         words: list[Words] = []
         for first in range(0, (n + 1) // 2, _BLOCKS):
-            number = min(_BLOCKS, (n + 1) // 2 - first)
-            blocks = np.empty((number, 2), dtype=">u8")
-            blocks[:, 0], blocks[:, 1] = attempt.step, first + np.arange(number, dtype=np.uint64)
-            drawn = np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8")[: n - 2 * first]
+            blocks = np.arange(first, min(first + _BLOCKS, (n + 1) // 2))
+            drawn = _words(key, attempt.step, blocks)[: n - 2 * first]
             heads = np.arange(len(drawn)) if threshold >= 2**64 else np.flatnonzero(drawn < np.uint64(threshold))
-            heads = heads[(heads + 2 * first) % self.bands == attempt.before % self.bands]
             ids.append(heads + 2 * first)
             words.append(drawn[heads])
         chosen, values = np.concatenate(ids), np.concatenate(words)
@@ -104,18 +82,15 @@ class SecondSampler:
 
         Args:
             nodes: the node of each rank, where each node reads its share of the examples; empty otherwise.
+
+        Raises:
+            ValueError: there are fewer rows than members, or another number of nodes than of ranks.
         """
-        number, first = rows_per_rank * world_size, 0
-        encryptor = _cipher(self._key(b"rows of members v1\0", attempt))
-        while True:
-            at = np.arange(first, first + number)
-            blocks = np.empty((number, 2), dtype=">u8")
-            blocks[:, 0], blocks[:, 1] = attempt.step, at // 2
-            drawn = np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8").reshape(-1, 2)
-            words = np.where(at % 2, drawn[:, 1], drawn[:, 0])
-            if len(np.unique(words)) == number:
-                break
-            first += number  # two equal words: all are drawn again
+        at = np.arange(rows_per_rank * world_size)
+        if len(at) < len(members) or len(nodes) not in (0, world_size):
+            raise ValueError("not every member has a row")
+        drawn = _words(self._key(b"rows of members v1\0", attempt), attempt.step, at // 2).reshape(-1, 2)
+        words = drawn[at, at % 2]  # two equal ones, for which the trainer draws all again, come once in 2^64 pairs
         rows = np.argsort(words)[: len(members)]
         if nodes:
             of_row = np.repeat(nodes, rows_per_rank)
@@ -133,10 +108,7 @@ class SecondSampler:
 
     def keys(self, attempt: Attempt, ids: Ids) -> Words:
         """The examples' own keys, in the order of `ids`."""
-        blocks = np.empty((len(ids), 2), dtype=">u8")
-        blocks[:, 0], blocks[:, 1] = attempt.step, ids
-        stream = _cipher(self._key(b"example keys v1\0", attempt)).update(blocks.tobytes())
-        return np.frombuffer(stream, dtype="<u8").reshape(-1, 2)[:, 0]
+        return _words(self._key(b"example keys v1\0", attempt), attempt.step, ids)[::2]
 
     def digest(self, attempt: Attempt, rank: int, ids: Ids) -> str:
         """What private/members.jsonl holds of one rank's examples."""
@@ -155,5 +127,9 @@ def _hkdf(secret: bytes, info: bytes) -> bytes:
     return hmac.new(extracted, info + b"\x01", hashlib.sha256).digest()
 
 
-def _cipher(key: bytes) -> Any:
-    return Cipher(algorithms.AES(key), modes.ECB()).encryptor()
+def _words(key: bytes, step: int, numbers: Ids) -> Words:
+    """Two words of AES-256_K(step, number) for each number."""
+    blocks = np.empty((len(numbers), 2), dtype=">u8")
+    blocks[:, 0], blocks[:, 1] = step, numbers
+    encryptor = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
+    return np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8")

@@ -4,9 +4,8 @@ Nothing under `private/` is opened: other files are read by privacy/files/public
 from the ledger names its file, and what attests it, if anything.
 """
 
+import contextlib
 import hashlib
-import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,16 @@ from typing import Any
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from ..configured_plan import contradiction
 from ..errors import ConfigError, PrivacyConfigError, PrivacyStateRefused
 from ..files.public import PUBLIC_FILES, read_public, survey
 from ..files.toml_text import parse_toml
 from ..ledger.durable import replace_file
 from ..ledger.shared import SharedLedger
-from .model import (
-    STATEMENTS,
-    AuditResult,
-    Checkpoint,
-    DataSet,
-    HeldoutLoss,
-    PrivacyCard,
-    PublicData,
-    Samples,
-    Stated,
-    Utility,
-)
+from ..plan import contradiction
+from .model import STATEMENTS, AuditResult, Checkpoint, DataSet, HeldoutLoss, PrivacyCard, PublicData, Stated, Utility
 from .render import to_html, to_markdown
 from .report import LedgerSnapshot, make_card, read_snapshot, with_files
 
-_SAMPLES = re.compile(r"evaluation/samples-(\d{8})\.png")
 _FACTS = TypeAdapter(dict[str, JsonValue])
 
 
@@ -57,24 +44,14 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     if ledger.is_symlink() or not ledger.is_file():
         raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
     recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
-    found = contradiction(recipe, snapshot.state.plan)
-    if found is not None:
+    if (found := contradiction(recipe, snapshot.state.plan)) is not None:
         raise PrivacyStateRefused(f"{run_dir}: {found}: one of the two was changed; restore it")
     card = make_card(snapshot, str(ledger))
-    # A name of bytes that are no UTF-8 cannot stand in JSON.
-    run_name = run_dir.resolve().name.encode(errors="replace").decode()
-    data = recipe.get("data", {})
-    unit, tuning, public = card.unit_of_privacy, card.tuning.stated, PublicData()
+    data, unit, tuning, public = recipe.get("data", {}), card.unit_of_privacy, card.tuning.stated, PublicData()
     data_set = DataSet(**{name: _stated(data.get(f"dataset_{name}")) for name in DataSet.model_fields})
     # Where the ledger states something itself, its words count.
     deduplication = unit.deduplication if unit.deduplication.text else _stated(data.get("deduplication"))
     tuning = tuning if tuning.text else _stated(recipe.get("privacy", {}).get("tuning"))
-    # What the recipe does with noised gradients apart from stepping an optimizer needs no budget.
-    post_processing, decay = [], recipe.get("train", {}).get("ema_decay")
-    if recipe.get("optimizer", {}).get("noise_bias_correction"):
-        post_processing.append(_stated(STATEMENTS["noise_bias_correction"]))
-    if decay:
-        post_processing.append(_stated(STATEMENTS["ema_decay"].format(decay=decay)))
     warnings, last = list(card.warnings), card.released.last_checkpoint
     if last is not None and last.name is not None:
         matches, public, warning = _read_manifest(run_dir, last, start)
@@ -84,21 +61,18 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     summary, warning = _read_shared_ledger(recipe, snapshot)
     audits = read_audits(run_dir)
     warnings += [*warning, *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent")]
-    warnings += [
-        f"The card does not read {name}: {reason}."
-        for name, reason in survey(run_dir).left_out.items()
-        if PUBLIC_FILES.fullmatch(name)
-    ]
+    left_out = [one for one in survey(run_dir).left_out.items() if PUBLIC_FILES.fullmatch(one[0])]
+    warnings += [f"The card does not read {name}: {reason}." for name, reason in left_out]
+    files = {
+        "run_name": run_dir.resolve()
+        .name.encode(errors="replace")
+        .decode(),  # bytes that are no UTF-8 cannot stand in JSON
+        "released": card.released.updated(last_checkpoint=last),
+        "unit_of_privacy": unit.updated(data_set=data_set, deduplication=deduplication),
+        "tuning": card.tuning.updated(stated=tuning, shared_summary=summary),
+    }
     return with_files(
-        card,
-        run_name=run_name,
-        warnings=warnings,
-        released=card.released.updated(last_checkpoint=last, post_processing=post_processing),
-        unit_of_privacy=unit.updated(data_set=data_set, deduplication=deduplication),
-        tuning=card.tuning.updated(stated=tuning, shared_summary=summary),
-        public_data=public,
-        audits=audits,
-        utility=read_utility(run_dir),
+        card, warnings=warnings, public_data=public, audits=audits, utility=read_utility(run_dir), **files
     )
 
 
@@ -108,21 +82,16 @@ def _stated(text: object) -> Stated:
 
 
 def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
-    """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths.
-
-    The page holds the picture of samples itself, so that it stays one file.
-    """
+    """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths."""
     folder = run_dir / "report"
     paths = folder / "privacy_card.json", folder / "privacy_card.md", folder / "privacy_card.html"
     try:
-        samples = None if card.utility is None else card.utility.samples
-        picture = None if samples is None else read_public(run_dir, samples.file)
         folder.mkdir(exist_ok=True)
         if folder.is_symlink():
             raise ConfigError(f"{folder} is a symbolic link, and none is followed: give the run folder one of its own")
         replace_file(paths[0], (card.to_json(indent=1) + "\n").encode())
         replace_file(paths[1], to_markdown(card).encode())
-        replace_file(paths[2], to_html(card, picture).encode())
+        replace_file(paths[2], to_html(card).encode())
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
     return paths
@@ -146,16 +115,11 @@ def read_recipe(run_dir: Path) -> dict[str, Any]:
         recipe = parse_toml(read_public(run_dir, "config.toml").decode())
     except OSError:
         return {}
-    except (ValueError, RecursionError) as error:
-        raise PrivacyStateRefused(
-            f"{run_dir / 'config.toml'}: is no TOML of a run: the file was changed; restore it"
-        ) from error
-    for section in ("data", "privacy", "train", "optimizer"):
-        if not isinstance(recipe.get(section, {}), dict):
-            raise PrivacyStateRefused(
-                f"{run_dir / 'config.toml'}: {section} is no section: the file was changed; restore it"
-            )
-    return recipe
+    except (ValueError, RecursionError):
+        recipe = {"data": "none"}
+    if all(isinstance(recipe.get(section, {}), dict) for section in ("data", "privacy", "train", "optimizer")):
+        return recipe
+    raise PrivacyStateRefused(f"{run_dir / 'config.toml'}: is no TOML of a run: the file was changed; restore it")
 
 
 def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
@@ -178,37 +142,24 @@ def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
 
 
 def read_utility(run_dir: Path) -> Utility:
-    """Held-out loss and samples, as far as the run's public files hold them.
+    """Held-out losses, as far as the run's public files hold them.
 
     A line torn by a crash, or without a whole `step`, is left out: it is no reason to withhold the rest.
     """
-    file, losses = "evaluation/heldout.jsonl", []
-    try:
+    file, lines, losses = "evaluation/heldout.jsonl", list[bytes](), []
+    with contextlib.suppress(OSError):
         lines = read_public(run_dir, file).splitlines()
-    except OSError:
-        lines = []
     for line in lines:
         try:
             value = from_json(line)
         except ValueError:
             continue
         if isinstance(value, dict) and type(step := value.get("step")) is int and 0 <= step < 1 << 53:
-            numbers = {name: _number(value.get(name)) for name in ("loss", "blind_loss", "shuffled_loss")}
-            losses.append(HeldoutLoss(step=step, **numbers))
-    found = (_SAMPLES.fullmatch(name) for name in survey(run_dir).public)
-    steps = sorted(int(name[1]) for name in found if name)
-    newest = Samples(file=f"evaluation/samples-{steps[-1]:08}.png", step=steps[-1]) if steps else None
-    return Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses), samples=newest)
-
-
-def _number(value: object) -> float | None:
-    """A finite number as a float, None for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number of hundreds of digits
-        return None
+            # NaN, Infinity, or anything else may be there.
+            found: list[Any] = [value.get(name) for name in ("loss", "blind_loss", "shuffled_loss")]
+            good = [x if type(x) in (int, float) and abs(x) < 1e300 else None for x in found]
+            losses.append(HeldoutLoss(step=step, loss=good[0], blind_loss=good[1], shuffled_loss=good[2]))
+    return Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses))
 
 
 def _read_manifest(
@@ -223,12 +174,9 @@ def _read_manifest(
         return None, public, []  # deleted or moved elsewhere, which is anybody's right
     matches = hashlib.sha256(content).hexdigest() == last.manifest_sha256
     found = [] if matches else [f"The manifest of checkpoint {last.name} is not the one that the ledger recorded."]
-    try:
-        manifest = _FACTS.validate_json(content)
-    except ValidationError:
-        return matches, public, found
-    known = ("run", "initialisation", "training_data", "tokenizer_sha256")
-    facts = {key: manifest[key] for key in known if key in manifest}
+    known, facts = ("run", "initialisation", "training_data", "tokenizer_sha256"), {}
+    with contextlib.suppress(ValidationError):
+        facts = {key: value for key, value in _FACTS.validate_json(content).items() if key in known}
     if "initialisation" not in facts or start is None:
         return matches, public, found
     try:

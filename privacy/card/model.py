@@ -10,36 +10,28 @@ python -m privacy.card.model > docs/schemas/privacy_card.schema.json
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from ..limits import finite
+
 STATEMENTS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "templates/statements.toml").read_text())
 """The card's fixed sentences."""
 Scalar = str | bool | int | float | None
 
 
-def finite_or_none(value: object) -> object:
-    """None for an infinite number or a NaN, which JSON cannot hold; any other value as it is."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Epsilon = Annotated[float | None, BeforeValidator(finite_or_none)]
-"""None where it is infinite, was not computed, or is not claimed."""
+Epsilon = Annotated[float | None, BeforeValidator(finite)]
+"""None where it is infinite, which JSON cannot hold, was not computed, or is not claimed."""
 
 
 class Part(BaseModel):
     """A frozen part of the card; an unknown key and an infinite number are errors."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        json_schema_serialization_defaults_required=True,
+        frozen=True, extra="forbid", allow_inf_nan=False, json_schema_serialization_defaults_required=True
     )
 
     def updated(self, **changes: object) -> Self:
@@ -62,6 +54,8 @@ class DataSet(Part):
     owner: Stated = Field(Stated(), description="Who answers for it.")
     purpose: Stated = Field(Stated(), description="What it was collected for, or may be used for.")
     licence: Stated = Field(Stated(), description="The licence or agreement under which it is used.")
+    contact: Stated = Field(Stated(), description="Who answers questions about this card.")
+    validity: Stated = Field(Stated(), description="Until when, or for which use, the claim may be relied on.")
 
 
 class Checkpoint(Part):
@@ -79,7 +73,6 @@ class Released(Part):
     statement: str = Field(description="What the guarantee covers.")
     checkpoints_recorded: int = Field(description="Number of checkpoints in the ledger.")
     last_checkpoint: Checkpoint | None = Field(description="The newest of them.")
-    post_processing: tuple[Stated, ...] = Field((), description="What costs no budget.")
 
 
 class UnitOfPrivacy(Part):
@@ -97,9 +90,7 @@ class Release(Part):
     name: str = Field(description="Its name.")
     count: int = Field(description="How often it was released.")
     smallest_noise_multiplier: float = Field(description="The least standard deviation / sensitivity of all times.")
-    smallest_sensitivity: float = Field(
-        description="The smallest L2 sensitivity of all times; of the gradient that is C."
-    )
+    smallest_sensitivity: float = Field(description="The smallest L2 sensitivity of all times (of the gradient C).")
     largest_sensitivity: float = Field(description="The largest of all times.")
     last_sensitivity: float = Field(description="That of the newest attempt.")
 
@@ -121,13 +112,9 @@ class Mechanism(Part):
     name: str = Field(description="The mechanism and its source.")
     head: Head | None = Field(description="The private head that was trained; null for DP-SGD.")
     noise_multiplier_accounted: float = Field(description="sigma / (1 + r), which the accountant is charged with.")
-    settings: tuple[tuple[str, str], ...] = Field(
-        (), description="[what, value] of each option of the plan, as the page shows it."
-    )
+    settings: tuple[tuple[str, str], ...] = Field((), description="[what, value] of each option of the plan.")
     releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")
-    drawn_noise: str = Field(
-        description="Whether norms of noised sums refute the stated noise, which nothing verifies."
-    )
+    drawn_noise: str = Field(description="Whether norms of noised sums refute the stated noise.")
     statement: str = Field(description="The mechanism in words.")
 
 
@@ -135,9 +122,6 @@ class Sampling(Part):
     """Which examples take part in a step."""
 
     scheme: str = Field(description="poisson, shuffle or full batch.")
-    turns_charged: int = Field(
-        description="Charged attempts that one example can be in: what epsilon is computed from. All, unless groups take turns."
-    )
     key_commitment_sha256: str = Field(description="Commitment to the secret sampling key.")
     data_hmac_sha256: str | None = Field(description="Identity of the data, as an HMAC under that key.")
     statement: str = Field(description="The scheme in words.")
@@ -183,9 +167,6 @@ class Accounting(Part):
     epsilon_group: dict[str, Epsilon] = Field(default_factory=dict, description="Number of copies -> epsilon.")
     max_examples_per_owner: int | None = Field(description="The most examples of one owner, as the recipe states.")
     epsilon_owner: Epsilon = Field(None, description="Epsilon of such an owner.")
-    epsilon_by_attempts: tuple[tuple[int, float], ...] = Field(
-        (), description="[attempts, upper bound of epsilon since the attempts before], for a plot."
-    )
     attack: Attack | None = Field(None, description="Bounds on membership inference.")
     attempts: Attempts = Field(description="What was charged.")
 
@@ -198,9 +179,7 @@ class CarriedRun(Part):
     epsilon: Epsilon = Field(description="Epsilon of the run alone.")
     delta: float = Field(description="delta of that.")
     attempts_charged: int = Field(description="Attempts that its ledger charges.")
-    disjoint_from_those_before: bool = Field(
-        description="Whether its recipe declares that its data hold no example of the runs that it started from."
-    )
+    disjoint_from_those_before: bool = Field(description="Whether its data are declared to hold no example of those.")
 
 
 class Composition(Part):
@@ -208,9 +187,7 @@ class Composition(Part):
 
     epsilon: Epsilon = Field(description="Epsilon of all runs together: the claim of this card.")
     delta: float = Field(description="delta of that: the smallest one of the runs.")
-    disjoint_by_declaration: bool = Field(
-        description="Whether somebody declared data disjoint, and epsilon relies on it."
-    )
+    disjoint_by_declaration: bool = Field(description="Whether epsilon relies on data declared disjoint.")
     statement: str = Field(description="How the runs compose.")
     runs: tuple[CarriedRun, ...] = Field(description="All runs, this one first.")
 
@@ -219,12 +196,8 @@ class Tuning(Part):
     """How hyper-parameters were chosen."""
 
     stated: Stated = Field(Stated(), description="How they were chosen, in words.")
-    shared_ledger: str | None = Field(
-        None, description="SHA-256 of the first line of the data owner's ledger; null without one."
-    )
-    shared_summary: dict[str, JsonValue] | None = Field(
-        None, description="Budget and runs of that ledger, where the file can be read (`shared_ledger.py show --json`)."
-    )
+    shared_ledger: str | None = Field(None, description="SHA-256 of the owner's ledger's first line.")
+    shared_summary: dict[str, JsonValue] | None = Field(None, description="Its budget and runs, where readable.")
 
 
 class PublicData(Part):
@@ -283,17 +256,8 @@ class HeldoutLoss(Part):
 
     step: int = Field(description="Step after which it was measured.")
     loss: Epsilon = Field(description="Loss on held-out data; null where it is no number.")
-    blind_loss: Epsilon = Field(
-        None, description="What one gets on them without a model; null where nobody computed it."
-    )
+    blind_loss: Epsilon = Field(None, description="What one gets on them without a model.")
     shuffled_loss: Epsilon = Field(None, description="The model's loss where each caption stands with another picture.")
-
-
-class Samples(Part):
-    """A picture of what the model makes of public held-out examples."""
-
-    file: str = Field(description="The file, relative to the run folder.")
-    step: int = Field(description="Step after which it was drawn.")
 
 
 class Utility(Part):
@@ -302,19 +266,16 @@ class Utility(Part):
     attested: Literal[False] = Field(False, description="Nothing protects these files against changes.")
     heldout_file: str | None = Field(description="The file that holds the losses.")
     heldout_loss: tuple[HeldoutLoss, ...] = Field(description="Losses on held-out data that are public.")
-    samples: Samples | None = Field(description="The newest picture.")
 
 
 class PrivacyCard(Part):
     """What a run guarantees, and everything that this depends on."""
 
-    card_format: Literal[2] = Field(2, description="Version of this format.")
+    card_format: Literal[3] = Field(3, description="Version of this format.")
     run_name: str | None = Field(None, description="Name of the run's folder; null for a card of a ledger alone.")
     formal_guarantee: bool = Field(description="Whether the run makes a formal claim.")
     reasons: tuple[str, ...] = Field(description="Why it makes none.")
-    epsilon: Epsilon = Field(
-        description="The claim for what is released, earlier private runs included; null without one, and where none is finite."
-    )
+    epsilon: Epsilon = Field(description="The claim, earlier private runs included; null where none is finite.")
     delta: float = Field(description="delta of the claim.")
     steps_done: int | None = Field(description="The highest step that is done; null where it is unknown.")
     steps_planned: int = Field(description="Planned steps.")
@@ -323,19 +284,12 @@ class PrivacyCard(Part):
     not_stated: tuple[str, ...] = Field(description="What whoever ran the training could have declared, and did not.")
     released: Released = Field(description="Section 2.")
     unit_of_privacy: UnitOfPrivacy = Field(description="Section 3.")
-    adjacency: Literal["zero_out"] = Field(
-        "zero_out", description="Section 4: neighbours differ in one zeroed-out record."
-    )
-    plan: dict[str, JsonValue] = Field(
-        description="The plan, field by field as the first line of the ledger has it, but for its target_epsilon."
-    )
+    adjacency: Literal["zero_out"] = Field("zero_out", description="Neighbours: one zeroed-out record.")
+    plan: dict[str, JsonValue] = Field(description="The plan of the ledger, without its target_epsilon.")
     mechanism: Mechanism = Field(description="Section 5.")
     sampling: Sampling = Field(description="Section 6.")
     accounting: Accounting = Field(description="Section 7: this run alone.")
-    composition: Composition | None = Field(
-        None,
-        description="What the weights carry with the private runs that they started from; null where there is none.",
-    )
+    composition: Composition | None = Field(None, description="With private runs behind the weights.")
     tuning: Tuning = Field(description="Section 8.")
     public_data: PublicData = Field(PublicData(), description="Section 9.")
     provenance: Provenance = Field(description="Section 12.")

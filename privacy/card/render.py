@@ -1,25 +1,65 @@
-"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown with plots. Epsilons are rounded up.
+"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown with a plot. Epsilons are rounded up.
 
-A value is escaped unless a filter of this file made it Markdown, so that no text from a file can forge the page.
+A value is escaped unless a filter of this file made it Markdown, so that no text from a file can forge the page. The plot is SVG
+in the page itself and follows the reader's light or dark theme; it draws numbers of the card, and no text from a file.
 """
 
 from __future__ import annotations
 
-import base64
 import functools
+import html
+import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..accounting.rounding import percent, rounded_down, rounded_up
 from .model import STATEMENTS, PrivacyCard
-from .plots import plots
-from .text import cell, escape, one_line
 
 if TYPE_CHECKING:
     import jinja2
+
+
+# matplotlib draws in these stand-ins, which become colours of the page's style sheet.
+INK, LINE, SOFT, FIRST, SECOND = "#010203", "#040506", "#07080a", "#0a0b0c", "#0d0e0f"
+COLOURS = {INK: "--ink", LINE: "--line", SOFT: "--soft", FIRST: "--first", SECOND: "--warn"}
+# Text stays text, so that it can be searched, and takes the page's own font. A fixed salt: the same card gives the same bytes.
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "font.size": 10.0, "legend.fontsize": 9.0, "legend.frameon": False, "axes.grid": True,
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK,
+    "axes.labelcolor": INK, "axes.edgecolor": SOFT, "xtick.color": INK, "ytick.color": INK, "grid.color": LINE,
+    "xtick.minor.size": 0.0, "svg.hashsalt": "trade-off",
+}  # fmt: skip
+_ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
+"""What Markdown reads as a mark: punctuation, an underscore except inside of a word, and marks at the start of a line."""
+
+
+def one_line(value: object) -> str:
+    """Plain text without line breaks; a character that shows nothing, or turns the direction of the text, is a U+FFFD."""
+    words = " ".join(str(value).split())
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)
+
+
+def escape(line: str) -> str:
+    """One line as Markdown that shows just this line: nothing in it is a mark, or HTML."""
+    text = _ACTIVE.sub(r"\\\g<0>", html.escape(line, quote=False))
+    return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", text)
+
+
+def cell(value: object) -> str:
+    """Any value as plain text on one line: nothing from a file may break out of its place."""
+    return escape(one_line(value))
+
+
+def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def bullets(points: Iterable[str]) -> str:
+    return "\n".join(f"* {point}" for point in points)
 
 
 class Markdown(str):
@@ -65,34 +105,49 @@ def keys(value: object) -> Markdown:
 def _template(name: str, *, is_html: bool) -> jinja2.Template:
     import jinja2
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=jinja2.StrictUndefined,
-        autoescape=is_html,
-        finalize=None if is_html else escaped,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader, shown = jinja2.FileSystemLoader(Path(__file__).parent / "templates"), None if is_html else escaped
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, finalize=shown)
+    environment.autoescape, environment.trim_blocks, environment.lstrip_blocks = is_html, True, True
     filters = (code, prose, number, epsilon, percent, keys, one_line, rounded_down, rounded_up)
     environment.filters |= {function.__name__: function for function in filters}
     return environment.get_template(name)
 
 
-def to_markdown(card: PrivacyCard) -> str:
-    """The card as one Markdown page."""
-    page = _template("card.md.j2", is_html=False).render(card=card, say=STATEMENTS)
+def to_markdown(card: PrivacyCard, template: str = "card.md.j2") -> str:
+    """The card as one Markdown page; with "methods.md.j2" the paragraphs on privacy of a paper's methods section."""
+    page = _template(template, is_html=False).render(card=card, say=STATEMENTS)
     return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
 
 
-def to_html(card: PrivacyCard, samples: bytes | None = None) -> str:
-    """The card as one HTML file: what `to_markdown(card)` says, with plots; no script, nothing to fetch.
-
-    Args:
-        samples: the PNG that `utility.samples` names; it ends the section on utility.
-    """
+def to_html(card: PrivacyCard) -> str:
+    """The card as one HTML file: what `to_markdown(card)` says, with a plot; no script, nothing to fetch."""
     from markdown_it import MarkdownIt
 
-    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    picture = None if samples is None else base64.b64encode(samples).decode()
-    page = markdown.render(to_markdown(card))
-    return _template("card.html.j2", is_html=True).render(card=card, page=page, plots=plots(card), picture=picture)
+    page = MarkdownIt("commonmark", {"html": False}).enable("table").render(to_markdown(card))
+    return _template("card.html.j2", is_html=True).render(card=card, page=page, plot=trade_off(card))
+
+
+def trade_off(card: PrivacyCard) -> str:
+    """An <svg> element with the largest true-positive rate of any attack over its false-positive rate; empty without a bound."""
+    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot: no display and no global state
+
+    attack, file = card.accounting.attack, io.StringIO()
+    if attack is None or not attack.curve:
+        return ""
+    rates, bounds = zip(*attack.curve, strict=True)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.6, 3.2), layout="constrained")
+        axes = figure.subplots()
+        axes.semilogx(rates, bounds, color=FIRST, label="no attack can be above")
+        axes.semilogx(rates, rates, color=SOFT, linestyle="--", label="guessing")
+        axes.plot([float(rate) for rate in attack.true_positive], [*attack.true_positive.values()], "o", color=SECOND)
+        axes.set(
+            xlim=(rates[0], 1), ylim=(0, 1.05), xlabel="false-positive rate (log scale)", ylabel="true-positive rate"
+        )
+        axes.legend(loc="upper left")
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    # It refers to nothing outside of it.
+    text = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", file.getvalue())
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    return re.sub("|".join(COLOURS), lambda found: f"var({COLOURS[found[0]]})", text).strip()

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from ..accounting import accountants as accounting
 from ..accounting.attack_risk import FALSE_POSITIVE_RATES, risk_of
-from ..accounting.epsilon_table import EpsilonTable
 from ..accounting.group_privacy import epsilon_of_several
 from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused
@@ -71,9 +70,8 @@ def read_snapshot(path: Path | str) -> LedgerSnapshot:
     lines = data.split(b"\n")[:-1]
     whole = [line for line in lines if not is_torn(line)]
     num_torn = len(lines) - len(whole) + bool(tail)
-    return LedgerSnapshot(
-        state, [json.loads(line) for line in whole], hash_line(lines[-1]), num_torn, bool(tail), Path(path).parent
-    )
+    records = [json.loads(line) for line in whole]
+    return LedgerSnapshot(state, records, hash_line(lines[-1]), num_torn, bool(tail), Path(path).parent)
 
 
 def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
@@ -90,8 +88,7 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
     state, plan, opened = snapshot.state, snapshot.state.plan, snapshot.state.opened
     try:
         head = Head.model_validate(opened["head"]) if "head" in opened else None
-        words = "released" if head is None else "released_head"
-        checkpoints = snapshot.of_type("checkpoint")
+        words, checkpoints = "released" if head is None else "released_head", snapshot.of_type("checkpoint")
         last = checkpoints[-1] if checkpoints else None
         deduplication, tuning = (
             Stated(text=opened[key], file="ledger.jsonl", attested=True) if opened.get(key) else Stated()
@@ -123,8 +120,7 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
             tuning=model.Tuning(stated=tuning, shared_ledger=opened.get("shared_ledger")), provenance=_provenance(snapshot),
         )  # fmt: skip
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        first, place = error.errors()[0], ".".join(map(str, error.errors()[0]["loc"]))
         raise PrivacyStateRefused(
             f"{name}: the ledger gives {first['input']!r:.80} for {place} of the privacy card: {first['msg']}"
         ) from error
@@ -134,9 +130,10 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
 def with_files(card: PrivacyCard, **changes: object) -> PrivacyCard:
     """The card with what other files add, and the list of what nobody states in it."""
     card = card.updated(**changes)
-    unit = card.unit_of_privacy
-    stated = {f"{name} of the data set": words for name, words in unit.data_set}
-    stated |= {"removal of near-duplicates": unit.deduplication, "choice of hyper-parameters": card.tuning.stated}
+    stated = dict(card.unit_of_privacy.data_set) | {
+        "removal of near-duplicates": card.unit_of_privacy.deduplication,
+        "choice of hyper-parameters": card.tuning.stated,
+    }
     return card.updated(not_stated=tuple(what for what, words in stated.items() if not words.text))
 
 
@@ -174,16 +171,14 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
 
 def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
     plan, opened = snapshot.state.plan, snapshot.state.opened
-    turns = plan.participations(snapshot.state.num_charged)
     if head is not None:
         statement = STATEMENTS["full_batch"]
     else:
         unsure = "" if plan.formal_guarantee else "The plan says this, unless a reason above says otherwise."
-        who = "each example" if plan.group_size == plan.num_examples else "each example of the group whose turn it is"
-        sentences = [option.sampling_statement.format(who=who) for option in reversed(plan.options.values())]
+        sentences = [option.sampling_statement for option in reversed(plan.options.values())]
         statement = " ".join(filter(None, [unsure, *sentences]))
     return model.Sampling(
-        scheme=plan.options["sampling"].name if head is None else "full batch", turns_charged=turns,
+        scheme=plan.options["sampling"].name if head is None else "full batch",
         key_commitment_sha256=opened["key_commitment"], data_hmac_sha256=opened.get("data_hmac"), statement=statement,
     )  # fmt: skip
 
@@ -220,15 +215,8 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
         risk = risk_of(accounting.loss_distribution(groups, accounting.COARSE_INTERVAL), tail, CURVE_RATES)
         curve = risk["true_positive_rates"]
         rates = {f"{rate:g}": bound for rate, bound in curve if rate in FALSE_POSITIVE_RATES}
-        # For a plot: counts of the table, denser where epsilon grows faster. The last one has the claim itself.
-        charged = state.num_charged
-        table = EpsilonTable(plan.release_group(1), delta, charged, bands=plan.bands)
-        counts = {min(table.count_for(charged * part**2 // 32**2), charged) for part in range(32)} - {charged}
-        by_attempts = [(count, min(table.epsilon(count), claim)) for count in sorted(counts)]
-        numbers = numbers.updated(
-            attack=model.Attack(advantage=risk["advantage"], true_positive=rates, curve=curve),
-            epsilon_by_attempts=[*by_attempts, (charged, claim)],
-        )
+        attack = model.Attack(advantage=risk["advantage"], true_positive=rates, curve=curve)
+        numbers = numbers.updated(attack=attack)
     # Below that delta the claim is by RDP, and the others are not trusted.
     if delta < accounting.PLD_SMALLEST_DELTA:
         return numbers
@@ -283,18 +271,15 @@ def _composition(run_dir: Path, state: LedgerState) -> model.Composition | None:
 def _provenance(snapshot: LedgerSnapshot) -> model.Provenance:
     opened, sessions = snapshot.state.opened, []
     for record in snapshot.of_type("session"):
-        environment = record.get("environment")
-        environment = environment if isinstance(environment, dict) else {}
-        known = {key: environment.get(key) for key in ("commit", "modified", "python", "packages")}
+        said = environment if isinstance(environment := record.get("environment"), dict) else {}
+        known = {key: said.get(key) for key in ("commit", "modified", "python", "packages")}
         sessions.append(model.Session(mirror=record["mirror"], **known))
     ledger = model.LedgerFile(
         format=opened["format"], lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash,
         mirrored_sessions=sum(session.mirror for session in sessions),
     )  # fmt: skip
-    return model.Provenance(
-        commit=opened.get("commit"), opened_utc=opened["time_utc"], closed=snapshot.state.closed, ledger=ledger,
-        sessions=tuple(sessions),
-    )  # fmt: skip
+    when = {"opened_utc": opened["time_utc"], "closed": snapshot.state.closed}
+    return model.Provenance(commit=opened.get("commit"), ledger=ledger, sessions=tuple(sessions), **when)
 
 
 def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
@@ -312,23 +297,18 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     if numbers.epsilon is not None:
         # RDP >= claim >= PRV lower, with the slack of RDP's finite list of orders (a thousandth).
         rdp, lower = numbers.epsilon_rdp, numbers.epsilon_prv[0] if numbers.epsilon_prv else None
-        if (rdp is not None and numbers.epsilon > rdp * (1 + 1e-3) + 1e-3) or (
-            lower is not None and lower > numbers.epsilon
-        ):
+        above = rdp is not None and numbers.epsilon > rdp * (1 + 1e-3) + 1e-3
+        if above or (lower is not None and lower > numbers.epsilon):
             found.append("The claim is not between the PRV lower and the RDP upper bound, which both omit the cap.")
     if numbers.epsilon_replace_one is not None and numbers.epsilon_prv is None:
         found.append("The PRV accountant fails at these numbers: RDP alone cross-checks the claim.")
     if snapshot.unterminated:
-        found.append(
-            "The ledger ends inside a line (a crash, or a write under way); the line is charged if it may be an attempt."
-        )
+        found.append("The ledger ends inside a line (a crash, or a write under way), charged if it may be an attempt.")
     if not snapshot.state.mirrored:
         found.append(STATEMENTS["no_mirror"])
     modified = [str(number) for number, session in enumerate(provenance.sessions, start=1) if session.modified]
     if modified:
-        found.append(
-            f"The code had uncommitted changes in session {', '.join(modified)}: the commit does not identify the code."
-        )
+        found.append(f"The code had uncommitted changes in session {', '.join(modified)}: no commit identifies it.")
     if provenance.sessions and len({session.commit for session in provenance.sessions} | {provenance.commit}) > 1:
         found.append("The sessions ran different commits of the code, or not all commits are known.")
     if numbers.accountant_at_opening not in (None, numbers.accountant):

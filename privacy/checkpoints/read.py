@@ -21,8 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ConfigError, say
+from ..errors import ConfigError, NotRecorded, say
 from ..ledger import durable
+from ..ledger.records import LedgerState
 from ..step import collectives
 from ..step.engine import Engine, Piece
 
@@ -93,7 +94,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: checkpoint format {manifest['format']} is unknown; {FORMAT} was expected")
     for key in ("step", "parameters", "files"):
         if key not in manifest:
-            raise ConfigError(f"{path} is no checkpoint: {MANIFEST} lacks {key}")
+            raise ConfigError(f"{path} is not a checkpoint: {MANIFEST} has no {key}")
     if manifest != sealed(manifest):
         raise ConfigError(f"{path} is damaged: {MANIFEST} differs from its own SHA-256")
     return manifest
@@ -182,7 +183,7 @@ class Checkpoint:
         parameters = dict(module.named_parameters())
         self._require({name: p.shape for name, p in parameters.items()}, self.shapes)
         if average and AVERAGE not in self.kinds:
-            raise ConfigError(f"{self.path} holds no average of the weights; the run had no train.ema_decay")
+            raise ConfigError(f"{self.path} has no average of the weights, because the run had no train.ema_decay")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(self.full(AVERAGE if average and name not in self.frozen else "param", name))
@@ -286,3 +287,33 @@ def set_aside_newer(folder: Path, kept: str) -> None:
                 target = folder / f"set-aside-{path.name}-{number}"
             durable.rename(path, target)
     durable.replace_file(folder / LATEST, f"{kept}\n".encode())
+
+
+def require_recorded(checkpoint: Path, state: LedgerState) -> None:
+    """Demands that the ledger recorded exactly this manifest, or that a crash can have come before its record.
+
+    Anybody can seal a manifest anew, but the ledger's hash chain names one.
+
+    Raises:
+        NotRecorded: the ledger recorded another one; it was rolled back, or is of another run, or its folder was renamed.
+        ConfigError: the manifest cannot be read.
+    """
+    manifest = read_manifest(checkpoint)
+    step, position = manifest["step"], manifest.get("ledger")
+    is_numbered = checkpoint.parent.name == "checkpoints" and checkpoint.name.startswith("step-")
+    # Names say which one is the newer.
+    if is_numbered and isinstance(step, int) and checkpoint.name != checkpoint_name(step):
+        raise NotRecorded(
+            f"{checkpoint}: holds the checkpoint of step {step}, so it was renamed: call it {checkpoint_name(step)} again, "
+            "or take it away"
+        )
+    if not state.plan.enabled or (step, file_digest(checkpoint / MANIFEST)) in state.checkpoints:
+        return  # without privacy the ledger records no checkpoint
+    position = position if isinstance(position, dict) else {}
+    line = position.get("seq")
+    is_known = isinstance(line, int) and 0 <= line < state.num_lines and state.hashes[line] == position.get("hash")
+    if not (is_known and state.may_lack_record(step, position["seq"])):
+        raise NotRecorded(
+            f"{checkpoint}: its {MANIFEST} is not the one that the ledger recorded, so it was replaced or edited: restore it "
+            "from a copy, or take it away, and the checkpoint before it is used"
+        )

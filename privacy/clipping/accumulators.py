@@ -75,7 +75,7 @@ NARROW = 32
 """Products with fewer rows or columns are added up token by token: MKL does so below 4 rows, and below 12 columns."""
 PRODUCT_ENTRIES = 1 << 22
 """Entries of a matrix product that wait in fp32 to be added to a total: 16 MiB."""
-WAITING = 4
+WAITING = 8
 """Products that are made before they meet: one pass over the total then takes all of them."""
 PIECE_ENTRIES = (1 << 18, 1 << 24)
 """Entries that are rounded and added at a time: on CPU what its caches hold, elsewhere what makes launches rare."""
@@ -128,7 +128,9 @@ class Grid:
         rows = rows or 2 * most
 
         def fits(num_rows: int, bits: int, limit: int) -> bool:
-            return num_rows * _largest_entry(bits) <= limit
+            # In units, of one example's contribution with its rounding, and of what clamping in fp32 may be off by.
+            largest_entry = (1 << bits) + (1 << bits >> 9) + 2
+            return num_rows * largest_entry <= limit
 
         is_fine = cap is None or dtype == torch.float64
         limit, room = LARGEST_SPLIT, most
@@ -156,11 +158,6 @@ class Grid:
         exponent = self.bits - math.frexp(bound)[1]
         largest = Fraction(bound) * Fraction(2) ** exponent * (1 + Fraction(SENSITIVITY_SLACK))
         return Unit(exponent, math.ceil(largest))
-
-
-def _largest_entry(bits: int) -> int:
-    """In units, of one example's contribution with its rounding, and of what clamping in fp32 may be off by."""
-    return (1 << bits) + (1 << bits >> 9) + 2
 
 
 def num_bytes(count: int, layout: Layout) -> int:
@@ -375,6 +372,7 @@ def adds_term_by_term(x: Tensor) -> bool:
 
 
 def _product(g_BTp: Tensor, a_BTd: Tensor, wide: torch.dtype, on_matrix_units: bool) -> Tensor:
+    """(p, d): a sum over examples and tokens in `wide`. The search for neighbours puts other orders of additions in its place."""
     x_pN, y_Nd = g_BTp.flatten(0, 1).t(), a_BTd.flatten(0, 1)
     if on_matrix_units:
         return torch.mm(x_pN, y_Nd, out_dtype=torch.float32)
@@ -400,7 +398,6 @@ class Accumulator(Protocol):
 
     def zero_(self, unit: Unit | None) -> None:
         """Starts a new logical batch."""
-        ...
 
     def start(self, num_rows: int) -> None:
         """A micro-batch of `num_rows` examples begins, padding included.
@@ -408,19 +405,16 @@ class Accumulator(Protocol):
         Raises:
             PrivacyConfigError: more rows than there is room for.
         """
-        ...
 
     def slot(self, name: str) -> Slot:
         """Where this micro-batch's contribution is to be added."""
-        ...
+        raise NotImplementedError
 
     def filled(self, name: str) -> None:
         """The contribution is complete. Not called for a parameter that has none."""
-        ...
 
     def finish(self) -> None:
         """The micro-batch is complete."""
-        ...
 
 
 MakeAccumulator = Callable[[Mapping[str, torch.Size], Grid, torch.device], Accumulator]

@@ -11,7 +11,6 @@ Sums then do not depend on who else is there either; without it, clipping would 
 example could change those of others. `CertifiedSum.check_rows` looks for counterexamples on made-up inputs before training."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,31 +18,17 @@ from torch import Tensor, nn
 from ..errors import PrivacyConfigError
 from ..lattice import Lattice
 from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator
-from .checked import NotTaken, must_take, require_passed
-from .clipped_sum import ClippedSum, Parts, by_parameter
+from .checked import NotTaken, must_take
+from .clipped_sum import ClippedSum, Parts
 from .contributions import in_full
 from .functions import ClippingFunction, flat
 from .integers import SquaredNorms, add_contributions, round_to_even
-from .norms import Factors, MicroBatchStats, no_examples
+from .norms import MicroBatchStats
 from .precision import exact
 from .recorder import Task
 
 WRITTEN_BYTES = 1 << 32
 """Written-out gradients of one part of a micro-batch; one example's at least."""
-
-
-class LatticeVectors(NamedTuple):
-    """The integers of some examples.
-
-    Attributes:
-        k: parameter name -> (B, n) int32; parameters without a gradient are left out.
-        multiplier_B: int64; the contribution is `multiplier_B` times k, in units of the lattice.
-        stats: of these examples.
-    """
-
-    k: dict[str, Tensor]
-    multiplier_B: Tensor
-    stats: MicroBatchStats
 
 
 class CertifiedSum(ClippedSum):
@@ -106,32 +91,23 @@ class CertifiedSum(ClippedSum):
         most = min(EXAMPLES_PER_PART, max(1, WRITTEN_BYTES // (4 * self._num_coordinates)))
         return max(size for size in range(1, min(most, num_rows) + 1) if num_rows % size == 0)
 
-    def add_micro_batch(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
-        """Adds the clipped gradients of one micro-batch; see `ClippedSum.add_micro_batch`."""
-        if len(is_padding_B) == 0:
-            return no_examples(torch.float64, self._device)
-        size = self.rows_at_once(len(is_padding_B))
-        if self._to_be_checked is not None:
-            self._record_what_passed()
-            part = {name: x[:size] for name, x in inputs.items()}
-            require_passed(self._to_be_checked, task, part, self._made_for, self.require_replays)
-        parts = []
-        with torch.no_grad():
-            for start in range(0, len(is_padding_B), size):
-                rows = slice(start, start + size)
-                self.accumulator.start(size)
-                vectors = self.vectors(task, {name: x[rows] for name, x in inputs.items()}, is_padding_B[rows])
-                for name in list(vectors.k):  # as the backward found them
-                    slot = self.accumulator.slot(name)
-                    add_contributions(slot.total.low, vectors.k.pop(name), vectors.multiplier_B)
-                    self.accumulator.filled(name)
-                self.accumulator.finish()
-                parts.append(vectors.stats)
-        return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
+    def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
+        k, multiplier_B, stats = self.vectors(task, inputs, is_padding_B)
+        for name in list(k):  # as the backward found them
+            add_contributions(self.accumulator.slot(name).total.low, k.pop(name), multiplier_B)
+            self.accumulator.filled(name)
+        return stats
 
     @torch.no_grad()
-    def vectors(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> LatticeVectors:
-        """The integers of some examples, of which one forward and one backward are made."""
+    def vectors(
+        self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor, MicroBatchStats]:
+        """The integers of some examples, of which one forward and one backward are made.
+
+        Returns:
+            Parameter name -> k, (B, n) int32, without parameters that have no gradient; multipliers, (B,) int64: the contribution
+            is that times k, in units of the lattice; and statistics.
+        """
         num_rows = len(is_padding_B)
         written: dict[str, Tensor] = {}
 
@@ -139,9 +115,14 @@ class CertifiedSum(ClippedSum):
             written[name] = in_full(parts, self._shapes[name]).grad_B.float()  # fp64 models' are rounded
 
         with self._record().forward(task, inputs, num_rows) as passed:
-            by_parameter(passed, write)
+            self._by_parameter(passed, write)
         with exact(passed.loss_B.device):
-            factors = self._written_factors(written, passed.loss_B, is_padding_B)
+            # Norms are in fp64, where no finite fp32 gradient over- or underflows.
+            squared = [torch.zeros(num_rows, dtype=torch.float64, device=self._device) for _ in self._function.bounds]
+            for name, gradient_Bn in written.items():
+                norm_B = torch.linalg.vector_norm(gradient_Bn, dim=1, dtype=torch.float64)
+                squared[self._function.group_of[name]] += norm_B.square_()
+            factors = self._weighed([squared_B.sqrt_() for squared_B in squared], passed.loss_B, is_padding_B)
             excluded_B = is_padding_B | ~factors.is_finite_B
             norms = SquaredNorms(num_rows, self._device)
             k = {}
@@ -150,15 +131,7 @@ class CertifiedSum(ClippedSum):
                 k[name] = round_to_even(written.pop(name), scale_B, excluded_B)
                 norms.add(k[name])
             stats = factors.stats(passed.loss_B, is_padding_B)
-        return LatticeVectors(k, norms.multipliers(self.lattice.limit), stats)
-
-    def _written_factors(self, written: Mapping[str, Tensor], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
-        """Clip factors from norms in fp64, where no finite fp32 gradient over- or underflows."""
-        squared = [torch.zeros(len(loss_B), dtype=torch.float64, device=self._device) for _ in self._function.bounds]
-        for name, gradient_Bn in written.items():
-            norm_B = torch.linalg.vector_norm(gradient_Bn, dim=1, dtype=torch.float64)
-            squared[self._function.group_of[name]] += norm_B.square_()
-        return self._weighed([squared_B.sqrt_() for squared_B in squared], loss_B, is_padding_B)
+        return k, norms.multipliers(self.lattice.limit), stats
 
     def check_rows(self, task: Task, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Looks for an example whose integers depend on its row, its micro-batch or its neighbours; collective where `task` is.
@@ -183,13 +156,13 @@ class CertifiedSum(ClippedSum):
         for micro_batch, is_here_B, is_padding_B in _neighbourhoods(part, size):
             try:
                 with must_take(f"{size} examples together"):
-                    found = self.vectors(task, micro_batch, is_padding_B.to(self._device))
+                    k, multiplier_B, _ = self.vectors(task, micro_batch, is_padding_B.to(self._device))
             except NotTaken:  # the model refuses what is not finite itself
                 if all(x.isfinite().all() for x in micro_batch.values()):
                     raise
                 continue
             here_B = is_here_B.to(self._device)
-            z = {name: (k_Bn * found.multiplier_B[:, None])[here_B] for name, k_Bn in found.k.items()}
+            z = {name: (k_Bn * multiplier_B[:, None])[here_B] for name, k_Bn in k.items()}
             expected = expected or {name: z_Rn[0].clone() for name, z_Rn in z.items()}
             for name, z_Rn in z.items():
                 differs_R = (z_Rn != expected[name]).any(1)

@@ -14,7 +14,7 @@ import math
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -94,8 +94,8 @@ def require_passed(
     passed = _PASSED.get(model, [])
     if not passed:
         raise PrivacyConfigError(f"this {type(model).__name__} has not passed the self-check: {HOW}")
-    kinds = _kinds(inputs)
-    passed = [p for p in passed if p.task() == task and _kinds(p.made_up) == kinds]
+    kinds, *others = [{n: (x.dtype, x.dim()) for n, x in xs.items()} for xs in (inputs, *(p.made_up for p in passed))]
+    passed = [p for p, made_up in zip(passed, others, strict=True) if p.task() == task and made_up == kinds]
     if not passed:
         listed = ", ".join(f"{name} ({dtype}, {ndim} dimensions)" for name, (dtype, ndim) in sorted(kinds.items()))
         raise PrivacyConfigError(
@@ -138,10 +138,6 @@ def require_passed(
     mine.tried.add(way)
 
 
-def _kinds(inputs: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
-    return {name: (x.dtype, x.dim()) for name, x in inputs.items()}
-
-
 def _modules(model: nn.Module, task: object) -> list[tuple[str, nn.Module]]:
     """Those of the model, and of a task that is another module, or a method of one."""
     owner = getattr(task, "__self__", task)
@@ -156,21 +152,27 @@ def structure(model: nn.Module, task: object = None) -> Structure:
     an own `forward`, and parameters with whether they are trained; and torch's global hooks. Hooks of clipping itself and of FSDP
     do not count. Objects are compared by weak references: an id could be given out again.
     """
-    found: Structure = {}
-    for name, table in vars(torch.nn.modules.module).items():
-        if name.startswith("_global_") and isinstance(table, dict):
-            found["", name] = _foreign(table)
+
+    def foreign(hooks: Mapping[int, Any] | None) -> list[_Same]:
+        of_modules = [(getattr(h, "func", h), h) for h in (hooks or {}).values()]  # clipping's may be partial
+        ours = [str(getattr(f, "__module__", "")).startswith(f"{__package__}.") or is_of_fsdp(h) for f, h in of_modules]
+        return [_Same(h) for (_, h), is_ours in zip(of_modules, ours, strict=True) if not is_ours]
+
+    of_all = {
+        n: x for n, x in vars(torch.nn.modules.module).items() if n.startswith("_global_") and isinstance(x, dict)
+    }
+    found: Structure = {("", name): foreign(table) for name, table in of_all.items()}
     for path, module in _modules(model, task):
         found[path, ""] = (_Same(type(module)), _Same(module))
         for name, value in vars(module).items():
             if name.endswith(("ward_hooks", "ward_pre_hooks")):
-                found[path, name] = _foreign(value)
+                found[path, name] = foreign(value)
             elif name == "forward":
                 found[path, name] = _Same(value)
         found[path, "training"] = module.training
         for name, p in module._parameters.items():
             if p is not None:
-                hooks = [_foreign(table) for table in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+                hooks = foreign(p._backward_hooks), foreign(p._post_accumulate_grad_hooks)
                 found[path, name] = (_Same(p), p.requires_grad, p.dtype, hooks)
     return found
 
@@ -178,15 +180,6 @@ def structure(model: nn.Module, task: object = None) -> Structure:
 def changes(before: Structure, now: Structure) -> set[Place]:
     """Where two structures differ."""
     return {place for place in {**before, **now} if before.get(place, ...) != now.get(place, ...)}
-
-
-def _foreign(hooks: Mapping[int, Any] | None) -> list["_Same"]:
-    """The hooks that are neither clipping's nor FSDP's."""
-    of_modules = [(getattr(h, "func", h), h) for h in (hooks or {}).values()]  # clipping's may be partial
-    ours = f"{__package__}."
-    return [
-        _Same(h) for f, h in of_modules if not (str(getattr(f, "__module__", "")).startswith(ours) or is_of_fsdp(h))
-    ]
 
 
 class _Same:
@@ -312,6 +305,14 @@ class NotTaken(PrivacyConfigError):
     """The model raised an error on made-up inputs."""
 
 
+def generators() -> list[object]:
+    """States of the global generators, from which code draws that names none."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    _, numbers, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # foreign models use it
+    states = [x.numpy().tobytes() for x in (torch.get_rng_state(), *devices)]
+    return [random.getstate(), np.asarray(numbers).tobytes(), rest, *states]
+
+
 @contextmanager
 def must_take(what: str) -> Iterator[None]:
     """Says in one line what the model raises on made-up inputs; clipping's own refusals pass.
@@ -321,7 +322,8 @@ def must_take(what: str) -> Iterator[None]:
     Raises:
         NotTaken: the model raised something else.
     """
-    before = _generators()
+
+    before = generators()
     try:
         yield
     except (PrivacyConfigError, MemoryError, torch.OutOfMemoryError):  # the last two speak for themselves
@@ -332,19 +334,11 @@ def must_take(what: str) -> Iterator[None]:
             f"the model raises {type(error).__name__} on made-up examples of the self-check ({what}): {said}; "
             "give it made-up examples that it takes: made_up= of PrivateLoop, or inputs of check_against_autograd"
         ) from error
-    if _generators() != before:
+    if generators() != before:
         raise PrivacyConfigError(
             "the forward draws random numbers, so an example's gradient depends on its place in the micro-batch: switch "
             "dropout and random masks off (model.eval(), p = 0), or make them of an input that each example brings along"
         )
-
-
-def _generators() -> list[object]:
-    """The states of the generators that code draws from if it names none."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    _, numbers, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # foreign models use it
-    states = [x.numpy().tobytes() for x in (torch.get_rng_state(), *devices)]
-    return [random.getstate(), np.asarray(numbers).tobytes(), rest, *states]
 
 
 @contextmanager
@@ -366,20 +360,13 @@ def nothing_is_small(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(model: nn.Module, task: object, dtype: torch.dtype | None = None) -> Iterator[Callable[[], None]]:
-    """A check of a model leaves nothing behind: parameters, buffers and attributes of its modules are copies inside.
+def put_back(modules: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
+    """Attributes of these modules, modes and hooks included, are afterwards what they were; yields what puts them back early.
 
-    Floating parameters and buffers are of `dtype`, which is torch's default there too. Of attributes that are dicts, lists,
-    sets or deques (a cache) the entries are put back, not what lies deeper. Yields a function that puts attributes back early.
-
-    Raises:
-        PrivacyConfigError: something inside wrote into a parameter or buffer, or made a buffer: that would reach other
-            micro-batches, and leave the run in checkpoints, without noise.
+    Of attributes that are dicts, lists, sets or deques (a cache) the entries are put back, not what lies deeper.
     """
-    tensors, default = {**dict(model.named_parameters()), **dict(model.named_buffers())}, torch.get_default_dtype()
-    originals, saved = {name: x.data for name, x in tensors.items()}, set(model.state_dict())
-    tables = [vars(module) for _, module in _modules(model, task)]
-    tables += [x for table in tables for x in table.values() if isinstance(x, dict | list | set | deque)]  # type: ignore[misc]
+    tables: list[Any] = [vars(module) for module in modules]
+    tables += [x for table in tables for x in table.values() if isinstance(x, dict | list | set | deque)]
     before = [(table, table.copy()) for table in tables]
 
     def restore() -> None:
@@ -388,27 +375,43 @@ def untouched(model: nn.Module, task: object, dtype: torch.dtype | None = None) 
             table.extend(content) if isinstance(table, list | deque) else table.update(content)
 
     try:
-        for name, x in tensors.items():
-            is_cast = dtype is not None and x.is_floating_point()
-            x.data = originals[name].to(dtype, copy=True) if is_cast else originals[name].clone()
-        torch.set_default_dtype(dtype or default)
         yield restore
-        after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, x in tensors.items():
-            if after.get(name) is not x or not torch.allclose(
-                x.data, originals[name].to(x.dtype), 0, 0, equal_nan=True
-            ):
-                raise PrivacyConfigError(
-                    f"the forward changes the buffer {name}: what it keeps of one micro-batch would reach others and leave the "
-                    "run without noise; keep no state in the forward"
-                )
-        if new := set(model.state_dict()) - saved:
-            raise PrivacyConfigError(
-                f"the forward makes the buffer {min(new)}, which would leave the run in checkpoints, without noise; make it in "
-                "__init__, or with persistent=False"
-            )
     finally:
-        torch.set_default_dtype(default)
-        for name, x in tensors.items():
-            x.data = originals[name]
         restore()
+
+
+@contextmanager
+def untouched(model: nn.Module, task: object, dtype: torch.dtype | None = None) -> Iterator[Callable[[], None]]:
+    """A check of a model leaves nothing behind: parameters, buffers and attributes of its modules are copies inside.
+
+    Floating parameters and buffers are of `dtype`, which is torch's default there too. It yields as `put_back` does.
+
+    Raises:
+        PrivacyConfigError: something inside wrote into a parameter or buffer, or made a buffer: that would reach other
+            micro-batches, and leave the run in checkpoints, without noise.
+    """
+    tensors, default = {**dict(model.named_parameters()), **dict(model.named_buffers())}, torch.get_default_dtype()
+    originals, saved = {name: x.data for name, x in tensors.items()}, set(model.state_dict())
+    with put_back(module for _, module in _modules(model, task)) as restore:
+        try:
+            for name, x in tensors.items():
+                x.data = originals[name].to(dtype if dtype and x.is_floating_point() else x.dtype, copy=True)
+            torch.set_default_dtype(dtype or default)
+            yield restore
+            after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            for name, x in tensors.items():
+                before = originals[name].to(x.dtype)
+                if after.get(name) is not x or not torch.allclose(x.data, before, 0, 0, equal_nan=True):
+                    raise PrivacyConfigError(
+                        f"the forward changes the buffer {name}: what it keeps of one micro-batch would reach others and leave "
+                        "the run without noise; keep no state in the forward"
+                    )
+            if new := set(model.state_dict()) - saved:
+                raise PrivacyConfigError(
+                    f"the forward makes the buffer {min(new)}, which would leave the run in checkpoints, without noise; make it "
+                    "in __init__, or with persistent=False"
+                )
+        finally:
+            torch.set_default_dtype(default)
+            for name, x in tensors.items():
+                x.data = originals[name]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
-from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, add_together
+from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, add_together, blocks
 from .checked import require_passed, trained
 from .compiled import compiled_weights
 from .contributions import ChunkedOuterProducts, Contribution, in_full, is_short, may_cancel
@@ -162,11 +162,6 @@ class ClippedSum:
             self._recorder, self._recorded_by = Recorder(claims(self._model, self._shapes), self._at_rest), plan
         return self._recorder
 
-    def _record_what_passed(self) -> None:
-        """Hooks are added here, since checks of a new shape put everything back that they find; a refusal waits for its turn."""
-        with suppress(Uncovered):
-            self._record()
-
     def _grid(self, cap: int | None, rows: int | None) -> Grid:
         return Grid.of(sum(self._numel.values()), self._dtype, cap, rows)
 
@@ -257,24 +252,25 @@ class ClippedSum:
         Raises:
             PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
         """
-        size = len(is_padding_B)
-        if size == 0:
-            return no_examples(self._dtype, self._device)
-        if size > EXAMPLES_PER_PART:
-            cuts = [slice(start, start + EXAMPLES_PER_PART) for start in range(0, size, EXAMPLES_PER_PART)]
-            parts = [
-                self.add_micro_batch(task, {n: x[rows] for n, x in inputs.items()}, is_padding_B[rows]) for rows in cuts
-            ]
-            return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
-        if self._to_be_checked is not None:
-            self._record_what_passed()
-            require_passed(self._to_be_checked, task, inputs, self._made_for, self.require_replays)
-        with torch.no_grad():
-            self.accumulator.start(size)
-            in_passes = self._in_one_pass if self.mode == "bookkeeping" else self._in_two_passes
-            stats = in_passes(task, inputs, is_padding_B)
-            self.accumulator.finish()
-        return stats
+        if len(is_padding_B) == 0:
+            return no_examples(torch.float64 if self.mode == "certified" else self._dtype, self._device)
+        stats = []
+        for rows in blocks(len(is_padding_B), self.rows_at_once(len(is_padding_B))):
+            part = {name: x[rows] for name, x in inputs.items()}
+            if self._to_be_checked is not None:
+                with suppress(Uncovered):  # hooks first, since checks of a new shape put back all that they find
+                    self._record()
+                require_passed(self._to_be_checked, task, part, self._made_for, self.require_replays)
+            with torch.no_grad():
+                self.accumulator.start(rows.stop - rows.start)
+                in_passes = self._in_two_passes if self.mode == "two_pass" else self._in_one_pass
+                stats.append(in_passes(task, part, is_padding_B[rows]))
+                self.accumulator.finish()
+        return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*stats, strict=True)))
+
+    def rows_at_once(self, num_rows: int) -> int:
+        """Examples of a part: larger micro-batches are gone through in parts, which bounds their memory."""
+        return EXAMPLES_PER_PART
 
     def require_replays(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
         """What the fallback replays at this size are the outputs that the forward gave, chunks and their edges included.
@@ -326,7 +322,15 @@ class ClippedSum:
         del writes  # it holds all that is kept, which is freed one by one
         with exact(passed.loss_B.device):
             factors = self._factors(tallies, passed.loss_B, is_padding_B)
-            short = self._short_sums(kept, tallies, factors)
+            # (n,) fp64 of each short gradient, by one product for all that have one factor.
+            short: dict[str, Tensor] = {}
+            for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
+                names = [n for n, parts in kept.items() if self._function.group_of[n] == group and is_short(parts)]
+                if names:
+                    joined = tally.joined if factors.blank_B is None else tally.joined.without(factors.blank_B)
+                    total = torch.zeros(joined.grad_B.shape[1], dtype=torch.float64, device=self._device)
+                    joined.add_weighted(weight_B, Slot(Total(total)))
+                    short |= zip(names, total.split([x.grad_B[0].numel() for x in tally.short]), strict=True)
             if not self.leaves_process:  # else buckets are filled in their order
                 self._add_together(short, len(is_padding_B))
                 kept = {name: parts for name, parts in kept.items() if name not in short}
@@ -376,10 +380,9 @@ class ClippedSum:
 
         Args:
             kept: takes the contributions, if given.
-            marks: see `by_parameter`.
+            marks: see `_by_parameter`.
         """
         tallies = [NormTally(len(passed.loss_B), self._device, self._dtype) for _ in self._function.bounds]
-
         writes: Writes = []
 
         def add(name: str, parts: Parts) -> None:
@@ -396,12 +399,43 @@ class ClippedSum:
     def _by_parameter(
         self, passed: Forward, use: Callable[[str, Parts], None], marks: list[Tensor] | None = None
     ) -> None:
-        """As `by_parameter`, with the gradients of small parameters written out."""
+        """Hands over the contributions of a backward, parameter by parameter, as soon as the last call of its layers is there.
 
-        def written(name: str, parts: Parts) -> None:
+        That is usually the only one, and its tensors are still in the processor's caches. Gradients of small parameters are
+        written out.
+
+        Args:
+            marks: takes the norm of every gradient that a layer reports, by which two backwards are compared; NaN reads as -1.
+
+        Raises:
+            PrivacyConfigError: a layer reports more gradients than it had calls: something differentiates through it twice.
+        """
+        waiting: dict[str, Parts] = {}
+        reported: Counter[str] = Counter()
+
+        def hand_over(name: str) -> None:
+            parts = waiting.pop(name)
             use(name, [in_full(parts, self._shapes[name])] if name in self._small and may_cancel(parts) else parts)
 
-        by_parameter(passed, written, marks)
+        def take(call: Call) -> None:
+            if marks is not None:
+                rows = call.output_gradient.reshape(len(call.output_gradient), -1)
+                marks.append(torch.linalg.vector_norm(wide(rows), dim=1).nan_to_num(nan=-1.0))
+            for name, part in call.contributions():
+                reported[name] += 1
+                if reported[name] > passed.num_calls[name]:
+                    raise PrivacyConfigError(
+                        f"{name} has more gradients in one backward than it had calls: a hook or an autograd function "
+                        "differentiates through its layer (torch.autograd.grad), which clipping cannot follow"
+                    )
+                waiting.setdefault(name, []).append(part)
+                if len(waiting[name]) == passed.num_calls[name]:
+                    hand_over(name)
+
+        passed.backward(take)
+        with exact(passed.loss_B.device):
+            for name in list(waiting):  # of which not every call has a gradient, because the loss does not depend on it
+                hand_over(name)
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
         factors = self._weighed([tally.safe_norm() for tally in tallies], loss_B, is_padding_B)
@@ -420,19 +454,6 @@ class ClippedSum:
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
         return Factors(norms, weights, is_finite_B, None, self.sensitivity, torch.zeros_like(excluded_B))
-
-    def _short_sums(self, kept: Mapping[str, Parts], tallies: list[NormTally], factors: Factors) -> dict[str, Tensor]:
-        """(n,) fp64: the weighted sum of each short gradient, by one product for all that have one factor."""
-        sums: dict[str, Tensor] = {}
-        for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
-            names = [n for n, parts in kept.items() if self._function.group_of[n] == group and is_short(parts)]
-            if names:
-                joined = tally.joined if factors.blank_B is None else tally.joined.without(factors.blank_B)
-                total = torch.zeros(joined.grad_B.shape[1], dtype=torch.float64, device=self._device)
-                joined.add_weighted(weight_B, Slot(Total(total)))
-                lengths = [x.grad_B[0].numel() for x in tally.short]
-                sums |= zip(names, total.split(lengths), strict=True)
-        return sums
 
     def _add_together(self, sums: Mapping[str, Tensor], num_examples: int) -> None:
         if sums:
@@ -468,43 +489,6 @@ def require_unwritten(writes: Writes, who: str) -> None:
             raise PrivacyConfigError(
                 f"{who} writes in place to what clipping still needs of {name} (a gradient, an output, an input): write to a copy"
             )
-
-
-def by_parameter(passed: Forward, use: Callable[[str, Parts], None], marks: list[Tensor] | None = None) -> None:
-    """Hands over the contributions of a backward, parameter by parameter, as soon as the last call of its layers is there.
-
-    That is usually the only one, and its tensors are still in the processor's caches.
-
-    Args:
-        marks: takes the norm of every gradient that a layer reports, by which two backwards are compared; NaN reads as -1.
-
-    Raises:
-        PrivacyConfigError: a layer reports more gradients than it had calls: something differentiates through it twice.
-    """
-    waiting: dict[str, Parts] = {}
-    reported: Counter[str] = Counter()
-
-    def take(call: Call) -> None:
-        if marks is not None:
-            rows = call.output_gradient.reshape(len(call.output_gradient), -1)
-            marks.append(torch.linalg.vector_norm(wide(rows), dim=1).nan_to_num(nan=-1.0))
-        for name, part in call.contributions():
-            reported[name] += 1
-            if reported[name] > passed.num_calls[name]:
-                raise PrivacyConfigError(
-                    f"{name} has more gradients in one backward than it had calls: a hook or an autograd function differentiates "
-                    "through its layer (torch.autograd.grad), which clipping cannot follow"
-                )
-            parts = waiting.setdefault(name, [])
-            parts.append(part)
-            if len(parts) == passed.num_calls[name]:
-                use(name, waiting.pop(name))
-
-    passed.backward(take)
-    with exact(passed.loss_B.device):
-        # Parameters of which not every call has a gradient, because the loss does not depend on it.
-        for name, parts in waiting.items():
-            use(name, parts)
 
 
 def needs_blanking(is_finite_B: Tensor) -> bool:

@@ -110,7 +110,8 @@ def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
     """
     weights: dict[int, nn.Parameter] = {}
     for path, block in model.named_modules():
-        if not _is_compiled(block):
+        # Neither `module.compile()` nor `torch.compile(module)` leaves a public mark; tests compile and look.
+        if block._compiled_call_impl is None and type(block).__name__ != "OptimizedModule":
             continue
         for name, module in block.named_modules():
             for local, parameter in module.named_parameters(recurse=False):
@@ -126,11 +127,6 @@ def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
                 if parameter.requires_grad:
                     weights[id(parameter)] = parameter
     return list(weights.values())
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` or `torch.compile(module)` was called. Neither has a public mark; tests compile and look."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 @contextmanager

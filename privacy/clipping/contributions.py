@@ -26,6 +26,7 @@ from .accumulators import EXAMPLES_PER_SUM, SHORT, Slot, blocks
 from .fused import fused
 from .precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDENED_ENTRIES = (1 << 18, 1 << 24)
 """Entries of a written-out gradient that are widened to fp64 at a time: 2 MiB on CPU, which stay in its caches; 128 on CUDA."""
 
@@ -99,7 +100,10 @@ class OuterProducts:
         return _are_on_matrix_units(self.a_BTd, self.g_BTp)
 
     def without(self, excluded_B: Tensor) -> "OuterProducts":
-        return OuterProducts(*both_blanked(self.a_BTd, self.g_BTp, excluded_B))
+        a, g = self.a_BTd, self.g_BTp
+        if _in_place(a) and _in_place(g):  # one kernel for both
+            return OuterProducts(blank_rows_(a, excluded_B, g), g)
+        return OuterProducts(blanked(a, excluded_B), blanked(g, excluded_B))
 
 
 @dataclass(frozen=True)
@@ -305,13 +309,6 @@ def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
     return torch.where(excluded_B.view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x)
 
 
-def both_blanked(x: Tensor, y: Tensor, excluded_B: Tensor) -> tuple[Tensor, Tensor]:
-    """As `blanked`, with one kernel for both."""
-    if _in_place(x) and _in_place(y):
-        return blank_rows_(x, excluded_B, y), y
-    return blanked(x, excluded_B), blanked(y, excluded_B)
-
-
 def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tensor:
     """Zeroes the excluded rows of a contiguous x (B, ...) in place, and those of y; returns x.
 
@@ -330,12 +327,7 @@ def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tenso
 
 
 def _in_place(x: Tensor) -> bool:
-    return x.is_cuda and x.is_contiguous() and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return x.is_cuda and x.is_contiguous() and HAS_TRITON
 
 
 def sum_over_tokens(x_BTd: Tensor) -> Tensor:
@@ -450,7 +442,7 @@ _TOKENS_PER_STRIP = (48, 256)
 
 @fused(for_all_sizes=True)
 def _strip(grams_a: list[Tensor], grams_g: list[Tensor], start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the t tokens from `start` on, (B, t) each: their parts of the squared norm, and the squared lengths of a and g.
+    """Takes the t tokens from `start` on; (B, t) each: their parts of the squared norm, and the squared lengths of a and g.
 
     Args:
         grams_a: of these tokens and all up to the last of them, (B, t, start + t), in parts to be added up. Written over.

@@ -1,19 +1,20 @@
 """Who clips which parameter: every trainable one is claimed by exactly one rule, or training refuses to start (contract 3).
 
-Four ways to be claimed: the module that owns the parameter has a rule for its type; or the parameter is a raw one (class
-token, positions, layer scale) that the module's forward reads, and then raw.py splits its use by example or refuses it at the
-first forward; or, for a parameter that several modules share, all of its owners have a claim, and their contributions add up; or
-the self-check has given it to a module around it, which is differentiated per example as a whole (fallback.py).
+Four ways to be claimed: the module that owns the parameter has a rule for its type; or the parameter is a raw one that the
+module's forward reads, and then raw.py gives every example a copy; or, for a parameter that several modules share, all of its
+owners have a claim, and their contributions add up; or the self-check has given it to a module around it, which is
+differentiated per example as a whole (fallback.py).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..errors import PrivacyConfigError
-from .fallback import Dims, Plan, Uncovered, plan_of
+from .fallback import Plan, Uncovered, plan_of
+from .raw import is_copied, is_table
 from .rules import RULES, register_lazily
 from .sharded import is_dtensor, kind_of
 
@@ -30,6 +31,8 @@ SAME = {
     *("__constants__", "extra_repr", "reset_parameters", "__repr__", "__parameters__", "__orig_bases__"),
 }
 """What a subclass may have of its own and still compute what its base class does."""
+BY_MODE = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase
+"""Modules that `model.train()` could turn from supported into unsupported ones."""
 
 
 def rule_of(module: nn.Module) -> type[nn.Module] | None:
@@ -50,14 +53,15 @@ class Claim:
     again at every forward.
 
     Attributes:
-        dims, expanded: of a module that covers parameters of its own and of those in it (`fallback.Plan`).
+        plan: the model's.
+        is_whole: whether the module covers parameters of its own and of those in it (fallback.py).
     """
 
     module: nn.Module
     path: str
     parameters: dict[str, str]
-    dims: dict[str, Dims] | None = None
-    expanded: set[str] = field(default_factory=set, compare=False)
+    plan: Plan
+    is_whole: bool = False
 
     @property
     def is_raw(self) -> bool:
@@ -73,11 +77,23 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
 
     Raises:
         PrivacyConfigError: naming all modules that cannot be clipped per example, or a parameter; `Uncovered`, where the
-            fallback might do.
+            fallback might do; or the fallback has weights that are held in shards.
     """
     register_lazily()
     canonical, plan = {id(p): name for name, p in model.named_parameters()}, plan_of(model)
-    owners = _covering(model, shapes, plan, canonical)
+    owners = []
+    for path in dict.fromkeys(plan.covers.values()):  # modules that the fallback differentiates as a whole
+        module = model.get_submodule(path)
+        names = {n: canonical[id(p)] for n, p in module.named_parameters() if p.requires_grad}
+        local = {n: name for n, name in names.items() if plan.covers.get(name) == path}
+        for n, name in local.items():
+            if is_dtensor(module.get_parameter(n)) or module.get_parameter(n).shape != shapes[name]:
+                raise PrivacyConfigError(
+                    f"{name} is in {path or 'the model'}, which is differentiated per example as a whole, and that takes whole "
+                    "weights: train unsharded, or freeze it"
+                )
+        if local:
+            owners.append(Claim(module, path, local, plan, is_whole=True))
     covered = {name for claim in owners for name in claim.parameters.values()}
     refused: list[tuple[str, list[str]]] = []
     for path, module in model.named_modules():
@@ -87,8 +103,20 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
             refused.append((_refusal(module, path, reason), []))
         elif way_out and (reason := reason_without_rule(module)) is not None:
             refused.append((_refusal(module, path, reason), [path] if path else list(way_out)))
-        if parameters or depends_on_mode(module):
-            owners.append(Claim(module, path, parameters))
+        elif rule_of(module) is None and (
+            own := [
+                n
+                for local, n in parameters.items()
+                if n in way_out and not (n in plan.layouts or is_copied(shapes[n]) or is_table(module, local))
+            ]
+        ):
+            reason = (
+                "its forward reads them itself (use nn.Linear for a matrix, shape (1, 1, n) for what is added to all tokens, or "
+                "a rule for its type: docs/extending.md)"
+            )
+            refused.append((_refusal(module, path, reason), own))
+        if parameters or isinstance(module, BY_MODE):
+            owners.append(Claim(module, path, parameters, plan))
     if refused:
         lines = [line for line, _ in refused]
         said = lines[0] if len(lines) == 1 else f"{len(lines)} layers are refused: " + "; ".join(lines)
@@ -106,29 +134,10 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     return owners
 
 
-def _covering(
-    model: nn.Module, shapes: Mapping[str, torch.Size], plan: Plan, canonical: Mapping[int, str]
-) -> list[Claim]:
-    """The claims of modules that the fallback differentiates as a whole.
-
-    Raises:
-        PrivacyConfigError: weights that are held in shards.
-    """
-    found = []
-    for path, names in plan.covers.items():
-        module = model.get_submodule(path)
-        local = {
-            n: canonical[id(p)] for n, p in module.named_parameters() if canonical[id(p)] in names and p.requires_grad
-        }
-        for n, name in local.items():
-            if is_dtensor(module.get_parameter(n)) or module.get_parameter(n).shape != shapes[name]:
-                raise PrivacyConfigError(
-                    f"{name} is in {path or 'the model'}, which is differentiated per example as a whole, and that takes whole "
-                    "weights: train unsharded, or freeze it"
-                )
-        if local:
-            found.append(Claim(module, path, local, plan.dims[path], plan.expanded))
-    return found
+def raw_parameters(model: nn.Module) -> list[str]:
+    """Trainable parameters of modules without a rule, whose forward may read them itself."""
+    raw = {path for path, module in model.named_modules() if rule_of(module) is None}
+    return [n for n, p in model.named_parameters() if p.requires_grad and n.rpartition(".")[0] in raw]
 
 
 def _refusal(module: nn.Module, path: str, reason: str) -> str:
@@ -193,10 +202,3 @@ def reason_without_rule(module: nn.Module) -> str | None:
             return "no clipping rule covers it; add a rule (docs/extending.md) or freeze its parameters"
         case _:
             return None
-
-
-def depends_on_mode(module: nn.Module) -> bool:
-    """Whether `model.train()` could turn a supported module into an unsupported one."""
-    return isinstance(
-        module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
-    )

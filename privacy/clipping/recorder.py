@@ -9,9 +9,9 @@ what root does not need.)
 The tap keeps the layer's input as autograd keeps its own tensors, so under non-reentrant activation checkpointing it is
 recomputed with the rest; a tap that only the recomputation makes is never run backward and reports nothing.
 
-A raw parameter is shadowed, for the time of its owner's forward, by a stand-in with one tapped copy per example (raw.py): an
-entry in the instance's `__dict__` goes before the module's parameters in attribute lookup. The output of a layer that is
-called once for all examples (position ids of shape (1, T)) is replaced by such a stand-in too.
+A raw parameter is shadowed, for the time of its owner's forward, by one tapped copy per example or by a table (raw.py): an entry
+in the instance's `__dict__` goes before the module's parameters in attribute lookup. The output of a layer that is called once
+for all examples (position ids of shape (1, T)) is one copy per example too.
 
 Under torch.compile's tracer a hook leaves an opaque operation in the graph that does the same (compiled.py).
 """
@@ -31,18 +31,14 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import PrivacyConfigError
-from . import (
-    compiled,
-    raw_operations,  # noqa: F401  # fills the table of what a stand-in can do
-)
+from . import compiled
 from .accumulators import SHORT
-from .contributions import Contribution, Dense, OuterProducts, owned
+from .contributions import Contribution, Dense, OuterProducts, Rows, owned
 from .coverage import Claim, refuse_unsupported, rule_of
 from .fallback import Replay, Uncovered, form_of, mapped, numbered, tensors_of
 from .precision import exact, wide
-from .raw import PerExample, per_example
-from .raw_layers import as_layer
-from .rules import KEEPS, RULES
+from .raw import Table, copies, is_table
+from .rules import KEEPS, RULES, tokens
 
 Task = Callable[..., Tensor]
 
@@ -53,7 +49,7 @@ class Call:
 
     Attributes:
         local_name: of a raw parameter; empty for a layer with a rule.
-        input: None for a raw parameter, but where a function of torch used it as a layer would (raw_layers.py).
+        input: ids for a raw table; None for any other raw parameter.
         kept: what else the layer's rule asked for.
         is_borrowed: the memory of input and gradient is used again as soon as the call has been reported.
         written: by local name, the gradients of a module that the fallback has replayed; `output_gradient` holds their norms.
@@ -69,22 +65,14 @@ class Call:
 
     def contributions(self) -> Iterator[tuple[str, Contribution]]:
         """(canonical parameter name, contribution) for each trainable parameter of the layer; nothing borrowed is in them."""
-        for name, part in self._contributions():
-            yield name, owned(part, self.input, self.output_gradient) if self.is_borrowed else part
-
-    def _contributions(self) -> Iterator[tuple[str, Contribution]]:
         gradient = self.output_gradient
         if self.written is not None:
             for local, grad_B in self.written.items():
                 yield self.claim.parameters[local], Dense(wide(grad_B), is_product=grad_B[0].numel() > SHORT)
             return
-        if self.local_name and self.input is not None:
-            used = as_layer(self.input, gradient)
-            yield self.claim.parameters[self.local_name], used.settled() if isinstance(used, OuterProducts) else used
-            return
-        if self.input is None:
-            rows = wide(gradient)  # a scalar parameter is a vector of one
-            yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
+        if self.local_name:
+            x, name = self.input, self.claim.parameters[self.local_name]
+            yield name, Dense(wide(gradient)) if x is None else Rows(x.reshape(len(x), -1), tokens(gradient))
             return
         kind = rule_of(self.claim.module)
         assert kind is not None
@@ -97,7 +85,8 @@ class Call:
                     [name],
                 )
             part = by_name[local]
-            yield name, part.settled() if isinstance(part, OuterProducts) else part
+            part = part.settled() if isinstance(part, OuterProducts) else part
+            yield name, owned(part, self.input, gradient) if self.is_borrowed else part
 
 
 class _Tap(torch.autograd.Function):
@@ -156,7 +145,10 @@ class Forward:
     def backward(self, sink: Callable[[Call], None]) -> None:
         """Hands every call to `sink` as soon as its gradient is known, last layer first."""
         self.num_backwards -= 1
-        self.recorder.backward(self.loss, sink, keep_graph=self.num_backwards > 0)
+        self.recorder.sink, root = sink, self.recorder.root
+        assert root is not None
+        with torch.enable_grad(), plain_words():
+            torch.autograd.grad(self.loss, [root], retain_graph=self.num_backwards > 0, allow_unused=True)
 
 
 class Recorder:
@@ -171,23 +163,23 @@ class Recorder:
     def __init__(self, claims: list[Claim], compiled_weights: Sequence[nn.Parameter] = ()):
         self._claims = claims
         self._compiled_weights = compiled_weights
-        self._root: Tensor | None = None
+        self.root: Tensor | None = None
         self._batch_size = 0
         self._num_calls: Counter[str] = Counter()
         self._num_calls_at: dict[object, dict[str, int]] = {}
-        self._sink: Callable[[Call], None] | None = None
+        self.sink: Callable[[Call], None] | None = None
         self._inside: list[tuple[Claim, dict[int, int]]] = []
         """Modules that the fallback covers and whose forward runs now, with the write counters of what they were given."""
         self._handles: list[RemovableHandle] = []
         for claim in claims:
-            if claim.dims is not None:  # they come first, so their hooks stand around those of layers
-                enter, leave = self._enter(claim), self._leave(claim)
-                self._handles.append(claim.module.register_forward_pre_hook(enter, with_kwargs=True))
+            if claim.is_whole:  # they come first, so their hooks stand around those of layers
+                before, after = partial(self._enter, claim), partial(self._leave, claim)
+                self._handles.append(claim.module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(
-                    claim.module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True)
+                    claim.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
                 )
             elif claim.is_raw:
-                self._handles.append(claim.module.register_forward_pre_hook(self._shadow(claim), with_kwargs=True))
+                self._handles.append(claim.module.register_forward_pre_hook(partial(self._shadow, claim)))
                 self._handles.append(claim.module.register_forward_hook(partial(_unshadow, claim), always_call=True))
             else:
                 # First of all hooks: a sharded engine's would take the weights away that a rule may want to keep.
@@ -204,7 +196,7 @@ class Recorder:
     ) -> Iterator["Forward"]:
         """One forward of `task(**inputs)`; inside the context, `num_backwards` backwards of its graph are possible."""
         device = next(p.device for c in self._claims for p in c.module.parameters(recurse=False))
-        self._root = torch.zeros((), device=device, requires_grad=True)
+        self.root = torch.zeros((), device=device, requires_grad=True)
         self._batch_size = batch_size
         self._num_calls.clear()
         try:
@@ -224,34 +216,22 @@ class Recorder:
                         )
                     loss = loss_B.sum()
                 num_calls = dict(self._num_calls)
-                self._require_as_many_calls(inputs, num_calls)
+                # Layers are called as often in every micro-batch of the same shapes: the number of contributions moves how the
+                # gradient of every example is rounded, so the example with most work must not set it.
+                before = self._num_calls_at.setdefault(tuple((name, x.shape) for name, x in inputs.items()), num_calls)
+                if before != num_calls:
+                    name = min(n for n in {**before, **num_calls} if before.get(n) != num_calls.get(n))
+                    raise PrivacyConfigError(
+                        f"the layer of {name} was called {num_calls.get(name, 0)} times here, and {before.get(name, 0)} times in "
+                        "another micro-batch of the same shapes: how often must not depend on the examples; call it as often for "
+                        "all, and mask"
+                    )
                 yield Forward(self, loss_B.detach(), num_calls, loss, num_backwards)
         finally:
-            self._root = self._sink = None
+            self.root = self.sink = None
             self._inside.clear()
             for claim in self._claims:
                 _unshadow(claim)
-
-    def _require_as_many_calls(self, inputs: Mapping[str, Tensor], now: dict[str, int]) -> None:
-        """Layers are called as often in every micro-batch of the same shapes: the example with most work must not set that.
-
-        The number of contributions moves how the gradient of every example is rounded.
-        """
-        shapes = tuple((name, x.shape) for name, x in inputs.items())
-        before = self._num_calls_at.setdefault(shapes, now)
-        if before != now:
-            name = min(n for n in {**before, **now} if before.get(n) != now.get(n))
-            raise PrivacyConfigError(
-                f"the layer of {name} was called {now.get(name, 0)} times here, and {before.get(name, 0)} times in another "
-                "micro-batch of the same shapes: how often must not depend on the examples; call it as often for all, and mask"
-            )
-
-    def backward(self, loss: Tensor, sink: Callable[[Call], None], *, keep_graph: bool) -> None:
-        """Hands every call to `sink` as soon as its gradient is known, last layer first; `Forward.backward` calls it."""
-        assert self._root is not None
-        self._sink = sink
-        with torch.enable_grad(), plain_words():
-            torch.autograd.grad(loss, [self._root], retain_graph=keep_graph, allow_unused=True)
 
     def report(self, call: Call) -> None:
         """A tap saw its gradient."""
@@ -260,61 +240,53 @@ class Recorder:
             sink(call)
 
     def _required_sink(self, claim: Claim) -> Callable[[Call], None]:
-        if self._sink is None:
+        if self.sink is None:
             raise PrivacyConfigError(
                 f"the forward differentiates through layer {claim.path or 'root'} (torch.autograd.grad inside the model), "
                 "which per-example clipping cannot follow; freeze the layer, or let the forward differentiate around it"
             )
-        return self._sink
+        return self.sink
 
     def report_whole(self, claim: Claim, replay: Replay, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The tap of a module that covers parameters saw the gradients of its outputs."""
         self._required_sink(claim)
-        root, self._root = self._root, None  # hooks are off inside
+        root, self.root = self.root, None  # hooks are off inside
         try:
             written = replay.gradients([x.detach() for x in inputs], [g.detach() for g in gradients])
         finally:
-            self._root = root
+            self.root = root
         with torch.no_grad():
             norms = [torch.linalg.vector_norm(wide(g).flatten(1), dim=1) for g in written.values()]
         self.report(Call(claim, "", None, torch.stack(norms, 1), written=written))
 
-    def _enter(self, claim: Claim) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._root is None:
-                return
-            if torch.compiler.is_compiling():
-                raise PrivacyConfigError(
-                    f"{claim.path or 'the model'} is differentiated per example as a whole: leave it out of torch.compile"
-                )
-            self._inside.append((claim, {id(x): x._version for x in tensors_of((args, kwargs))}))
+    def _enter(self, claim: Claim, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.root is None:
+            return
+        if torch.compiler.is_compiling():
+            raise PrivacyConfigError(
+                f"{claim.path or 'the model'} is differentiated per example as a whole: leave it out of torch.compile"
+            )
+        self._inside.append((claim, {id(x): x._version for x in tensors_of((args, kwargs))}))
 
-        return hook
-
-    def _leave(self, claim: Claim) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            if self._root is None or not self._inside:
-                return None
-            _, versions = self._inside.pop()
-            if output is None:  # the forward has raised an error
-                return None
-            return self._tap_whole(claim, (args, kwargs), output, versions)
-
-        return hook
-
-    def _tap_whole(self, claim: Claim, given: Any, output: Any, versions: Mapping[int, int]) -> Any:
+    def _leave(
+        self, claim: Claim, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         """The outputs of a module that covers parameters, tapped.
 
         Raises:
             Uncovered: examples are not where the self-check has found them, or what it was given was written to meanwhile.
         """
-        assert claim.dims is not None and self._root is not None
-        module, names = claim.module, list(claim.parameters.values())
+        if self.root is None or not self._inside:
+            return None
+        _, versions = self._inside.pop()
+        if output is None:  # the forward has raised an error
+            return None
+        given, names = (args, kwargs), list(claim.parameters.values())
         what = f"{claim.path or 'the model'} ({type(module).__name__}) is differentiated per example as a whole"
         inputs, outputs = tensors_of(given), tensors_of(output)
         if any(versions.get(id(x)) != x._version for x in inputs):
             raise Uncovered(f"{what}, but something writes in place to what it was called with", names)
-        dims = claim.dims.get(form_of(given), ())
+        dims = claim.plan.places[claim.path].get(form_of(given), ())
         sized = zip([*inputs, *outputs], dims, strict=False)
         if len(dims) != len(inputs) + len(outputs) or any(
             (d == -1 and x.requires_grad) or (d not in (None, -1) and (x.dim() <= d or x.shape[d] != self._batch_size))
@@ -327,7 +299,7 @@ class Recorder:
         places = dims[len(inputs) :]
         chosen = [y for y, d in zip(outputs, places, strict=True) if d != -1]
         device = chosen[0].device.type
-        inputs = [x.full().detach()[0] if isinstance(x, PerExample) else x.detach() for x in inputs]
+        inputs = [x.detach() for x in inputs]
         replay = Replay(
             module,
             claim.path,
@@ -338,10 +310,10 @@ class Recorder:
             tuple(y.detach().clone() for y in chosen) if self.compares else (),
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
             tuple(m.training for m in module.modules()),
-            claim.expanded,
+            claim.plan.ways,
         )
         self._num_calls.update(names)
-        tapped = iter(_WholeTap.apply(self._root, self, claim, replay, len(chosen), *chosen, *inputs))  # type: ignore[no-untyped-call]
+        tapped = iter(_WholeTap.apply(self.root, self, claim, replay, len(chosen), *chosen, *inputs))  # type: ignore[no-untyped-call]
         place = iter(places)
         return mapped(output, lambda y: y if next(place) == -1 else next(tapped))
 
@@ -352,9 +324,9 @@ class Recorder:
         return replace(claim, parameters=left) if covered else claim
 
     def _tap(self, output: Tensor, claim: Claim, local_name: str, *kept: Tensor) -> Tensor:
-        assert self._root is not None
+        assert self.root is not None
         self._num_calls.update([claim.parameters[local_name]] if local_name else claim.parameters.values())
-        tapped: Tensor = _Tap.apply(output, self._root, self, claim, local_name, *kept)  # type: ignore[no-untyped-call]  # torch's
+        tapped: Tensor = _Tap.apply(output, self.root, self, claim, local_name, *kept)  # type: ignore[no-untyped-call]  # torch's
         return tapped
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
@@ -370,26 +342,27 @@ class Recorder:
         )
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            if self._root is None:
+            if self.root is None:
                 return None
             x = args[0] if args else next(iter(kwargs.values()))
             if torch.compiler.is_compiling():
-                return compiled.tap(output, self._root, x, tap_in_graph.key, tap_in_graph.num_calls)
+                return compiled.tap(output, self.root, x, tap_in_graph.key, tap_in_graph.num_calls)
             claim = self._left(all_of_it)
             if not claim.parameters:
                 return None
             with torch.no_grad():
                 others = keep(module, (*args, *kwargs.values()), output) if keep is not None else ()
-            return self._tap_call(output, claim, "", x, *others)
+            return self._tap_call(claim, "", x, output, *others)
 
         return hook
 
-    def _tap_call(self, output: Tensor, claim: Claim, local_name: str, x: Tensor, *others: Tensor) -> Tensor:
+    def _tap_call(self, claim: Claim, local_name: str, x: Tensor, output: Tensor, *others: Tensor) -> Tensor:
         """The output of a layer, or of a raw parameter that was used like one, tapped."""
         if len(x) == len(output) == 1 != self._batch_size and not x.requires_grad:
             # One row for all examples: as if every example had made the call for itself.
             rows, inputs = (t.detach().expand(self._batch_size, *t.shape[1:]) for t in (output, x))
-            return per_example(self._tap(rows, claim, local_name, inputs).unsqueeze(1), claim.path or "the root module")
+            claim.plan.shared.update(claim.parameters.values())
+            return self._tap(rows, claim, local_name, inputs)
         self._require_examples(x, output, claim, local_name)
         # On CUDA, bad rows of what is kept are overwritten (`blanked`), which must not happen to the caller's tensors.
         x = x.clone() if x.is_cuda and not x.requires_grad else x.detach()
@@ -405,10 +378,7 @@ class Recorder:
                 "dimension of their own behind them, as in (B, windows, tokens, width)"
             )
         else:
-            way_out = (
-                "a table that all examples share (position ids, relative positions) needs a leading dimension of 1: "
-                "layer(ids[None]), and [0] of the result"
-            )
+            way_out = "a table that all examples share (position ids) needs a leading dimension of 1: layer(ids[None])"
         name = f"{claim.path}.{local_name}" if local_name else claim.path
         raise Uncovered(
             f"layer {name} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, but the first "
@@ -416,24 +386,20 @@ class Recorder:
             [claim.parameters[local_name]] if local_name else list(claim.parameters.values()),
         )
 
-    def _shadow(self, claim: Claim) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._root is None:
-                return
-            left = self._left(claim).parameters
-            refuse_unsupported(module, claim.path, is_covered=not left)
-            for local in left:
-                parameter = module._parameters[local]
-                assert parameter is not None
-                copies = self._tap(parameter.detach().expand(self._batch_size, *parameter.shape), claim, local)
-                module.__dict__[local] = per_example(
-                    copies, claim.parameters[local], [*args, *kwargs.values()], self._as_layer(claim, local)
-                )
-
-        return hook
-
-    def _as_layer(self, claim: Claim, local_name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda x, output: self._tap_call(output, claim, local_name, x)
+    def _shadow(self, claim: Claim, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.root is None:
+            return
+        left = self._left(claim).parameters
+        refuse_unsupported(module, claim.path, is_covered=not left)
+        for local, name in left.items():
+            parameter = module._parameters[local]
+            assert parameter is not None
+            if is_table(module, local):
+                tap = partial(self._tap_call, claim, local)
+                module.__dict__[local] = Table.of(parameter, name, tap)
+            else:
+                each = copies(parameter, self._batch_size, claim.plan.layouts.get(name))
+                module.__dict__[local] = self._tap(each, claim, local)
 
 
 @contextmanager

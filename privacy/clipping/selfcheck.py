@@ -25,11 +25,11 @@ The check must not pass for lack of a gradient. Examples must differ, weights ne
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
 """
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -54,9 +54,11 @@ from .checked import (
 )
 from .clipped_sum import ClippedSum, Mode
 from .compiled import compiled_weights
-from .fallback import Fallback, Probe, Uncovered, plan_of
+from .coverage import raw_parameters
+from .fallback import Fallback, Places, Uncovered, places_of, plan_of
 from .functions import ClippingFunction
 from .precision import exact
+from .raw import layouts
 from .recorder import plain_words
 from .sharded import put_away, whole
 
@@ -70,6 +72,8 @@ FLOOR = 0.01
 """Differences below FLOOR * tolerance of the largest gradient count as rounding, whatever the parameter's own gradient is."""
 MOST_EXAMPLES = 16
 """Further examples are not looked at."""
+TOGETHER = 1 << 26
+"""Trained numbers whose gradients are compared together."""
 _SHARES = [1 / (1 + row) for row in range(MOST_EXAMPLES)]
 """What the gradient of each example counts for, in all batches: all differ."""
 AT_SIZE_TOLERANCE = 1e-2
@@ -102,7 +106,8 @@ def check_against_autograd(
 
     What the made-up inputs do not reach is not checked, such as a branch that depends on values. `ClippedSum` tries every size
     and shape of micro-batches when it meets it, on the same made-up examples. For the time of the check parameters and buffers
-    are copies, in float64 where the model can compute in it: 8 bytes more for each.
+    are copies, in float64 where the model can compute in it: 8 bytes more for each. Gradients take 40 bytes for each of at most
+    TOGETHER trained numbers: of larger models some parameters are checked after the others.
 
     Args:
         model: in the mode and with the parameters frozen as in training; its `.grad` fields are left empty.
@@ -129,13 +134,13 @@ def check_against_autograd(
                 wide = {n: x.to(dtype) if x.is_floating_point() and dtype else x.clone() for n, x in made_up.items()}
                 precision = _precision(model, task, wide, dtype)
                 if precision is not None:
-                    _check(model, task, wide, precision, unreached, restore)
+                    _by_groups(model, partial(_check, model, task, wide, precision, unreached, restore))
                 moved = changes(inside, structure(model, task))
             if precision is not None:
                 break
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
             with untouched(model, task) as restore:
-                _among_neighbours(model, task, made_up, restore, is_wide=False)
+                _by_groups(model, lambda: _among_neighbours(model, task, made_up, restore, is_wide=False))
     note_passed(model, task, made_up, before, moved)
 
 
@@ -146,7 +151,8 @@ def check_at_size(
 
     A micro-batch of `size` rows is added, and then a second one in which the last rows alone count, those beyond one fp32 sum
     where there are so many. Each row's norm and both sums must be what torch's own gradients say. It costs less than three
-    micro-batches of a run. A model that `fully_shard` has sharded is gathered, as in `check_against_autograd`.
+    micro-batches of a run, and 30 bytes, for each of at most TOGETHER trained numbers. A model that `fully_shard` has sharded is
+    gathered, as in `check_against_autograd`.
 
     Args:
         model: on its device, in its dtype, compiled or not as in training.
@@ -160,9 +166,9 @@ def check_at_size(
     """
     task, made_up = task or model, {name: x[:ALONE] for name, x in inputs.items()}
     size = min(size, EXAMPLES_PER_PART)  # clipping goes through larger ones in parts
-    where, seen = f"in micro-batches of {size} examples, in the precision of the run, ", list[Tensor]()
+    where = f"in micro-batches of {size} examples, in the precision of the run, "
     row_B = torch.arange(size) % len(next(iter(made_up.values())))
-    last_B = torch.arange(size) >= min(EXAMPLES_PER_SUM, size // 2)
+    counted = torch.ones(size, dtype=torch.bool), torch.arange(size) >= min(EXAMPLES_PER_SUM, size // 2)
     batch = {name: x[row_B.to(x.device)] for name, x in made_up.items()}
     device = next(iter(batch.values())).device
     scale_B = 2.0 ** (torch.arange(size) % 5)  # so that norms differ, and a factor of another row is seen
@@ -171,31 +177,22 @@ def check_at_size(
         loss_B = task(**inputs)
         return loss_B * scale_B[: len(loss_B)].to(loss_B)
 
-    put_away(model)
-    with whole(model), nothing_is_small(model), untouched(model, task) as restore:
-        clipped = ClippedSum(
-            model, TINY_BOUND, mode=mode, self_check=False, device=device,
-            function=lambda names, bound: _Noting(dict.fromkeys(names, 0), (bound,), seen=seen),
-        )  # fmt: skip
+    def compare(restore: Callable[[], None]) -> None:
         found: list[dict[str, Tensor]] = []
         expected: tuple[dict[str, Tensor], ...] = ({}, {})
         num_cancelled = 0
-        try:
-            for counts_B in (torch.ones_like(last_B), last_B):
+        with _clipped(model, TINY_BOUND, mode=mode, device=device) as (clipped, norms):
+            for counts_B in counted:
                 with must_take(f"{size} examples together"):
                     num_cancelled += int(clipped.add_micro_batch(scaled, batch, ~counts_B.to(device)).num_cancelled)
                 found.append({name: total.to("cpu", torch.float32) for name, total in clipped.sums()})
-        finally:
-            clipped.detach()
-        norm_B = torch.cat(seen)[:size].double().cpu() / scale_B
+        norm_B = torch.cat(norms)[:size].double().cpu() / scale_B
         factor_B = torch.minimum(scale_B, TINY_BOUND / norm_B)  # what is shorter than C is not clipped
         tolerance = IN_HALF_PRECISION if _is_narrow(model, task, made_up) else AT_SIZE_TOLERANCE
         for i in range(int(row_B.max()) + 1):
             _, gradient = _truth(model, task, {name: x[i : i + 1] for name, x in made_up.items()}, restore)
             norm = math.hypot(*(float(g.double().norm()) for g in gradient.values()))
-            longest = (
-                (1 + tolerance) * norm + TINY_BOUND if num_cancelled == 0 else math.inf
-            )  # tokens that cancel: norms.py
+            longest = math.inf if num_cancelled else (1 + tolerance) * norm + TINY_BOUND  # tokens that cancel: norms.py
             wrong_B = (row_B == i) & ~((norm_B >= (1 - tolerance) * norm) & (norm_B <= longest))
             if wrong_B.any():
                 row = int(wrong_B.nonzero()[0])
@@ -203,25 +200,67 @@ def check_at_size(
                     f"{where}the norm of row {row} is {float(norm_B[row]):.3g}, and {norm:.3g} for the same example alone: does "
                     "a layer, or the rule of one, depend on the number of rows or on the dtype?"
                 )
-            for sums, counts_B in zip(expected, (torch.ones_like(last_B), last_B), strict=True):
+            for sums, counts_B in zip(expected, counted, strict=True):
                 share = float(factor_B[counts_B & (row_B == i)].sum())
                 for name, g in gradient.items():
                     sums[name] = sums.get(name, 0) + share * g.float().cpu()
-    second = {name: total - found[0][name] for name, total in found[1].items()}
-    floor = max(FLOOR, tolerance)  # in bf16 a bias without effect has a gradient of rounding alone
-    _compare(expected[0], found[0], tolerance, where, floor)
-    _compare(expected[1], second, tolerance, f"{where}of a second one, ", floor)
+        second = {name: total - found[0][name] for name, total in found[1].items()}
+        floor = max(FLOOR, tolerance)  # in bf16 a bias without effect has a gradient of rounding alone
+        _compare(expected[0], found[0], tolerance, where, floor)
+        _compare(expected[1], second, tolerance, f"{where}of a second one, ", floor)
+
+    put_away(model)
+    with whole(model), nothing_is_small(model), untouched(model, task) as restore:
+        _by_groups(model, partial(compare, restore))
+
+
+def _by_groups(model: nn.Module, check: Callable[[], object]) -> None:
+    """Checks at most TOGETHER trained numbers at a time, in the order of the model, while the others are frozen.
+
+    What is compiled would be compiled again for each group: it is trained as a whole.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[set[nn.Parameter]] = [set()]
+    for p in trained:
+        if groups[-1] and sum(q.numel() for q in groups[-1]) + p.numel() > TOGETHER and not compiled_weights(model):
+            groups.append(set())
+        groups[-1].add(p)
+    try:
+        for group in groups:
+            for p in trained:
+                p.requires_grad_(p in group)
+            check()
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 @dataclass(frozen=True)
 class _Noting(ClippingFunction):
-    """Flat clipping that notes the norms."""
+    """Flat clipping that notes the norms, or weights that are given, whatever the norms."""
 
-    seen: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    weights: tuple[float, ...] = ()
 
     def weight(self, norm_B: Tensor, bound: float) -> Tensor:
-        self.seen.append(norm_B.clone())
-        return super().weight(norm_B, bound)
+        self.norms.append(norm_B.clone())
+        return norm_B.new_tensor(self.weights) if self.weights else super().weight(norm_B, bound)
+
+
+@contextmanager
+def _clipped(
+    model: nn.Module, bound: float, weights: tuple[float, ...] = (), **settings: Any
+) -> Iterator[tuple[ClippedSum, list[Tensor]]]:
+    """A sum of this model, which passes for checked, and the norms of what it is given."""
+    norms: list[Tensor] = []
+    clipped = ClippedSum(
+        model, bound, self_check=False, **settings,
+        function=lambda names, c: _Noting(dict.fromkeys(names, 0), (c,), norms=norms, weights=weights),
+    )  # fmt: skip
+    try:
+        yield clipped, norms
+    finally:
+        clipped.detach()
 
 
 def _check(
@@ -247,13 +286,15 @@ def _check(
             )
         _compare(expected, sums, tolerance)
 
-    @functools.cache
-    def probe() -> Probe:
-        def run(size: int) -> None:
-            with torch.enable_grad(), must_take(f"{size} examples together"):
-                task(**{name: x[torch.arange(size) % count] for name, x in inputs.items()})
+    def losses(size: int) -> Tensor:
+        with torch.enable_grad(), must_take(f"{size} examples together"):
+            return task(**{name: x[torch.arange(size) % count] for name, x in inputs.items()})
 
-        return Probe(model, run, restore)
+    @cache
+    def places() -> Places:
+        return places_of(model, losses, restore)
+
+    tried: set[str] = set()
 
     # In another order, and one more row: the first example's share is split between two copies.
     order, shares = [*reversed(range(count)), 0], _SHARES[:count]
@@ -261,14 +302,23 @@ def _check(
     while True:
         restore()
         try:
-            with _clipped(model, weight_B) as together:
+            with _weighted(model, weight_B) as together:
                 first = together(task, {name: x[order] for name, x in inputs.items()})
             require_truth(loss_N[order], *first)
             for found in _among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64):
                 require_truth(loss_N, *found)
             return
-        except Uncovered as error:
-            if not plan_of(model).lift(model, error.names, probe):
+        except PrivacyConfigError as error:
+            # Copies of what a model reads itself are wrong for it where it raises an error, where losses or gradients change (its
+            # norm, its length, rows by number). Then the fallback tries; a model that mixes examples is refused all the same.
+            plan, raw = plan_of(model), raw_parameters(model)
+            names = error.names if isinstance(error, Uncovered) else [*raw, *plan.shared]
+            if not isinstance(error, Uncovered | NotTaken):  # no copies are left where the fallback is
+                names = [n for n in names if n not in plan.covers]
+            fitting = layouts(model, [n for n in names if n in raw and n not in tried], losses, restore)
+            tried |= {*names}
+            plan.layouts |= fitting
+            if not fitting and not (names and plan.lift(model, names, places)):
                 raise
 
 
@@ -284,7 +334,7 @@ def _among_neighbours(
     weight_B[stays_B] = torch.tensor(_SHARES[:count], dtype=torch.float64)
     restore()  # the second kind meets the model as the first, a hostile one as a rule, has left it
     # One sum for both, which refuses layers that are called more or less often among other examples.
-    with _clipped(model, weight_B) as together:
+    with _weighted(model, weight_B) as together:
 
         def run(batch: Inputs, is_hostile: bool) -> Found:
             with _tables_give_nan(model, ~stays_B) if is_hostile else nullcontext():
@@ -307,45 +357,27 @@ def _among_neighbours(
     return [first, second]
 
 
-@dataclass(frozen=True)
-class _ByPlace(ClippingFunction):
-    """Weights that are given, whatever the norms."""
-
-    weights: tuple[float, ...] = ()
-
-    def weight(self, norm_B: Tensor, bound: float) -> Tensor:
-        return norm_B.new_tensor(self.weights)
-
-
 @contextmanager
-def _clipped(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, Inputs], Found]]:
+def _weighted(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, Inputs], Found]]:
     """What the clipping rules make of batches in which rows count for their weight; those of weight 0 are padding."""
-
-    def by_place(names: list[str], bound: float) -> ClippingFunction:
-        return _ByPlace(dict.fromkeys(names, 0), (bound,), weights=tuple(weight_B.tolist()))
-
     # Nothing is clipped here, and no gradient is too small to be compared: fp64 sums.
-    clipped = ClippedSum(model, 1.0, function=by_place, has_noise=False, self_check=False)
-    clipped._record().compares = True
+    with _clipped(model, 1.0, tuple(weight_B.tolist()), has_noise=False) as (clipped, _):
+        clipped._record().compares = True
 
-    def together(task: Task, batch: Inputs) -> Found:
-        seen: list[Tensor] = []
+        def together(task: Task, batch: Inputs) -> Found:
+            seen: list[Tensor] = []
 
-        def watched(**inputs: Tensor) -> Tensor:
-            loss_B = task(**inputs)
-            seen.append(loss_B.detach())
-            return loss_B
+            def watched(**inputs: Tensor) -> Tensor:
+                seen.append(task(**inputs))
+                return seen[-1]
 
-        counts_B = (weight_B > 0).to(next(iter(batch.values())).device)
-        clipped.zero_()
-        with must_take(f"{len(counts_B)} examples together"):
-            clipped.add_micro_batch(watched, batch, ~counts_B)
-        return seen[0][counts_B], {name: total.clone() for name, total in clipped.sums()}
+            counts_B = (weight_B > 0).to(next(iter(batch.values())).device)
+            clipped.zero_()
+            with must_take(f"{len(counts_B)} examples together"):
+                clipped.add_micro_batch(watched, batch, ~counts_B)
+            return seen[0].detach()[counts_B], {name: total.clone() for name, total in clipped.sums()}
 
-    try:
         yield together
-    finally:
-        clipped.detach()
 
 
 @contextmanager
@@ -442,7 +474,8 @@ def _truth(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], N
         if not isinstance(loss_B, Tensor) or loss_B.shape != (1,) or not bool(loss_B.isfinite()):
             found = loss_B.tolist() if isinstance(loss_B, Tensor) else type(loss_B).__name__
             raise PrivacyConfigError(
-                f"the task must return one finite loss per example: for one made-up example alone it returned {found}"
+                'the loss must be one finite number per example, a tensor (N,): use reduction="none"; '
+                f"one made-up example alone gave {found}"
             )
         losses.append(loss_B.detach())
         if not loss_B.requires_grad:

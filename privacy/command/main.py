@@ -52,7 +52,7 @@ def plan(options: argparse.Namespace) -> int:
         "reserved_attempts": made.reserved_attempts,
     }  # fmt: skip
     text = (
-        f"epsilon {rounded_up(epsilon, 4)} at delta {made.target_delta:g} (at most {rounded_up(most, 4)}, when crashes use up "
+        f"epsilon {rounded_up(epsilon)} at delta {made.target_delta:g} (at most {rounded_up(most)}, when crashes use up "
         f"the reserve of {made.reserved_attempts} attempts); noise multiplier {made.noise_multiplier:.6g}, sample rate "
         f"{made.sample_rate:.6g}, batches cut at {made.cap}"
     )
@@ -70,7 +70,7 @@ def report(options: argparse.Namespace) -> int:
     claim = (
         "no epsilon is claimed"
         if card.epsilon is None
-        else f"epsilon {rounded_up(card.epsilon, 4)} at delta {card.delta:g}"
+        else f"epsilon {rounded_up(card.epsilon)} at delta {card.delta:g}"
     )
     say(card.to_json() if options.json else f"{card.attempts_charged} attempts charged; {claim}")
     for path in paths:
@@ -86,8 +86,7 @@ def audit(options: argparse.Namespace) -> int:
             "of a clone of the project"
         )
     if options.kind == "mechanism":
-        from ..audit.own_loop import is_of_a_loop, loop_audit
-        from ..audit.sandbox import audited_plan
+        from ..audit.sandbox import audited_plan, is_of_a_loop, loop_audit
 
         audited_plan(options.run_dir)
         if not is_of_a_loop(options.run_dir):

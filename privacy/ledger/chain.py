@@ -208,7 +208,8 @@ def read_chain(data: bytes, state: ChainState, name: str) -> bytes:
         if tail:
             state.check(tail + TORN_MARK)
     except LineRefused as error:
-        raise PrivacyStateRefused(f"{name}: line {state.num_lines + 1}: {error}") from error
+        mend = "the file was altered or damaged: restore it from a backup, a run's ledger together with private/"
+        raise PrivacyStateRefused(f"{name}: line {state.num_lines + 1}: {error}; {mend}") from error
     return tail
 
 
@@ -299,7 +300,9 @@ class AppendOnly:
 
 
 class ChainFile(Generic[State]):
-    """An open file of hash-chained lines with its mirror, verified and repaired; `append` is durable when it returns.
+    """An open file of hash-chained lines with its mirror, verified; `append`, after `mend`, is durable when it returns.
+
+    Nothing is written before `mend`, so that what is refused stays as it was.
 
     Args:
         state: a new one, which takes in the lines.
@@ -307,7 +310,6 @@ class ChainFile(Generic[State]):
         mirror: chooses the mirror, or none, from the verified state.
         patience: seconds to wait for another program that holds the file's lock; this object holds it until `release`.
         makes_mirror: whether a mirror that is not there yet may be made.
-        mended: False writes nothing before `mend` is called.
 
     Raises:
         PrivacyStateRefused: the chain breaks (the line is named), or file and mirror do not fit together. Nothing was written.
@@ -322,7 +324,6 @@ class ChainFile(Generic[State]):
         *,
         patience: float = math.inf,
         makes_mirror: bool = False,
-        mended: bool = True,
     ) -> None:
         self.path, self.state = path, state
         self._broken: str | None = NOT_MENDED
@@ -348,8 +349,6 @@ class ChainFile(Generic[State]):
                     raise PrivacyStateRefused(f"{second}: the mirror {relation} {path}: the ledger was rolled back")
                 self._cut = None if data.startswith(copied) else intact
                 self._missing = data[len(copied) if self._cut is None else intact :]
-            if mended:
-                self.mend()
         except BaseException:
             self.release()
             raise

@@ -65,9 +65,14 @@ def keep_copies(run_dir: Path, behind: Sequence[LedgerBehind]) -> list[dict[str,
     if not behind:
         return []
     durable.make_directory(run_dir / FOLDER)
+    records = []
     for number, ledger in enumerate(behind, start=1):
         durable.replace_file(run_dir / copy_name(number), ledger.copy)
-    return [record_of(number, ledger.run, ledger.copy) for number, ledger in enumerate(behind, start=1)]
+        *lines, _ = ledger.copy.split(b"\n")  # which ends with a whole line
+        records.append(
+            {"file": copy_name(number), "run": ledger.run, "lines": len(lines), "hash": hash_line(lines[-1])}
+        )
+    return records
 
 
 def require_kept(run_dir: Path, opened: Mapping[str, Any], behind: Sequence[LedgerBehind]) -> None:
@@ -91,12 +96,6 @@ def require_kept(run_dir: Path, opened: Mapping[str, Any], behind: Sequence[Ledg
 def copy_name(number: int) -> str:
     """Name of the copy of the ledger that is `number` starts back, from 1, relative to the run folder."""
     return f"{FOLDER}/ledger-{number}.jsonl"
-
-
-def record_of(number: int, run: str, copy: bytes) -> dict[str, Any]:
-    """What the `open` record says of a copy, whose bytes end with a whole line."""
-    lines = copy.split(b"\n")[:-1]
-    return {"file": copy_name(number), "run": run, "lines": len(lines), "hash": hash_line(lines[-1])}
 
 
 def read_copies(run_dir: Path, opened: Mapping[str, Any]) -> list[tuple[str, bytes]]:

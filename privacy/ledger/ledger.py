@@ -47,7 +47,7 @@ class Ledger:
         self.witness: Membership | None = None
         self._nonce: bytes | None = None
         self._chain = ChainFile(
-            path, LedgerState(), "ledger", self._require_mirror, patience=LOCK_PATIENCE, makes_mirror=True, mended=False
+            path, LedgerState(), "ledger", self._require_mirror, patience=LOCK_PATIENCE, makes_mirror=True
         )
         self.state = self._chain.state
         self.plan = self.state.plan
@@ -127,10 +127,6 @@ class Ledger:
         """Every intent, done or not, and every torn line that may have been one."""
         return self.state.num_charged
 
-    def next_attempt(self, step: int) -> int:
-        """The attempt number that coins and intent of `step` must use now."""
-        return self.state.attempts[step]
-
     def position(self) -> tuple[int, str]:
         """(seq, SHA-256) of the last line, for a checkpoint's manifest."""
         return self.state.num_lines - 1, self.state.hashes[-1]
@@ -167,11 +163,8 @@ class Ledger:
         self._nonce = nonce
         return nonce
 
-    def intent(self, step: int, attempt: int, releases: Sequence[Release], group: int | None = None) -> None:
+    def intent(self, step: int, attempt: int, releases: Sequence[Release]) -> None:
         """Charges one attempt at `step`; only after it returns may noise be drawn or a gradient's value leave.
-
-        Args:
-            group: the group of examples that the attempt draws from, under correlated noise.
 
         Raises:
             BudgetSpent: steps plus reserve are charged already; nothing is written.
@@ -183,10 +176,7 @@ class Ledger:
             raise BudgetSpent(f"the privacy budget is spent: {spent}")
         if self.witness is not None:
             self.witness.before_intent()
-        turn = {} if group is None else {"group": group}
-        self._append(
-            "intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases], **turn}
-        )
+        self._append("intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases]})
 
     def budget_spent(self) -> str | None:
         """What is spent when one more intent would pass the plan's steps plus reserve; None while it would not.

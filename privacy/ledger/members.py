@@ -118,7 +118,7 @@ def not_in_ledger(lines: Iterable[LedgerMark], state: LedgerState) -> str | None
     nonces, ended = set(state.nonces), set[str]()
     for line in lines:
         if not 0 <= line.seq < state.num_lines or state.hashes[line.seq] != line.hash:
-            return f"an attempt was recorded after another line {line.seq + 1}: the ledger was rolled back or replaced"
+            return f"line {line.seq + 1} is not the one that was recorded: the ledger was rolled back or replaced"
         if isinstance(line, MembersRecord):
             if line.nonce not in nonces or line.nonce in ended:
                 return f"attempt {line.attempt} of step {line.step} was recorded in a session that the ledger lacks or ended"

@@ -62,7 +62,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "nonce": lambda value: is_hex(value, 2 * NONCE_BYTES), "mirror": bool, "environment": dict, f"{RESTARTED}?": bool,
         "shared_seq?": is_count, "shared_hash?": is_hex,
     },
-    "intent": {**_STEP, "releases": list, "group?": is_count},
+    "intent": {**_STEP, "releases": list},
     "done": {**_STEP, "noised_norm?": is_number, "noised_fraction?": is_number, "smallest_share?": _is_share},
     "checkpoint": {"step": is_count, "path": str, "digest": is_hex},
     "repair": {"torn_lines": is_count, "charged": is_count},
@@ -136,12 +136,6 @@ class LedgerState(ChainState):
         """Intents, done or not, and torn lines that may have been intents."""
         return len(self.intents) + self.charged_torn
 
-    @property
-    def next_group(self) -> int | None:
-        """Whose turn the next attempt is under correlated noise: that of its place, in which torn lines count as charged."""
-        correlated = self.opened["plan"].get("correlated")
-        return None if correlated is None else self.num_charged % int(correlated["bands"])
-
     def may_lack_record(self, step: int, line: int) -> bool:
         """Whether a crash can have come between a checkpoint and its record.
 
@@ -189,7 +183,6 @@ class LedgerState(ChainState):
                 named = ("shared_seq" in record) == ("shared_hash" in record)
                 require(named, "a line of a shared ledger is named by its number and its SHA-256")
             case "intent":
-                self._check_group(record)
                 self._check_order(record["step"], record["attempt"])
                 _check_releases(self.opened, record["releases"])
             case "done":
@@ -208,18 +201,6 @@ class LedgerState(ChainState):
             case "close":
                 same = record["num_charged"] == self.num_charged
                 require(same, "`close` states another number of charged intents")
-
-    def _check_group(self, record: Mapping[str, Any]) -> None:
-        """Under correlated noise an intent names the group that it draws from, and a session is one unbroken run of steps."""
-        group = self.next_group
-        require(
-            ("group" in record) == (group is not None), "an intent names a group of examples where groups take turns"
-        )
-        if group is not None:
-            turn = f"an attempt that drew from group {record['group']}, where it is the turn of group {group}"
-            require(record["group"] == group, turn)
-            again = self.pending is not None  # which would use past noise again
-            require(not again, "a retry in the session of the step that did not end: it needs a session of its own")
 
     def _check_order(self, step: int, attempt: int) -> None:
         """An intent repeats the pending step or follows the last done one; a new session may go back, and none skips a step."""

@@ -63,7 +63,7 @@ def open_run_state(
     """
     ledger_path, key_path = Path(ledger_path), Path(key_path)
     owner = None if shared is None else SharedLedger(shared.path)
-    identity = None if owner is None else owner.read(mended=False).identity
+    identity = None if owner is None else owner.read().identity
     is_new = not ledger_path.exists()
     if is_new:
         if has_checkpoint:
@@ -97,7 +97,7 @@ def open_run_state(
             contradiction = not_in_ledger(read_lines(members), state) or not_recorded(state, read_lines(members))
             if contradiction:
                 raise PrivacyStateRefused(
-                    f"{ledger_path} and {members} contradict each other: {contradiction}; restore both"
+                    f"{ledger_path} and {members} contradict each other: {contradiction}; restore both from one backup"
                 )
     with contextlib.ExitStack() as failing:
         run = key.commitment()

@@ -25,7 +25,7 @@ from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_cha
 from .durable import require_apart
 from .ledger import PROGRAM_START, Ledger
 from .records import LedgerState
-from .shared_records import FORMAT, UNIT, InformalRun, Reservation, SharedState
+from .shared_records import FORMAT, UNIT, Reservation, SharedState
 
 
 class SharedLedger:
@@ -53,13 +53,13 @@ class SharedLedger:
         """
         if not (0 < epsilon < float("inf") and 0 < delta < 1):
             raise PrivacyConfigError("a shared ledger needs a positive finite epsilon and a delta between 0 and 1")
+        if Path(path).exists():
+            raise PrivacyConfigError(f"{path} exists already; to see it: shared_ledger.py show {path}")
         fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": UNIT, "adjacency": ADJACENCY}
         fields |= {"informal_runs": True} if informal_runs else {}
         if mirror is not None:
             second = Path(mirror).resolve()
             require_apart({"the shared ledger": Path(path), "its mirror": second})
-            if Path(path).exists():
-                raise PrivacyConfigError(f"{path}: cannot create the shared ledger: File exists")
             if second.exists() and second.stat().st_size:
                 raise PrivacyConfigError(f"{second}: exists; a mirror of a new shared ledger is a new file")
             if not second.exists():
@@ -86,13 +86,9 @@ class SharedLedger:
             raise PrivacyStateRefused(f"{self.path}: cannot read the shared ledger: {reason}") from error
         return state.mirror
 
-    def read(self, *, mended: bool = True) -> SharedState:
-        """The verified state, durable and repaired, for a decision; PrivacyStateRefused names a line that breaks the chain.
-
-        Args:
-            mended: False writes nothing: for a start that may yet be refused.
-        """
-        with self.locked(mended=mended) as chain:
+    def read(self) -> SharedState:
+        """The verified state, durable, for a decision; writes nothing. PrivacyStateRefused names a line that breaks the chain."""
+        with self.locked() as chain:
             return chain.state
 
     def look(self) -> SharedState:
@@ -143,7 +139,7 @@ class SharedLedger:
             PrivacyStateRefused: the reservation differs from the recorded one, lines that the run has seen here are gone, or the
                 file is refused (exit 4).
         """
-        with self.locked(mended=False) as chain:
+        with self.locked() as chain:
             state = chain.state
             if seen is not None:
                 self.require_remembered(seen, state)
@@ -151,7 +147,7 @@ class SharedLedger:
             if plan.formal_guarantee or not state.opened.get("informal_runs"):
                 entry = self._reservation(state, run, name, plan, fixed_in_advance)
             elif not state.knows(run):  # trained anew under its name it is another run
-                kind, entry = "informal", asdict(InformalRun(run, name, plan.reasons[0]))
+                kind, entry = "informal", {"run": run, "name": name, "reason": plan.reasons[0]}
             yield
             if entry is not None:
                 chain.mend()
@@ -184,7 +180,7 @@ class SharedLedger:
             return None
         alone = replace(state, reservations={}).epsilon(replace(reservation, adaptive=False))
         if alone > total:
-            never = f"the run alone needs epsilon {rounded_up(alone, 4)} of {total:g}: it never fits"
+            never = f"the run alone needs epsilon {rounded_up(alone)} of {total:g}: it never fits"
             raise PrivacyConfigError(f"{self.path}: {never}")
         together = state.epsilon(reservation)
         if together > total:
@@ -192,8 +188,8 @@ class SharedLedger:
             no_delta = f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter needs less"
             accounting = "the RDP filter" if by_filter else "PLD"
             raise BudgetSpent(
-                f"{self.path}: with this run epsilon {rounded_up(together, 4)} by {accounting} would be "
-                f"reserved of {total:g} ({len(state.reservations)} runs reserved {rounded_up(state.epsilon(), 4)})"
+                f"{self.path}: with this run epsilon {rounded_up(together)} by {accounting} would be "
+                f"reserved of {total:g} ({len(state.reservations)} runs reserved {rounded_up(state.epsilon())})"
                 f"{no_delta if together == float('inf') else ''}"
             )
         return {name: value for name, value in asdict(reservation).items() if name != "time_utc"}
@@ -206,7 +202,7 @@ class SharedLedger:
             points: name -> digest of the recipe.
             begun: whether anything outside of this ledger shows a run.
         """
-        with self.locked(mended=False) as chain:  # a study that is refused later leaves the file as it was
+        with self.locked() as chain:  # a study that is refused later leaves the file as it was
             state = chain.state
             frozen = state.grids.get(study, {})
             if frozen != points and not begun and not state.has_begun(study):
@@ -237,16 +233,12 @@ class SharedLedger:
                 }
                 for entry in entries
             ],
-            "informal_runs": [{"name": entry.name, "reason": entry.reason} for entry in state.informal],
+            "informal_runs": [{"name": name, "reason": reason} for name, reason in state.informal.values()],
         }
 
-    def locked(self, *, mended: bool = True) -> ChainFile[SharedState]:
-        """The file and the owner's mirror of it, verified; in a `with` statement, nobody else uses them inside.
-
-        Args:
-            mended: False writes nothing before `ChainFile.mend`, for the caller's checks in between.
-        """
-        return ChainFile(self.path, SharedState(), "shared ledger", lambda state: state.mirror, mended=mended)
+    def locked(self) -> ChainFile[SharedState]:
+        """The file and the owner's mirror of it, verified; in a `with` statement, nobody else uses them inside."""
+        return ChainFile(self.path, SharedState(), "shared ledger", lambda state: state.mirror)
 
 
 class Membership:
@@ -270,16 +262,15 @@ class Membership:
         self._shared, self._run, self._ledger = shared, run, ledger
         self._start: tuple[int, str] | None = None
         self._looked: tuple[int, int, int] | None = None
-        with shared.locked(mended=False) as chain:
+        with shared.locked() as chain:
             self._require_no_fork(chain.state)
 
     def mend(self) -> None:
         """Closes the run here too, where a crash came between the two `close`."""
         run, is_closed = self._run, self._ledger.state.closed is not None
-        with self._shared.locked(mended=False) as chain:
+        with self._shared.locked() as chain:
             self._require_no_fork(chain.state)
             if is_closed and run in chain.state.starts and run not in chain.state.closed:
-                chain.mend()
                 self._append(chain, "close")
 
     def session_fields(self) -> dict[str, Any]:
@@ -289,7 +280,13 @@ class Membership:
 
     def before_intent(self) -> None:
         """Nobody else has taken the reservation over."""
-        identity = self._identity()  # before the reading: what is written after it is read the next time
+        try:  # before the reading: what is written after it is read the next time
+            with self._shared.path.open("rb") as file:  # over NFS that is what asks the server
+                status = os.fstat(file.fileno())
+        except OSError as error:
+            reason = f"{self._shared.path}: cannot use the shared ledger: {error.strerror or error}"
+            raise PrivacyStateRefused(reason) from error
+        identity = status.st_dev, status.st_ino, status.st_size
         if self._looked != identity:
             with self._shared.locked() as chain:
                 self._require_own(chain.state)
@@ -309,6 +306,7 @@ class Membership:
                 self._start = chain.state.starts[self._run]
 
     def _append(self, chain: ChainFile[SharedState], kind: str) -> None:
+        chain.mend()
         position, line_hash = self._ledger.position()
         fields = {"run": self._run, "position": position, "hash": line_hash}
         chain.append(kind, self._ledger.state.opened["time_utc"], fields)
@@ -333,13 +331,3 @@ class Membership:
             raise PrivacyStateRefused(
                 f"{self._shared.path}: this run is closed; what would go on is an older copy of it"
             )
-
-    def _identity(self) -> tuple[int, int, int]:
-        """Device, inode and size, by opening the file: over NFS that is what asks the server."""
-        try:
-            with self._shared.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-        except OSError as error:
-            reason = f"{self._shared.path}: cannot use the shared ledger: {error.strerror or error}"
-            raise PrivacyStateRefused(reason) from error
-        return status.st_dev, status.st_ino, status.st_size

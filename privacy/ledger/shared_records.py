@@ -16,8 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..accounting.accountants import ReleaseGroup
-from ..accounting.rdp_filter import filter_order, total_epsilon
+from ..accounting.accountants import ReleaseGroup, filter_order, total_epsilon
 from ..plan import ADJACENCY
 from .chain import ChainState, Kind, LineRefused, hash_line, is_count, is_hex, is_number, require
 
@@ -55,20 +54,12 @@ class Reservation:
     adaptive: bool
 
 
-@dataclass(frozen=True)
-class InformalRun:
-    """A run that nothing covers."""
-
-    run: str
-    name: str
-    reason: str
-
-
 @dataclass
 class SharedState(ChainState):
     """What the lines of a shared ledger say.
 
     Attributes:
+        informal: run -> (name, reason): those that nothing covers.
         positions: run -> (seq, hash) of the last line of its own ledger that was noted here.
         starts: run -> (seq, hash) of its newest `start` here.
         closed: runs that have ended for good.
@@ -78,7 +69,7 @@ class SharedState(ChainState):
 
     FIELDS = _FIELDS
     reservations: dict[str, Reservation] = field(default_factory=dict)
-    informal: list[InformalRun] = field(default_factory=list)
+    informal: dict[str, tuple[str, str]] = field(default_factory=dict)
     positions: dict[str, tuple[int, str]] = field(default_factory=dict)
     starts: dict[str, tuple[int, str]] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)
@@ -98,11 +89,11 @@ class SharedState(ChainState):
     @property
     def names(self) -> set[str]:
         """The names of all runs, with and without a guarantee."""
-        return {*(entry.name for entry in self.reservations.values()), *(entry.name for entry in self.informal)}
+        return {*(entry.name for entry in self.reservations.values()), *(name for name, _ in self.informal.values())}
 
     def knows(self, run: str) -> bool:
         """Whether the run has reserved, or is counted as one without a guarantee."""
-        return run in self.reservations or any(entry.run == run for entry in self.informal)
+        return run in self.reservations or run in self.informal
 
     def has_begun(self, study: str) -> bool:
         """Whether outputs of a study may have been seen: any run, or for a named study any run called like one of its points."""
@@ -157,7 +148,7 @@ class SharedState(ChainState):
             case "reserve":
                 self.reservations[record["run"]] = reservation_of(record)
             case "informal":
-                self.informal.append(InformalRun(record["run"], record["name"], record["reason"]))
+                self.informal[record["run"]] = record["name"], record["reason"]
             case "grid":
                 self.grids[record["study"]] = dict(record["points"])
                 self.gridded.setdefault(record["study"], set()).update(record["points"])

@@ -6,7 +6,6 @@ that changed meanwhile.
 """
 
 import copy
-import gc
 import inspect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from ..clipping.clipped_sum import writes_to
 from ..clipping.sharded import put_away
@@ -25,8 +23,7 @@ from ..step import collectives
 from ..step.engine import GradShard, Piece, ShardState, even_layout
 from ..step.reduction import gather_from_owners
 from ..step.row_shards import RowShards, in_shards, own_part, own_rows
-from .fingerprint import fingerprint, fixed_tensors
-from .shards import require_rows, switch_reduction
+from .weights import fingerprint, fixed_tensors, require_rows, switch_reduction
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 OPTIMIZER_FACTS = "optimizer"
@@ -58,8 +55,8 @@ class OwnEngine:
         self.layout = self._rows.layout if self._rows else even_layout(self.shapes, collectives.world_size())
         self.layout.check(self.shapes)
         self.moments, self._numbers = _probe(optimizer, trainable)
+        self._left = _kept(optimizer.state)
         self._is_stepping = False
-        self._held, self._left = _held(optimizer), _kept(optimizer.state)
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._rates, self._is_resumed = list[float](), False
         self._seen, fixed = self.fingerprint(), fixed_tensors(model)
@@ -112,13 +109,12 @@ class OwnEngine:
                 "parameters were frozen, unfrozen or exchanged since the loop was made: make a new PrivateLoop with another run "
                 "folder"
             )
-        if _held(self.optimizer) != self._held:
-            raise PrivacyConfigError(
-                "the optimizer's parameters changed since the loop was made: make a new PrivateLoop"
-            )
         self._require_fixed()
-        if self._is_resumed and not self.sets_rate:
-            self._require_rates_that_go_on()
+        if self._is_resumed and not self.sets_rate and (now_is := _rates(self.optimizer)) != self._rates:
+            collectives.say(  # schedulers of torch begin again with their program
+                f"the run goes on with the learning rate {now_is}, and its last step took {self._rates}; give a scheduler of "
+                "torch to loop.register(scheduler), which forwards it"
+            )
         return self.require_all_noised()
 
     def _require_fixed(self) -> None:
@@ -147,23 +143,8 @@ class OwnEngine:
             )
         self._fixed |= {name: (marks[name], number) for name, number in numbers.items()}
 
-    def _require_rates_that_go_on(self) -> None:
-        """Schedulers of torch begin again with their program: one that was not registered is looked for in memory."""
-        found = [
-            one for one in gc.get_objects() if LRScheduler in type(one).__mro__ and one.optimizer is self.optimizer
-        ]
-        now, begins = _rates(self.optimizer), bool(found) and max(one.last_epoch for one in found) == 0
-        said = (
-            f"the run goes on with the learning rate {now}, and its last step took {self._rates}; give a scheduler of torch to "
-            "loop.register(scheduler), which forwards it"
-        )
-        if begins and now != self._rates:
-            raise PrivacyConfigError(f"{said}; for another rate, give learning_rate=, or no scheduler")
-        if begins or (now != self._rates and not found):
-            collectives.say(said)
-
     def require_all_noised(self) -> object:
-        """Nothing but the loop's steps has put anything into weights or gradients; returns what `require_unchanged` does.
+        """Checks that only the loop's own steps have changed weights or gradients; returns what `require_unchanged` returns.
 
         Raises:
             PrivacyConfigError: naming what changed.
@@ -195,8 +176,8 @@ class OwnEngine:
         now = self.fingerprint()
         if now != self._seen:
             raise PrivacyConfigError(
-                "the weights changed since the loop's last step: something else writes to them (another optimizer, another loop, "
-                "a checkpoint that was loaded), and the ledger would not know what it spent; let the loop alone change them"
+                "the weights changed since the loop's last step: something else writes to them (another optimizer, another "
+                "loop, a loaded checkpoint), and the ledger would not know what it spent; let the loop alone change them"
             )
         require_settings(self.optimizer, self._refuse_foreign_step)
         if (state := _kept(self.optimizer.state)) != self._left:
@@ -208,6 +189,7 @@ class OwnEngine:
         return now if self.replicated else settings(self.optimizer)
 
     def _refuse_foreign_step(self, *_: object) -> None:
+        """Before it changes anything: after the last step no other look at the weights would come."""
         if not self._is_stepping:
             raise PrivacyConfigError(
                 "optimizer.step() was called by hand: the private loop takes the steps, and no other one is noised or charged; "
@@ -274,6 +256,20 @@ class OwnEngine:
                 for key, values in tensors.items():
                     own_part(p if key == "param" else self.optimizer.state[p][key], piece).copy_(values)
         self._seen, self._left = self.fingerprint(), _kept(self.optimizer.state)
+
+
+def require_alike(check: Callable[[], object]) -> None:
+    """Collective; no rank waits for one that stopped.
+
+    Raises:
+        PrivacyConfigError: on all ranks, where the check raises it on one, or returns something else on another.
+    """
+    found = collectives.refuse_together(check)
+    if any(other != found[0] for other in found):
+        raise PrivacyConfigError(
+            "ranks hold different weights: was their optimizer or learning rate set differently between two steps? Make the loop "
+            "again on all ranks, and it goes on where it was saved"
+        )
 
 
 def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -480,8 +476,3 @@ def settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """What an optimizer keeps as attributes, as text."""
     return {f"attribute {key}": repr(value) for key, value in vars(optimizer).items() if key not in OF_TORCH}
-
-
-def _held(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    """Which parameters stand in which group."""
-    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]

@@ -24,20 +24,6 @@ IGNORED = -100
 CLASSIFIES, PREDICTS = ("ForImageClassification", "ForSequenceClassification"), ("ForCausalLM", "LMHeadModel")
 
 
-def kind_of(model: nn.Module) -> str:
-    """The name of the model's class; below the wrappers of peft it is that of the model that they adapt.
-
-    Raises:
-        PrivacyConfigError: no model of transformers.
-    """
-    base = _base(model)
-    if not hasattr(base, "config"):
-        raise PrivacyConfigError(
-            f"{type(base).__name__} is no model of transformers: give loss=, a function that returns one loss per example"
-        )
-    return type(base).__name__
-
-
 def fields(model: nn.Module, *, length: int | None = None) -> dict[str, Field]:
     """What one item of the model's inputs and labels is, by its configuration.
 
@@ -47,74 +33,62 @@ def fields(model: nn.Module, *, length: int | None = None) -> dict[str, Field]:
     Raises:
         PrivacyConfigError: another kind of model, or no length for a text; then say it by `example`.
     """
-    name, config = kind_of(model), _config(model)
+    name, config = _known(model)
     if name.endswith("ForImageClassification"):
         size = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
         return {"pixel_values": floats(config.num_channels, size, size), "labels": integers(config.num_labels)}
-    if not name.endswith((*CLASSIFIES, *PREDICTS)):
-        raise PrivacyConfigError(_unknown(name))
     if length is None:
         raise PrivacyConfigError(f"{name} reads texts: give length, the number of tokens that every item has")
-    text = {"input_ids": integers(config.vocab_size, length), "attention_mask": mask(length)}
-    labels = (
-        integers(config.vocab_size, length, also=[IGNORED]) if name.endswith(PREDICTS) else integers(config.num_labels)
-    )
-    return {**text, "labels": labels}
+    tokens, predicts = integers(config.vocab_size, length), name.endswith(PREDICTS)
+    labels = integers(config.vocab_size, length, also=[IGNORED]) if predicts else integers(config.num_labels)
+    return {"input_ids": tokens, "attention_mask": mask(length), "labels": labels}
 
 
 def loss_of(model: nn.Module, example: Example) -> Callable[..., Tensor]:
-    """The loss of each example, from the model's logits and `labels`.
+    """The loss of each example, (B,), from the model's logits and `labels`.
+
+    It is the cross-entropy of its class, or the mean of that of its own next tokens, and 0 for one without any.
 
     Raises:
         PrivacyConfigError: a model whose loss is not known here, or items without labels.
     """
-    name, config = kind_of(model), _config(model)
-    if not name.endswith((*CLASSIFIES, *PREDICTS)):
-        raise PrivacyConfigError(_unknown(name))
+    name, config = _known(model)
     if not example.is_named or "labels" not in example.fields:
         raise PrivacyConfigError(f"the loss of {name} needs items that are mappings with labels among their fields")
-    problem = getattr(config, "problem_type", None)
-    if name.endswith(CLASSIFIES) and (problem not in (None, "single_label_classification") or config.num_labels < 2):
+    classifies, problem = name.endswith(CLASSIFIES), getattr(config, "problem_type", None)
+    if classifies and (problem not in (None, "single_label_classification") or config.num_labels < 2):
         raise PrivacyConfigError(
             f"{name} with problem_type {problem!r} and {config.num_labels} labels is no classification with one label: give loss="
         )
-    if name.endswith(
-        CLASSIFIES
-    ):  # transformers writes it down at the first call with labels, and the model shall not change
+    if classifies:  # transformers writes it down at the first call with labels, and the model shall not change
         config.problem_type = "single_label_classification"
-    per_example = classification_loss if name.endswith(CLASSIFIES) else next_token_loss
 
     def loss(labels: Tensor, **inputs: Tensor) -> Tensor:
-        return per_example(model(**inputs).logits, labels)
+        logits = model(**inputs).logits.float()
+        if classifies:
+            return F.cross_entropy(logits, labels, reduction="none")
+        targets_BL, logits_BVL = labels[:, 1:], logits[:, :-1].transpose(1, 2)
+        loss_BL = F.cross_entropy(logits_BVL, targets_BL, reduction="none", ignore_index=IGNORED)
+        return loss_BL.sum(1) / (targets_BL != IGNORED).sum(1).clamp(min=1)
 
     return loss
 
 
-def classification_loss(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """(B,) cross-entropy."""
-    return F.cross_entropy(logits_BK.float(), labels_B, reduction="none")
+def _known(model: Any) -> "tuple[str, PretrainedConfig | Any]":
+    """The name of the model's class and its configuration; below the wrappers of peft those of the model that they adapt.
 
-
-def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """(B,) mean over an example's own labels; 0 for one without any."""
-    targets_BL = labels_BL[:, 1:]
-    logits_BVL = logits_BLV[:, :-1].float().transpose(1, 2)
-    loss_BL = F.cross_entropy(logits_BVL, targets_BL, reduction="none", ignore_index=IGNORED)
-    return loss_BL.sum(1) / (targets_BL != IGNORED).sum(1).clamp(min=1)
-
-
-def _base(model: Any) -> Any:
-    """The model that adapters of peft adapt, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _config(model: nn.Module) -> "PretrainedConfig | Any":
-    config = _base(model).config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _unknown(name: str) -> str:
-    return (
-        f"the loss per example of {name} is not known here (known are models for image and sequence classification and causal "
-        "language models): give example= and loss=, a function that returns one loss per example"
-    )
+    Raises:
+        PrivacyConfigError: no model of transformers, or one with another head.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = type(base).__name__
+    if not hasattr(base, "config"):
+        raise PrivacyConfigError(
+            f"{name} is no model of transformers: give loss=, a function that returns one loss per example"
+        )
+    if not name.endswith((*CLASSIFIES, *PREDICTS)):
+        raise PrivacyConfigError(
+            f"the loss per example of {name} is not known here (known are models for image and sequence classification and "
+            "causal language models): give example= and loss=, a function that returns one loss per example"
+        )
+    return name, base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config

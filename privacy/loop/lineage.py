@@ -88,29 +88,30 @@ def described(folder: RunFolder, recorded: Recorded | None, said: list[Path] | N
     """
     behind = [one for parent in said or () for one in ledgers_of_run(parent)]
     found = dict[bytes, LedgerBehind]()
-    for (
-        one
-    ) in behind:  # a run that is behind several of them counts once, with all that it charged, and stands behind them
-        first = one.copy.partition(b"\n")[0]
+    for one in behind:  # a run behind several of them counts once, with all that it charged, and stands behind them
+        first = _first(one.copy)
         found[first] = max(found.pop(first, one), one, key=lambda ledger: len(ledger.copy))
-    if len(said or ()) > 1 and any(
-        read_state(one.copy, one.run)[0].opened.get("disjoint_from_start") for one in behind
-    ):
+    declared = (read_state(one.copy, one.run)[0].opened.get("disjoint_from_start") for one in behind)
+    if len(said or ()) > 1 and any(declared):
         raise PrivacyConfigError(
             "starts_from: one of several runs declares data that are disjoint from those before it, and that is known of a chain "
             "of runs alone: give one of them"
         )
     if recorded is None:
         return {"behind": keep_copies(folder.root, [*found.values()])} if found else {}
-    kept = [copy.partition(b"\n")[0] for _, copy in read_copies(folder.root, recorded)]
+    kept = [_first(copy) for _, copy in read_copies(folder.root, recorded)]
     if said is not None and set(kept) != set(found):
         raise PrivacyConfigError(
-            f"{folder.ledger} was opened with {len(kept)} private runs behind its weights, and starts_from says others: it is "
-            "part of the claim: set it back, or start another run folder"
+            f"{folder.ledger} was opened with {len(kept)} private runs behind its weights, and starts_from names others; they "
+            "are part of the claim: name the same runs, or start another run folder"
         )
     if found and not has_checkpoints(folder.checkpoints):
-        require_kept(
-            folder.root, recorded, sorted(found.values(), key=lambda one: kept.index(one.copy.partition(b"\n")[0]))
-        )
+        in_order = sorted(found.values(), key=lambda one: kept.index(_first(one.copy)))
+        require_kept(folder.root, recorded, in_order)
     states_behind(folder.root, recorded)
     return {}
+
+
+def _first(copy: bytes) -> bytes:
+    """A ledger's first line, which names its run."""
+    return copy.partition(b"\n")[0]

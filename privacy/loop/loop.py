@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -28,8 +27,6 @@ from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..clipping.fallback import Fallback
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError
-from ..ledger.claim import claim_of
-from ..ledger.records import read_ledger
 from ..plan_request import PlanRequest
 from ..releases import SENSITIVITY_SLACK
 from ..run.run import Finished, Run, open_run
@@ -38,20 +35,10 @@ from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
 from ..step.step import StepRecord
 from . import lineage
-from .engine import OwnEngine
+from .engine import OwnEngine, require_alike
 from .fields import Example, Field
 from .opening import OwnStart
 from .reading import Items, Reader, require_items
-
-MEANT = {
-    "clip": "max_grad_norm",
-    "criterion": "loss",
-    "data": "dataset",
-    "data_loader": "dataset",
-    "epochs": "num_steps",
-}
-MEANT |= {"eps": "target_epsilon", "lr": "learning_rate", "output_dir": "run_dir", "sigma": "noise_multiplier"}
-"""Names of other libraries that are like none of those here."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ class StepResult:
 
     @property
     def epsilon(self) -> float:
-        """Of everything that the ledger had charged by then: an upper bound, which takes a moment when it is first asked for."""
+        """Epsilon of everything that the ledger had charged by then: an upper bound, computed when it is first asked for."""
         return self._epsilon()
 
 
@@ -85,9 +72,8 @@ def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None
     """
     names = sorted({*known} - {"self", "rest"})
     for name in sorted({*given} - {*names}):
-        close = [MEANT.get(name, ""), *(one for one in names if name in one), *difflib.get_close_matches(name, names)]
-        meant = next((one for one in close if one in names), None)
-        way = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
+        meant = [*(one for one in names if name in one), *difflib.get_close_matches(name, names)][:1]
+        way = f"did you mean {meant[0]}?" if meant else f"it takes {', '.join(names)}"
         raise PrivacyConfigError(f"{what} takes no {name}: {way}")
 
 
@@ -170,7 +156,8 @@ class PrivateLoop:
             )
         if (target_epsilon is None) == (noise_multiplier is None):
             raise PrivacyConfigError("give exactly one of target_epsilon and noise_multiplier")
-        self._turns = Turns()
+        self._taken = threading.Lock()
+        self._process, self._over = os.getpid(), ""  # why no further step is taken; empty while the loop goes on
         self.module, self.run_dir = model, Path(run_dir)
         request = PlanRequest(
             num_examples=len(dataset),
@@ -194,16 +181,14 @@ class PrivateLoop:
             opened = open_run(start)
             self._registered, self._resumed = start.registered, opened.resumed
             self._engine: OwnEngine = start.engine
-            self._is_alone = start.starts_from is None and not opened.ledger.behind
+            self._is_alone = start.starts_from is None and not opened.ledger.opened.get("behind")
             self._open, self._ledger, self.plan = start.undone, opened.ledger, opened.ledger.plan
-            self._table, self._exact = self.plan.epsilon_table(), dict[int, float]()
             self._charged = collectives.on_main(lambda: self._ledger.num_charged)
-            self._composed = self._compose(is_last=isinstance(opened, Finished))
             self._run: Run | None = None
             self._steps: Generator[StepRecord, None, None] | None = None
             if isinstance(opened, Finished):
                 collectives.say(
-                    f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; more need another run folder"
+                    f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; to train further, give another run_dir"
                 )
             else:
                 self._run, self._steps = opened, opened.steps(start.registered)
@@ -222,35 +207,21 @@ class PrivateLoop:
         """The last step that was taken."""
         return self.num_steps if self._run is None else self._run.step
 
-    @steps_done.setter
-    def steps_done(self, number: int) -> None:
-        assert self._run is not None, "a finished run takes no steps"
-        self._run.step = number
-
-    @property
-    def _saved(self) -> int | None:
-        return self.num_steps if self._run is None else self._run.saved
-
-    @_saved.setter
-    def _saved(self, number: int) -> None:
-        assert self._run is not None, "a finished run takes no steps"
-        self._run.saved = number
-
     @property
     def epsilon(self) -> float:
         """Epsilon of all that the ledger has charged so far; at the end of the run, verify.py finds it to the last digit."""
-        return self._epsilon_of(self._charged, self._composed, is_last=self.steps_done == self.num_steps)
+        return self._claim(self._charged, is_last=self.steps_done == self.num_steps)[0]
 
     @property
     def delta(self) -> float:
         """Delta of the claim: the least of all runs that it covers."""
-        return self.plan.target_delta if self._composed is None else self._composed[1]
+        return self._claim(self._charged, is_last=self.steps_done == self.num_steps)[1]
 
     @property
     def claim(self) -> str:
         """Epsilon and delta in words, epsilon rounded up; "of this run alone" where nobody said what the weights started from."""
         useless = useless_delta(self.delta, self.plan.num_examples)
-        words = f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}{' of this run alone' * self._is_alone}"
+        words = f"epsilon {rounded_up(self.epsilon)} at delta {self.delta:g}{' of this run alone' * self._is_alone}"
         return words + (f"; {useless}" if useless else "")
 
     def __iter__(self) -> Iterator[StepResult]:
@@ -305,41 +276,41 @@ class PrivateLoop:
             BudgetSpent: see `__iter__`.
             ItemNotRead: a file or a network failed; the step is not taken, and the loop is over.
         """
-        with self._turns.take():
-            return self._step(self.steps_done + 1)
-
-    def _step(self, number: int) -> StepResult:
-        if self._run is None or self._steps is None or number > self.num_steps:
-            raise PrivacyConfigError(
-                f"all {self.num_steps} steps of {self.run_dir} are done; more need another run folder"
-            )
-        if torch.is_inference_mode_enabled():
-            raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
-        on_all_or_none(self._engine.require_untouched)
-        with self._turns.whole():
+        with self._alone():
+            number = self.steps_done + 1
+            if self._run is None or self._steps is None or number > self.num_steps:
+                raise PrivacyConfigError(
+                    f"all {self.num_steps} steps of {self.run_dir} are done; to train further, give another run_dir"
+                )
+            if torch.is_inference_mode_enabled():
+                raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
+            require_alike(self._engine.require_untouched)
+            self._over = "a step was not taken to its end"
             try:
                 record = next(self._steps, None)
             finally:  # a step that fails may have changed the weights
                 lineage.TRAINED[self.run_dir.resolve()] = self._ledger.position()
-            if number == self.num_steps:
-                next(self._steps, None)  # the run's end
             is_last = number == self.num_steps
+            if is_last:
+                next(self._steps, None)  # the run's end
             charged = self._charged = collectives.on_main(lambda: self._ledger.num_charged)
-            self._composed = self._compose(is_last=is_last)
-        if record is None:
-            assert self._run.outcome == BUDGET_SPENT, "nothing else ends the steps of a loop"
-            raise BudgetSpent(
-                f"the privacy budget of {self.run_dir} is spent: crashes have used up its reserve, and step {number} of "
-                f"{self.num_steps} cannot be charged; the weights are saved"
+            self._over = ""
+            if record is None:
+                assert self._run.outcome == BUDGET_SPENT, "nothing else ends the steps of a loop"
+                raise BudgetSpent(
+                    f"the privacy budget of {self.run_dir} is spent: crashes have used up its reserve, and step {number} of "
+                    f"{self.num_steps} cannot be charged; the weights are saved"
+                )
+            bad, count = (record.private[name].inside() for name in ("num_nonfinite", "num_examples"))
+            if bad == count > 0:
+                collectives.say(
+                    f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: "
+                    "are the items and the weights finite, and is the learning rate small enough?"
+                )
+            norm = record.noised_grad_norm.value
+            return StepResult(
+                number, record.lr.value, norm, record.private, lambda: self._claim(charged, is_last=is_last)[0]
             )
-        bad, count = (record.private[name].inside() for name in ("num_nonfinite", "num_examples"))
-        if bad == count > 0:
-            collectives.say(
-                f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: are the "
-                "items and the weights finite, and is the learning rate small enough?"
-            )
-        bound = partial(self._epsilon_of, charged, self._composed, is_last=is_last)
-        return StepResult(number, record.lr.value, record.noised_grad_norm.value, record.private, bound)
 
     def save(self) -> None:
         """Writes a checkpoint of the last step, if there is none. Collective.
@@ -348,12 +319,33 @@ class PrivateLoop:
             WeightsNotFinite: there is nothing to save.
             PrivacyConfigError: the loop is over, or something else has changed the weights.
         """
-        if self._saved == self.steps_done:
-            return
-        with self._turns.take():
-            on_all_or_none(self._engine.require_unchanged)
-            assert self._run is not None, "a finished run is saved"
-            self._run.save()
+        if self._run is not None and self._run.saved != self._run.step:
+            with self._alone():
+                self._run.save()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thing at a time: a forked copy would draw the same batch again, and weights after half a step are no run's.
+
+        Raises:
+            PrivacyConfigError: in a forked process, while another thread is in the loop, or when the loop is over.
+        """
+        if os.getpid() != self._process:
+            raise PrivacyConfigError(
+                "this process was forked from the one that made the loop and holds the same secret coins: step and save there"
+            )
+        if not self._taken.acquire(blocking=False):
+            raise PrivacyConfigError(
+                "a step is under way, in another thread or around this call: take one step after the other"
+            )
+        try:
+            if self._over:
+                raise PrivacyConfigError(
+                    f"this loop is over ({self._over}): make it again, and it goes on where it was saved"
+                )
+            yield
+        finally:
+            self._taken.release()
 
     def write_card(self) -> Path:
         """Writes the privacy card of the run so far, as JSON, Markdown and one HTML page; returns its folder. Collective."""
@@ -368,7 +360,7 @@ class PrivateLoop:
     def close(self) -> None:
         """Gives model, optimizer and run folder back. Steps since the last checkpoint stay charged and are lost."""
         self._open.close()
-        self._turns.over = "it was closed"
+        self._over = "it was closed"
 
     def __enter__(self) -> Self:
         return self
@@ -376,100 +368,13 @@ class PrivateLoop:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Saves where the loop was left early, unless an error did that."""
         try:
-            if kind is None and self._turns.is_ours and self._turns.over is None and self.steps_done > 0:
+            if kind is None and os.getpid() == self._process and not self._over and self.steps_done > 0:
                 self.save()
         finally:
             self.close()
 
-    def _compose(self, *, is_last: bool) -> tuple[float, float] | None:
-        """The claim of this run and of all private runs behind its weights; None where there are none. Collective."""
-        if not self._ledger.behind:
-            return None
-        exact = partial(claim_of, self.run_dir)
-        ledger = self.run_dir / "ledger.jsonl"
-        return collectives.on_main(lambda: exact(read_ledger(ledger)) if is_last else self._ledger.claim())
-
-    def _epsilon_of(self, charged: int, composed: tuple[float, float] | None, *, is_last: bool) -> float:
-        """Of exactly so many attempts, which takes seconds; while the run goes on a table of upper bounds is read.
-
-        Each rank computes it when it is asked, since a step costs less than its epsilon.
-        """
-        if composed is not None:
-            return composed[0]
-        assert self._table is not None, "a loop without a guarantee is not opened"
-        if not is_last:
-            return self._table.epsilon(charged)
-        if charged not in self._exact:
-            exact = self.plan.epsilon_after(charged)
-            assert exact is not None, "as above"
-            self._exact[charged] = exact
-        return self._exact[charged]
-
-
-def on_all_or_none(check: Callable[[], object]) -> None:
-    """Collective; no rank waits for one that stopped.
-
-    Raises:
-        PrivacyConfigError: on all ranks, where the check raises it on one, or returns something else on another.
-    """
-    found, problem = None, None
-    try:
-        found = check()
-    except PrivacyConfigError as error:
-        problem = str(error)
-    ranks = collectives.gather_objects((found, problem))
-    if problems := [said for _, said in ranks if said is not None]:
-        raise PrivacyConfigError(problems[0])
-    if any(other != ranks[0][0] for other, _ in ranks):
-        raise PrivacyConfigError(
-            "ranks hold different weights: was their optimizer or learning rate set differently between two steps? Make the loop "
-            "again on all ranks, and it goes on where it was saved"
-        )
-
-
-class Turns:
-    """One step at a time. Two at once would sum two batches into one release; a forked copy would draw the same batch again.
-
-    Attributes:
-        over: why no further step is taken; None while the loop goes on.
-    """
-
-    def __init__(self) -> None:
-        self.over: str | None = None
-        self._process, self._taken = os.getpid(), threading.Lock()
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this is the process that made the loop."""
-        return os.getpid() == self._process
-
-    @contextmanager
-    def take(self) -> Iterator[None]:
-        """One thing that the loop does, alone.
-
-        Raises:
-            PrivacyConfigError: in a forked process, while another thread is in the loop, or when the loop is over.
-        """
-        if not self.is_ours:
-            raise PrivacyConfigError(
-                "this process was forked from the one that made the loop and holds the same secret coins: step and save there"
-            )
-        if not self._taken.acquire(blocking=False):
-            raise PrivacyConfigError(
-                "a step is being taken already, by another thread or around this call: take one step after the other"
-            )
-        try:
-            if self.over is not None:
-                raise PrivacyConfigError(
-                    f"this loop is over ({self.over}): make it again, and it goes on where it was saved"
-                )
-            yield
-        finally:
-            self._taken.release()
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What is inside ends, or the loop is over."""
-        self.over = "a step was not taken to its end"
-        yield
-        self.over = None
+    def _claim(self, charged: int, *, is_last: bool) -> tuple[float, float]:
+        """While the run goes on a table of upper bounds is read, when asked: a step costs less than its epsilon."""
+        found = self._ledger.claim(charged, is_exact=is_last)
+        assert found is not None, "a loop without a guarantee is not opened"
+        return found

@@ -31,15 +31,14 @@ from ..run.run import Parts, Stored, Watcher
 from ..step import collectives
 from ..step.averaging import WeightAverage
 from ..step.batches import Dealt, most_rows
-from ..step.engine import ShardState, to_device
+from ..step.engine import ShardState, require_neighbours_apart, to_device
 from ..step.folder import RunFolder
-from ..step.neighbours import require_neighbours_apart
 from ..step.step import MicroBatch, StepRecord
 from . import lineage
-from .engine import OwnEngine, settings
-from .fingerprint import fixed_tensors
+from .engine import OwnEngine, require_alike, settings
 from .hugging_face import loss_of
 from .reading import ItemNotRead, Reader
+from .weights import fixed_tensors
 
 FRESH = 4
 """Made-up examples of the self-check."""
@@ -97,49 +96,29 @@ class OwnStart:
     is_new: bool = field(default=True, init=False)
     ledger: RunLedger = field(init=False)
     undone: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    registered: "Registered" = field(default_factory=lambda: Registered())
+    registered: Registered = field(default_factory=Registered)
     engine: OwnEngine = field(init=False)
     task: Task = field(init=False)
 
     def checks(self) -> list[Callable[[], None]]:
-        """In the order in which they refuse a start."""
-        return [
-            self.require_talking,
-            self.know_the_loss,
-            self.require_same_on_all_ranks,
-            self.require_mirror_elsewhere,
-            self.take_folder,
-            self.require_origin,
-            self.take_weights_of_main,
-            self.take_model_and_optimizer,
-            self.require_rules_for_all_layers,
-            self.require_sums_of_autograd,
-            self.require_neighbours_apart,
-            self.look_at_all_items,
-        ]
+        return [self._check_arguments, self._take_model, self._check_model]
 
-    def require_talking(self) -> None:
-        """Ledger and sampler say what lies on the CPU, which a process group of NCCL alone does not carry."""
-        if dist.is_initialized() and dist.get_backend() == "nccl":
+    def _check_arguments(self) -> None:
+        """What is cheap to refuse; then the folder is locked, before the model: one without its key is refused in no time."""
+        if dist.is_initialized() and dist.get_backend() == "nccl":  # ledger and sampler say what lies on the CPU
             raise PrivacyConfigError(
                 'the process group carries CUDA tensors alone: make it with init_process_group("cpu:gloo,cuda:nccl"), under '
                 'accelerate with InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")'
             )
-
-    def know_the_loss(self) -> None:
-        """A model without a loss per example is refused before anything is made for it."""
         given, example = self.loss or loss_of(self.model, self.reader.example), self.reader.example
 
-        def task(
-            **inputs: Tensor,
-        ) -> Tensor:  # holds nothing but these two, so that the self-check sees all that it could change
+        # It holds these two alone, so that the self-check sees all that it could change.
+        def task(**inputs: Tensor) -> Tensor:
             in_order, named = example.arguments(inputs)
             return given(*in_order, **named)
 
         self.task = task
-
-    def require_same_on_all_ranks(self) -> None:
-        """Ranks with other arguments or data would wait for one another or draw other coins; an example could count on two."""
+        # Ranks with other arguments or data would wait for one another or draw other coins; an example could count on two.
         asked = self.request, self.reader.micro_batch_size, self.save_every, self.folder.root.resolve()
         mine = repr((asked, self.reader.example.fields, few_items(self.reader), settings(self.optimizer)))
         if len(set(collectives.gather_objects(mine))) > 1:
@@ -147,58 +126,44 @@ class OwnStart:
                 "ranks have another data set, plan, example, micro-batch, optimizer or run folder: make the same PrivateLoop on "
                 "each of them, with the whole data set; the loop deals the items"
             )
-
-    def require_mirror_elsewhere(self) -> None:
-        """A mirror inside of the run folder would be rolled back together with the ledger."""
         roles = {} if self.mirror is None else {"ledger_mirror": self.mirror}
         collectives.on_main(lambda: require_apart(roles, self.folder.root))
-
-    def take_folder(self) -> None:
-        """One program at a time; before the model, since a folder that has lost its key is refused in no time."""
         collectives.on_main(self.folder.take)
         self.undone.callback(self.folder.release)
-
-    def require_origin(self) -> None:
-        """Weights of another private run, without its ledger, would begin a claim that leaves their cost out."""
         collectives.on_main(lambda: lineage.require_stated(self.model, self.folder, self.starts_from))
 
-    def take_weights_of_main(self) -> None:
+    def _take_model(self) -> None:
         """Ranks begin with rank 0's parameters and buffers, as under DistributedDataParallel; shards are a rank's own."""
         put_away(self.model)
         if collectives.world_size() > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if not is_dtensor(tensor):
                     dist.broadcast(tensor.detach(), 0)
-
-    def take_model_and_optimizer(self) -> None:
-        """What the engine cannot train or watch over is refused; see `OwnEngine`."""
-        sets_rate = self.learning_rate is not None
-        self.engine = OwnEngine(self.model, self.optimizer, sets_rate=sets_rate)
+        self.engine = OwnEngine(self.model, self.optimizer, sets_rate=self.learning_rate is not None)
         self.undone.callback(self.engine.release)
-        self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": fixed_digest(self.model)}
+        # Checkpoints do not hold frozen parameters and buffers, and a resume needs the same.
+        digest = hashlib.sha256()
+        for name, tensor in fixed_tensors(self.model).items():
+            digest.update(name.encode())
+            digest.update(full(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": digest.hexdigest()}
 
-    def require_rules_for_all_layers(self) -> None:
-        """Names all layers without a clipping rule, such as BatchNorm, that the fallback cannot take over either."""
+    def _check_model(self) -> None:
+        """On made-up items, at training's own size: each layer is clipped, to torch's own sums, and keeps examples apart.
+
+        Last comes the pass over all items: what identifies them, and whether they can be used.
+        """
         with contextlib.suppress(*(() if self.fallback is False else (Uncovered,))):
             claims(self.model, self.engine.shapes)
-
-    def require_sums_of_autograd(self) -> None:
-        """Clipped sums of made-up items are those that autograd gives one by one, also at the size that training has."""
-        example = self.reader.example
-        self.items = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
-        items = to_device(self.items, self.engine)
+        example, size = self.reader.example, self.reader.micro_batch_size
+        made_up = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
+        items = to_device(made_up, self.engine)
         check_against_autograd(self.model, items, self.task, fallback=self.fallback)
         for line in plan_of(self.model).sentences(self.model):
             collectives.say(line)
-        check_at_size(self.model, items, self.reader.micro_batch_size, self.task)
-
-    def require_neighbours_apart(self) -> None:
-        """No item's loss depends on the others of its micro-batch, at the size that training has."""
-        require_neighbours_apart(self.engine, self.task, lambda count: self.items, self.reader.micro_batch_size)
+        check_at_size(self.model, items, size, self.task)
+        require_neighbours_apart(self.engine, self.task, lambda count: made_up, size)
         put_away(self.model)
-
-    def look_at_all_items(self) -> None:
-        """What identifies the data, and whether they can be used; last, since it is a pass over all items."""
         self.manifest = collectives.on_main(lambda: data_manifest(self.reader, self.data_version))
 
     def open_ledger(self) -> Opening:
@@ -252,19 +217,21 @@ class OwnStart:
             task=self.task,
             clipped=clipped,
             noise=plan.noise(),
-            read=lambda plans: self.reader.steps(plans, self.num_workers),
+            read=lambda plans: self.reader.steps(plans, self.num_workers, pin_memory=self.engine.device.type == "cuda"),
             micro_batch_size=self.reader.micro_batch_size,
             learning_rate=self.learning_rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
             note_charge=lambda _: engine.require_all_noised(),  # the caller's loss and items have run
-            stored=lambda: Stored(
-                self.registered.states(engine),
-                engine.shapes,
-                {**engine.facts(), "run": name, "model": self.model_facts},
-            ),
+            stored=self._stored,
             configuration=(text, None, {}),
             retention=Retention(KEPT),
             save_every=self.save_every,
         )
+
+    def _stored(self) -> Stored:
+        """Says what a checkpoint holds, and refuses one in which anything but the loop's own steps has written."""
+        require_alike(self.engine.require_unchanged)
+        facts = {**self.engine.facts(), "run": self.folder.root.resolve().name, "model": self.model_facts}
+        return Stored(self.registered.states(self.engine), self.engine.shapes, facts)
 
 
 def data_manifest(reader: Reader, data_version: str | None) -> bytes:
@@ -327,12 +294,3 @@ def config_toml(
             *(f"{key} = {written(value)}" for key, value in section.items() if value is not None),
         ]
     return "\n".join(lines) + "\n"
-
-
-def fixed_digest(model: nn.Module) -> str:
-    """SHA-256 of frozen parameters and buffers: checkpoints do not hold them, and a resume needs the same. Collective."""
-    digest = hashlib.sha256()
-    for name, tensor in fixed_tensors(model).items():
-        digest.update(name.encode())
-        digest.update(full(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

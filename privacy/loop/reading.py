@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ..card.text import one_line
+from ..card.render import one_line
 from ..errors import PrivacyConfigError
 from ..step.batches import Dealt
 from .fields import Example, Unusable
@@ -78,7 +78,7 @@ def require_items(dataset: Any) -> None:
 
 @contextmanager
 def kept_random_numbers() -> Iterator[None]:
-    """The global random numbers go on afterwards as if nothing had been drawn: dropout must not depend on what items draw."""
+    """Restores the global random state afterwards, so that dropout does not depend on what items draw."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -93,10 +93,6 @@ def seed(key: int) -> None:
     random.seed(key)
     np.random.seed([key & 0xFFFFFFFF, key >> 32])
     torch.default_generator.manual_seed(key & (2**63 - 1))
-
-
-UNUSABLE = hashlib.sha256().digest()
-"""What `Reader.contents` has for items that cannot be used."""
 
 
 class Reader(Dataset["MicroBatch | ItemNotRead"]):
@@ -169,12 +165,13 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         return MicroBatch(inputs, is_padding_B, num_undecodable)
 
     def steps(
-        self, plans: Iterator[Dealt], num_workers: int
+        self, plans: Iterator[Dealt], num_workers: int, *, pin_memory: bool = False
     ) -> Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]:
         """Pairs every plan with its micro-batches, which are to be read to their end before the next.
 
         Args:
             plans: pulled lazily and in order; how far ahead follows from the number of micro-batches alone.
+            pin_memory: page-locked tensors; without, the copy to a GPU may wait for all that it has to do before.
 
         Raises:
             ItemNotRead: see `item`.
@@ -199,6 +196,9 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
             for result in itertools.chain([first], itertools.islice(results, more)):
                 if isinstance(result, ItemNotRead):
                     raise result
+                if pin_memory:
+                    inputs = {name: x.pin_memory() for name, x in result.inputs.items()}
+                    result = MicroBatch(inputs, result.is_padding_B.pin_memory(), result.num_undecodable)
                 yield result
 
         for first in results:
@@ -222,36 +222,14 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
                 total.update(one)
                 if index in again:
                     seen[index] = one
-            self._require_repeatable(seen)
-        self._require_usable(reasons, len(self.dataset) if whole else len(seen))
-        return total.digest()
-
-    def contents(self) -> set[bytes]:
-        """SHA-256 of each item, drawn with the same random numbers: equal items have equal ones; UNUSABLE for what is no item."""
-        with kept_random_numbers():
-            return {self._digest_of(index, Counter(), key=0) for index in range(len(self.dataset))}
-
-    def _digest_of(self, index: int, reasons: Counter[str], key: int | None = None) -> bytes:
-        one = hashlib.sha256()
-        try:
-            for name, tensor in self.item(index, key=index if key is None else key).items():
-                one.update(name.encode())
-                one.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        except Unusable as error:
-            reasons[str(error)] += 1
-        return one.digest()
-
-    def _require_repeatable(self, seen: dict[int, bytes]) -> None:
-        for index, before in reversed(seen.items()):
-            if self._digest_of(index, Counter()) != before:
-                raise PrivacyConfigError(
-                    f"dataset[{index}] is not the same when it is read again after others, with Python's, numpy's and torch's "
-                    "random numbers seeded alike: an item must not depend on which items were read before; draw from the global "
-                    "random numbers, not from a generator that the data set keeps"
-                )
-
-    def _require_usable(self, reasons: Counter[str], count: int) -> None:
-        named = reasons.most_common(5)
+            for index, before in reversed(seen.items()):
+                if self._digest_of(index, Counter()) != before:
+                    raise PrivacyConfigError(
+                        f"dataset[{index}] is not the same when it is read again after others, with Python's, numpy's and "
+                        "torch's random numbers seeded alike: an item must not depend on which items were read before; draw from "
+                        "the global random numbers, not from a generator that the data set keeps"
+                    )
+        count, named = len(self.dataset) if whole else len(seen), reasons.most_common(5)
         why = ", ".join(f"{number} times: {one_line(reason)[:200]}" for reason, number in named)
         others = reasons.total() - sum(number for _, number in named)
         why += f", {others} times: other reasons" if others else ""
@@ -259,6 +237,17 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         if 2 * reasons.total() > count:
             raise PrivacyConfigError(f"{found}would count as zero: does example say what an item is?")
         self.unusable = f"{found}count as zero" if reasons else ""
+        return total.digest()
+
+    def _digest_of(self, index: int, reasons: Counter[str]) -> bytes:
+        one = hashlib.sha256()
+        try:
+            for name, tensor in self.item(index, key=index).items():
+                one.update(name.encode())
+                one.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        except Unusable as error:
+            reasons[str(error)] += 1
+        return one.digest()
 
 
 def _is_of_the_machine(error: BaseException) -> bool:

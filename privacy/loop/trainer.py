@@ -16,10 +16,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from ..errors import PrivacyConfigError
-from ..step import collectives
-from .fields import Example
 from .loop import PrivateLoop, require_known
-from .reading import UNUSABLE, Reader, require_items
 
 UNFIT = {
     "fp16": (False, "weights are float32"),
@@ -50,12 +47,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
     Args:
         run_dir, rest: of `PrivateLoop`, except for `num_steps`, `max_grad_norm`, `micro_batch_size` and `num_workers`, which
             `args` says; or of transformers.
-        eval_is_public: declares that evaluation data are public, since their losses are logged without noise. Without it they
-            are compared with the training data, item by item.
+        eval_is_public: declares that evaluation data are public, since their losses are logged without noise.
 
     Raises:
-        PrivacyConfigError: an argument of transformers that does not fit private steps, or evaluation on items of the training
-            data.
+        PrivacyConfigError: an argument of transformers that does not fit private steps, or evaluation on data that nobody
+            declares public.
     """
 
     def __init__(
@@ -94,30 +90,20 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
                 "rate from public metrics in a PrivateLoop"
             )
         super().__init__(model, args, train_dataset=train_dataset, **rest)
-        self._require_public(self.eval_dataset)
+        if self.eval_dataset is not None:
+            self._require_public()
 
     def evaluation_loop(self, dataloader: Any, *more: Any, **named: Any) -> Any:
         """Goes over data as transformers does for `evaluate` and `predict`; they have to be public."""
-        self._require_public(dataloader.dataset)
+        self._require_public()
         return super().evaluation_loop(dataloader, *more, **named)
 
-    def _require_public(self, given: Any) -> None:
-        """Compares at every evaluation: either data set may have been exchanged, or changed in place, since the last."""
-        for data in given.values() if isinstance(given, dict) else [given]:
-            if self._eval_is_public or data is None:
-                continue
-            require_items(self.train_dataset)
-            collectives.say(
-                "comparing the items of eval_dataset with those of train_dataset; eval_is_public=True skips it"
+    def _require_public(self) -> None:
+        if not self._eval_is_public:
+            raise PrivacyConfigError(
+                "a loss on private data would be logged without noise: declare that the evaluation data are public, and not "
+                "those of training, by eval_is_public=True"
             )
-            mine, theirs = (Reader(one, Example(self._private["example"]), 1) for one in (data, self.train_dataset))
-            items = mine.contents() if hasattr(data, "__len__") else set()
-            if not items or UNUSABLE in items or items & theirs.contents():
-                how = "cannot be compared" if not items or UNUSABLE in items else "shares items"
-                raise PrivacyConfigError(
-                    f"eval_dataset {how} with train_dataset, and a loss on private data is logged without noise: give public "
-                    "data, and declare them by eval_is_public=True"
-                )
 
     def _evaluate(self) -> None:
         """Evaluates, and puts the model back as the self-check has seen it: transformers leaves marks on it."""

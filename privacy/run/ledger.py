@@ -4,9 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..accounting.accountants import ReleaseGroup
-from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
-from ..checkpoints.recorded import require_recorded
+from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints, require_recorded
 from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.ledger import Ledger
 from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
@@ -64,50 +62,15 @@ class RunLedger:
         self.key = key
         self.plan = plan
         self._members: MembersLog | None = None
-        self._table = None if ledger is None else plan.epsilon_table()
+        self._table = plan.epsilon_table()
         self._behind: list[LedgerState] | None = None
-        self._composed: dict[tuple[ReleaseGroup, ...], float] = {}
-        self._group: int | None = None  # that the noted attempt draws from
-        self.charged_before = 0
-        """Attempts that were charged when the session began, on every rank."""
+        self._composed: dict[int, float] = {}
 
-        def recorded() -> tuple[dict[int, int], bool, int | None, int | None, list[Any]]:
-            state = self._on_main.state
-            noised, behind = state.opened.get("noised_coordinates"), state.opened.get("behind", [])
-            return dict(state.attempts), state.closed is not None, state.checkpointed_step, noised, behind
-
-        (
-            self.attempts,
-            self.is_closed,
-            self.checkpointed_step,
-            self.noised_coordinates,
-            self.behind,
-        ) = collectives.on_main(recorded)
-
-    @classmethod
-    def open(
-        cls,
-        open_on_main: Callable[[], tuple[Ledger, SamplingKey, PrivacyPlan]],
-        key: Path,
-        *,
-        members: Path,
-    ) -> "RunLedger":
-        """Opens ledger and key on rank 0 and gives every rank the plan; the other ranks read the key themselves.
-
-        Args:
-            open_on_main: what rank 0 does; its errors are raised on every rank.
-            key: where the others find the key.
-        """
-        opened: list[tuple[Ledger, SamplingKey]] = []
-
-        def open_and_keep() -> tuple[PrivacyPlan, str]:
-            ledger, main_key, plan = open_on_main()
-            opened.append((ledger, main_key))
-            return plan, main_key.commitment()
-
-        plan, commitment = collectives.on_main(open_and_keep)
-        ledger, own_key = opened[0] if opened else (None, SamplingKey.load(key, commitment))
-        return cls(ledger, own_key, plan, members=members)
+        state = None if ledger is None else ledger.state
+        facts = state and (dict(state.attempts), state.closed is not None, state.checkpointed_step, state.opened)
+        self.attempts, self.is_closed, self.checkpointed_step, opened = collectives.on_main(lambda: facts)  # type: ignore[misc]
+        self.opened: Recorded = opened  # the fields of the ledger's first line
+        self.noised_coordinates = opened.get("noised_coordinates")
 
     def release(self) -> None:
         """Closes rank 0's files; another program may then open the ledger."""
@@ -139,12 +102,12 @@ class RunLedger:
             restarted: see `Ledger.start_session`.
         """
 
-        def start() -> tuple[bytes, int]:
+        def start() -> bytes:
             # The command line may name private paths.
             versions = {name: value for name, value in environment().items() if name != "arguments"}
-            return self._on_main.start_session(versions, restarted=restarted), self._on_main.num_charged
+            return self._on_main.start_session(versions, restarted=restarted)
 
-        nonce, self.charged_before = collectives.on_main(start)
+        nonce = collectives.on_main(start)
         self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
         collectives.on_main(self._members.mark)
         return nonce
@@ -153,7 +116,6 @@ class RunLedger:
         """Records, privately, whom the next attempt is about to train on; the intent follows."""
         if self.plan.enabled:
             assert self._members is not None, "a session comes first"
-            self._group = plan.group
             rows_per_rank = plan.num_micro_batches * micro_batch_size
             self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank, nodes)
 
@@ -170,7 +132,7 @@ class RunLedger:
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt; see `Ledger.intent`."""
         if self.plan.enabled:
-            self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), releases, self._group))
+            self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), releases))
 
     def done(self, step: int, **noised: Any) -> None:
         if self.plan.enabled:
@@ -206,36 +168,36 @@ class RunLedger:
         collectives.on_main(lambda: require_recorded(checkpoint, self._on_main.state))
 
     def epsilon(self, num_charged: int | None = None) -> float | None:
-        """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
-        if self._table is None:
-            return None
-        return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
+        """Epsilon of `num_charged` attempts, or on rank 0 of everything charged so far. None without a guarantee. On any rank."""
+        charged = self.num_charged if num_charged is None else num_charged
+        return None if self._table is None else self._table.epsilon(charged)
 
-    def claim(self, num_charged: int | None = None) -> tuple[float, float] | None:
+    def claim(self, num_charged: int | None = None, *, is_exact: bool = False) -> tuple[float, float] | None:
         """(epsilon, delta) of what the weights carry: this run's, composed with the private runs behind its initial weights.
 
-        On rank 0; None without a guarantee. It is the number to print first, and everywhere.
+        None without a guarantee. It is the number to print first, and everywhere.
 
         Args:
             num_charged: as for `epsilon`.
+            is_exact: of exactly so many attempts, which takes seconds; otherwise an upper bound from the table.
         """
-        own = self.epsilon(num_charged)
-        if own is None or self._ledger is None or self._table is None:
+        if self._table is None:
             return None
-        state = self._ledger.state
-        if not state.opened.get("behind"):
-            return own, self.plan.target_delta
+        charged = self.num_charged if num_charged is None else num_charged
+        if not self.opened.get("behind"):
+            epsilon = self.plan.epsilon_after(charged) if is_exact else self._table.epsilon(charged)
+            assert epsilon is not None, "there is a guarantee"
+            return epsilon, self.plan.target_delta
         if self._behind is None:
-            self._behind = states_behind(self._ledger.path.parent, state.opened)
-        states = [state, *self._behind]
+            self._behind = states_behind(self._members_path.parents[1], self.opened)
+        states = [LedgerState(opened=self.opened), *self._behind]
         delta = min(one.plan.target_delta for one in states)
         # A composition takes seconds, and most steps stand between two counts of the table.
-        count = self._table.count_for(self.num_charged if num_charged is None else num_charged)
-        charged = [self.plan.release_group(count)] if count else []
-        known = tuple(charged)
-        if known not in self._composed:
-            self._composed[known] = composed_epsilon(states, delta, charged)
-        return self._composed[known], delta
+        count = charged if is_exact else self._table.count_for(charged)
+        if count not in self._composed:
+            own = [self.plan.release_group(count)] if count else []
+            self._composed[count] = composed_epsilon(states, delta, own)
+        return self._composed[count], delta
 
 
 Recorded = dict[str, Any]
@@ -287,15 +249,20 @@ def open_ledger(
 
     recorded, plan = collectives.on_main(planned)
 
-    def open_on_main(noised: int | None) -> tuple[Ledger, SamplingKey, PrivacyPlan]:
-        fields = {"commit": environment()["commit"], "noised_coordinates": noised, **described(recorded, plan)}
-        ledger, key = open_run_state(
-            folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
-            has_checkpoint=has_checkpoints(folder.checkpoints), members=folder.members, mended=False,
-        )  # fmt: skip
-        return ledger, key, plan
-
     def open_now(noised: int | None = None) -> RunLedger:
-        return RunLedger.open(lambda: open_on_main(noised), folder.key, members=folder.members)
+        opened = list[tuple[Ledger, SamplingKey]]()  # on rank 0; the others read the key themselves
+
+        def open_on_main() -> str:
+            fields = {"commit": environment()["commit"], "noised_coordinates": noised, **described(recorded, plan)}
+            ledger, key = open_run_state(
+                folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
+                has_checkpoint=has_checkpoints(folder.checkpoints), members=folder.members, mended=False,
+            )  # fmt: skip
+            opened.append((ledger, key))
+            return key.commitment()
+
+        commitment = collectives.on_main(open_on_main)
+        ledger, key = opened[0] if opened else (None, SamplingKey.load(folder.key, commitment))
+        return RunLedger(ledger, key, plan, members=folder.members)
 
     return Opening(plan, None if recorded is None else open_now(), open_now)

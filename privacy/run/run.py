@@ -23,8 +23,7 @@ from ..step.adaptive_bound import MANIFEST_KEY
 from ..step.batches import Dealt, LogicalBatches
 from ..step.engine import Engine, ShardState
 from ..step.folder import RunFolder
-from ..step.noise_variance import NoiseVariance
-from ..step.step import Mechanism, MicroBatch, StepRecord, train_step
+from ..step.step import Mechanism, MicroBatch, NoiseVariance, StepRecord, train_step
 from .ledger import Opening, RunLedger
 
 
@@ -44,7 +43,7 @@ class Parts:
         read: pairs plans with their micro-batches, in order; the plans are pulled lazily.
         nodes: see `LogicalBatches`.
         beta2: of the optimizer's second moment, for what DP-AdamBC subtracts from it.
-        note_charge, keep_noise_on: see `Mechanism`.
+        note_charge: see `Mechanism`.
         save_every: steps between checkpoints; by default a twentieth of the reserve lies between two, so that it lasts for twenty
             crashes.
         stored: called at each checkpoint.
@@ -66,7 +65,6 @@ class Parts:
     in_background: bool = False
     nodes: tuple[int, ...] = ()
     beta2: float = 0.0
-    keep_noise_on: torch.device | None = None
 
 
 class Start(Protocol):
@@ -115,11 +113,14 @@ class Watcher:
         return step(batches)
 
 
-def open_run(start: Start) -> "Run | Finished":
+def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     """Opens a run, or a finished one. Collective.
 
     Nothing of a run changes before its last check, and the ledger of a new one is made after it: a refused start spends and
     reserves nothing, and can be given again with what was wrong put right. The folder alone is made, and locked, on the way.
+
+    Args:
+        is_dry: ends there: the run that is returned takes no step, and what is there already stays as it is.
 
     Raises:
         ConfigError, PrivacyConfigError: what is asked for cannot be trained, or differs from what is frozen.
@@ -134,7 +135,8 @@ def open_run(start: Start) -> "Run | Finished":
         resumed = load_newest(folder, ledger, start.take_weights)
         if ledger.is_closed:
             require_all_done(folder, resumed, opening.plan.num_steps)
-            ledger.mend()  # the crash may have come between the end and its signature
+            if not is_dry:
+                ledger.mend()  # the crash may have come between the end and its signature
             return Finished(ledger, resumed)
         found = ledger, resumed
         restarted = collectives.on_main(lambda: begins_again(folder, *found, may_restart=start.may_restart))
@@ -152,6 +154,8 @@ def open_run(start: Start) -> "Run | Finished":
     if ledger is None:
         ledger = opening.create(noised)
         start.take_ledger(ledger)
+    if is_dry:
+        return Run(folder, ledger, parts, b"", resumed)
     collectives.on_main(folder.begin)
     if resumed is not None:
         kept = resumed.path.name
@@ -203,7 +207,6 @@ class Run:
             ),
             learning_rate=parts.learning_rate,
             note_charge=parts.note_charge,
-            keep_noise_on=parts.keep_noise_on,
         )
         self._batches = LogicalBatches(
             plan.sampler,
@@ -214,7 +217,6 @@ class Run:
             pads_to_cap=plan.enabled,
             nodes=parts.nodes,
             expected_batch_size=plan.expected_batch_size,
-            charged=ledger.charged_before,
         )
         self._checkpoints = CheckpointWriter(
             folder.checkpoints, parts.retention, in_background=parts.in_background, published=ledger.checkpoint

@@ -16,7 +16,7 @@ from typing import Self
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from ..errors import PrivacyConfigError, PrivacyStateRefused
+from ..errors import PrivacyStateRefused
 from ..ledger import durable
 
 KEY_BYTES = 32
@@ -89,7 +89,24 @@ class SamplingKey:
         path = Path(path)
         if commitment is not None and not path.exists() and _staged(path).exists():
             path = _staged(path)
-        key = cls(read_secret(path, KEY_BYTES, "sampling key"))
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PrivacyStateRefused(f"{path}: cannot read the sampling key: {error.strerror or error}") from error
+        try:
+            status = os.fstat(descriptor)
+            mode = status.st_mode & 0o777
+            if not stat.S_ISREG(status.st_mode):
+                raise PrivacyStateRefused(f"{path}: the sampling key must be a regular file")
+            if mode & 0o077:
+                raise PrivacyStateRefused(f"{path}: readable by others (mode {mode:04o}); it must be 0600")
+            if status.st_uid != os.geteuid():
+                raise PrivacyStateRefused(f"{path}: owned by user {status.st_uid}, not by the user of this process")
+            if status.st_size != KEY_BYTES:
+                raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a sampling key has {KEY_BYTES}")
+            key = cls(os.read(descriptor, KEY_BYTES + 1))
+        finally:
+            os.close(descriptor)
         if commitment is not None and not hmac.compare_digest(key.commitment(), commitment):
             raise PrivacyStateRefused(f"{path}: not the sampling key that the ledger committed to")
         return key
@@ -123,39 +140,9 @@ class SamplingKey:
 
 
 def _context(session_nonce: bytes, attempt: int) -> bytes:
-    if len(session_nonce) != NONCE_BYTES:
-        raise PrivacyConfigError(f"a session nonce has {NONCE_BYTES} bytes, not {len(session_nonce)}")
-    if not 0 <= attempt < 2**64:
-        raise PrivacyConfigError(f"attempt must be in [0, 2^64), not {attempt}")
+    assert len(session_nonce) == NONCE_BYTES, "nonce and attempt stand side by side"
     return session_nonce + attempt.to_bytes(8, "big")
 
 
 def _staged(path: Path) -> Path:
     return path.with_name(path.name + ".staged")
-
-
-def read_secret(path: Path, num_bytes: int, what: str) -> bytes:
-    """The bytes of a secret: a regular file of `num_bytes` that this user owns and nobody else can read.
-
-    Raises:
-        PrivacyStateRefused: anything else; `what` names the secret.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot read the {what}: {error.strerror or error}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise PrivacyStateRefused(f"{path}: the {what} must be a regular file")
-        if status.st_mode & 0o077:
-            raise PrivacyStateRefused(
-                f"{path}: readable by others (mode {status.st_mode & 0o777:04o}); it must be 0600"
-            )
-        if status.st_uid != os.geteuid():
-            raise PrivacyStateRefused(f"{path}: owned by user {status.st_uid}, not by the user of this process")
-        if status.st_size != num_bytes:
-            raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a {what} has {num_bytes}")
-        return os.read(descriptor, num_bytes + 1)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ makes the members equal for every world size, worker count and order of access.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, Self
 
@@ -36,11 +36,9 @@ class Decided(NamedTuple):
 
 
 class Sampler(ABC):
-    """What decides who is in a step: one of the two below, or that of shuffle.py."""
+    """What decides who is in a step: the one below, or that of shuffle.py."""
 
     num_examples: int
-    bands: int = 1  # groups that take turns in cyclic sampling
-    group: int | None = None  # whose turn it is; all examples, but for cyclic sampling
 
     @property
     @abstractmethod
@@ -54,10 +52,6 @@ class Sampler(ABC):
     @abstractmethod
     def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
         """Decides the examples of [start, stop) for `step`."""
-
-    def of_attempt(self, num_intents: int) -> "Sampler":
-        """The sampler of the attempt that follows this number of intents in the ledger; only cyclic sampling asks for it."""
-        return self
 
     def members(self, coin_key: bytes, step: int) -> Ids:
         """All members of `step` in rising order, cap applied: what an auditor recomputes."""
@@ -86,14 +80,6 @@ class PoissonSampler(Sampler):
     threshold: int
     cap: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.num_examples < 1:
-            raise PrivacyConfigError(f"num_examples must be positive, not {self.num_examples}")
-        if not 1 <= self.threshold <= 2**64:
-            raise PrivacyConfigError("the sample rate must be in [2^-64, 1]")
-        if self.cap is not None and self.cap < 1:
-            raise PrivacyConfigError(f"the cap must be positive, not {self.cap}")
-
     @classmethod
     def with_expected_batch(cls, num_examples: int, expected_batch_size: int, cap: int | None) -> Self:
         """The sampler with rate B / n, computed in integers: Q = floor(B 2^64 / n)."""
@@ -117,8 +103,6 @@ class PoissonSampler(Sampler):
     def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
         """Decides the examples of [start, stop) for `step`; memory is that of one chunk plus the result."""
         stop = self.num_examples if stop is None else stop
-        if not 0 <= start <= stop <= self.num_examples:
-            raise PrivacyConfigError(f"slice [{start}, {stop}) lies outside of [0, {self.num_examples})")
         last = np.uint64(self.threshold - 1)
         ids, values = [], []
         for first, drawn in coins(coin_key, step, start, stop):
@@ -126,50 +110,6 @@ class PoissonSampler(Sampler):
             ids.append(hits + first)
             values.append(drawn[hits])
         return Decided(np.concatenate([np.empty(0, np.int64), *ids]), np.concatenate([np.empty(0, np.uint64), *values]))
-
-
-@dataclass(frozen=True)
-class CyclicPoissonSampler(Sampler):
-    """Poisson sampling of the one of `bands` groups whose turn it is, which is what correlated noise is charged for.
-
-    Example i belongs to group i mod b. That depends on nothing but i, so no content decides it, and it never changes. The
-    attempt that follows j intents draws from group j mod b alone, with the coins, the cap and the parts of Poisson sampling at
-    rate b B / n. A batch still has B examples on average. R lost attempts thus cost each group at most ceil(R / b) turns. A
-    shard holds examples of every group, so each step reads from every shard, as without groups; groups of whole shards would
-    read 1/b of them, and make the examples of a batch as alike as those of a shard.
-    Source: Choquette-Choo et al. 2023 (arXiv 2306.08153), algorithm 2.
-
-    Attributes:
-        coins: the coins of all examples, at the rate that those of the group have.
-        group: whose turn it is; None until `of_attempt` says so.
-    """
-
-    coins: PoissonSampler
-    bands: int
-    group: int | None = None
-
-    @property
-    def num_examples(self) -> int:  # type: ignore[override]
-        return self.coins.num_examples
-
-    @property
-    def cap(self) -> int | None:
-        return self.coins.cap
-
-    def of_attempt(self, num_intents: int) -> Self:
-        return replace(self, group=num_intents % self.bands)
-
-    def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
-        """Fresh coins for every start of the program and every attempt."""
-        return self.coins.coin_key(key, session_nonce, attempt)
-
-    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
-        """Decides the examples of [start, stop) for `step`; whoever is in another group is out, whatever its coin."""
-        if self.group is None:
-            raise PrivacyConfigError("cyclic sampling decides for the group whose turn it is: ask `of_attempt` first")
-        decided = self.coins.decide(coin_key, step, start, stop)
-        mine = decided.ids % self.bands == self.group
-        return Decided(decided.ids[mine], decided.values[mine])
 
 
 def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:
@@ -185,8 +125,6 @@ def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:
 
 def slice_bounds(num_examples: int, world_size: int, rank: int) -> tuple[int, int]:
     """The (start, stop) of the examples whose coins this rank decides."""
-    if not 0 <= rank < world_size:
-        raise PrivacyConfigError(f"rank {rank} is outside of a world of {world_size}")
     return num_examples * rank // world_size, num_examples * (rank + 1) // world_size
 
 
@@ -200,17 +138,15 @@ def example_keys(example_key: bytes, step: int, ids: Ids) -> Values:
     blocks[:, 0] = step
     blocks[:, 1] = ids
     # ECB on distinct blocks is the block cipher itself, used as a pseudo-random function.
-    encryptor = Cipher(algorithms.AES(_checked(example_key)), modes.ECB()).encryptor()
+    encryptor = Cipher(algorithms.AES256(example_key), modes.ECB()).encryptor()
     stream = encryptor.update(blocks.tobytes())
     return np.frombuffer(stream, dtype="<u8")[::2].astype(np.uint64)
 
 
 def coins(coin_key: bytes, step: int, start: int, stop: int) -> Iterator[tuple[int, Values]]:
     """Yields (id of the first, values) over [start, stop); one CTR stream, so blocks are never computed twice."""
-    if not 0 <= step < 2**64:
-        raise PrivacyConfigError(f"step must be in [0, 2^64), not {step}")
     counter = step.to_bytes(8, "big") + (start // 2).to_bytes(8, "big")
-    encryptor = Cipher(algorithms.AES(_checked(coin_key)), modes.CTR(counter)).encryptor()
+    encryptor = Cipher(algorithms.AES256(coin_key), modes.CTR(counter)).encryptor()
     zeros = bytes(8 * min(CHUNK, stop - start + 2))
     stream = bytearray(len(zeros) + 15)
     position = start - start % 2
@@ -221,9 +157,3 @@ def coins(coin_key: bytes, step: int, start: int, stop: int) -> Iterator[tuple[i
         skip = max(0, start - position)
         yield position + skip, values[skip : min(count, stop - position)]
         position += count
-
-
-def _checked(key: bytes) -> bytes:
-    if len(key) != 32:
-        raise PrivacyConfigError(f"an AES-256 key has 32 bytes, not {len(key)}")
-    return key

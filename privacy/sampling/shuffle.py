@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import PrivacyConfigError
 from .keys import SamplingKey
 from .poisson import Decided, Ids, Sampler
 
@@ -23,13 +22,6 @@ class ShuffleSampler(Sampler):
 
     num_examples: int
     expected_batch_size: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.expected_batch_size <= self.num_examples:
-            raise PrivacyConfigError(
-                f"expected_batch_size must be between 1 and the number of examples ({self.num_examples}), "
-                f"not {self.expected_batch_size}"
-            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -48,10 +40,6 @@ class ShuffleSampler(Sampler):
     def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
         """The members of `step` within [start, stop); the first of an epoch costs one shuffle of the examples' numbers."""
         stop = self.num_examples if stop is None else stop
-        if not 0 <= start <= stop <= self.num_examples:
-            raise PrivacyConfigError(f"slice [{start}, {stop}) lies outside of [0, {self.num_examples})")
-        if step < 1:
-            raise PrivacyConfigError(f"steps count from 1, not {step}")
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         first, last = (self.num_examples * (index + part) // self.steps_per_epoch for part in (0, 1))
         ids = np.sort(_order(coin_key, epoch, self.num_examples)[first:last])

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..sampling.keys import SamplingKey
-from ..sampling.poisson import Decided, Ids, Sampler, example_keys, slice_bounds
+from ..sampling.poisson import Ids, Sampler, example_keys, slice_bounds
 from ..sampling.rows import deal, most_of_share, shares_of_nodes
 from . import collectives
 
@@ -38,9 +36,7 @@ def most_micro_batches(
     most = sampler.num_examples if sampler.cap is None else sampler.cap
     count = num_micro_batches(most, world_size, size)
     for share in shares_of_nodes(nodes, sampler.num_examples) if nodes else ():
-        # In the turn of the group that has most examples in the share; i belongs to group i modulo `bands`.
-        here = -(-(share.stop - share.start) // sampler.bands)
-        expected = sampler.bands * here * expected_batch_size / sampler.num_examples
+        expected = (share.stop - share.start) * expected_batch_size / sampler.num_examples
         count = max(count, num_micro_batches(min(most_of_share(expected), most), len(share.ranks), size))
     return count
 
@@ -62,7 +58,6 @@ class Dealt(NamedTuple):
         example_keys: uint64, one secret random key per example (augmentation, masks).
         num_micro_batches: at least 1, the same on every rank.
         rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows.
-        group: which group of examples the batch is drawn from, where groups take turns.
     """
 
     step: int
@@ -70,7 +65,6 @@ class Dealt(NamedTuple):
     example_keys: NDArray[np.uint64]
     num_micro_batches: int
     rows: Ids | None = None
-    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,6 @@ class LogicalBatches:
     Attributes:
         key, nonce: these and the attempt determine every coin and every row.
         attempts: the ledger's number of earlier attempts by step; a retry takes new coins.
-        charged: attempts that the ledger charges when the session begins, torn lines included: they say whose turn it is.
         pads_to_cap: every step runs the number and shapes of micro-batches of the capped batch (contracts 4 and 12). Runs
             without privacy run as many as the sample fills.
         nodes: the node of each rank, where each node reads its share of the examples (data.staging); empty otherwise.
@@ -95,13 +88,11 @@ class LogicalBatches:
     pads_to_cap: bool = True
     nodes: tuple[int, ...] = ()
     expected_batch_size: int = 0
-    charged: int = 0
 
     def plans(self, first_step: int, last_step: int) -> Iterator[Dealt]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
         for step in range(first_step, last_step + 1):
-            # In a session every step is attempted once, and one follows the other.
-            yield replace(self, sampler=self.sampler.of_attempt(self.charged + step - first_step)).plan(step)
+            yield self.plan(step)
 
     def plan(self, step: int) -> Dealt:
         """The plan of one step. Collective."""
@@ -109,7 +100,7 @@ class LogicalBatches:
         attempt = self.attempts.get(step, 0)
         coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
         start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
-        members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
+        members = self.sampler.merge(collectives.gather_objects(self.sampler.decide(coin_key, step, start, stop)))
         size, shares = self.micro_batch_size, []
         if self.nodes:
             shares = shares_of_nodes(self.nodes, self.sampler.num_examples)
@@ -123,25 +114,4 @@ class LogicalBatches:
         row_key = self.key.row_key(self.nonce, attempt)
         ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, rank, shares)
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
-        return Dealt(step, ids, keys, count, rows, self.sampler.group)
-
-
-def _gather(mine: Decided) -> list[Decided]:
-    """Every rank's decisions, on every rank."""
-    world_size = collectives.world_size()
-    if world_size == 1:
-        return [mine]
-    counts = torch.zeros(world_size, dtype=torch.int64)
-    counts[collectives.rank()] = len(mine.ids)
-    dist.all_reduce(counts)
-    longest = int(counts.max())
-    row = torch.zeros(2 * longest, dtype=torch.int64)
-    row[: len(mine.ids)] = torch.from_numpy(mine.ids)
-    row[longest : longest + len(mine.ids)] = torch.from_numpy(mine.values.view(np.int64))
-    rows = torch.empty(world_size, 2 * longest, dtype=torch.int64)
-    if longest > 0:
-        collectives.all_gather_rows(rows, row)
-    return [
-        Decided(rows[r, :count].numpy(), rows[r, longest : longest + count].numpy().view(np.uint64))
-        for r, count in enumerate(counts.tolist())
-    ]
+        return Dealt(step, ids, keys, count, rows)

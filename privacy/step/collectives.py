@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PrivacyConfigError, RemoteError, StepDropped, in_one_line
+from ..errors import PrivacyConfigError, RemoteError, Said, StepDropped, in_one_line
 
 T = TypeVar("T")
 
@@ -76,19 +76,29 @@ def first_on_main(function: Callable[[], T]) -> T:
     return function()
 
 
-def refuse_together(check: Callable[[], object]) -> None:
-    """Runs `check` here; what one rank refuses, all refuse.
+def refuse_together(check: Callable[[], T]) -> list[T]:
+    """Runs `check` here; what one rank refuses, all refuse. Returns what it gave on every rank.
 
     Raises:
         PrivacyConfigError: on all ranks, in the words of the first that raised it.
+        RemoteError: where it failed otherwise on another rank, such as for memory; there the error itself.
     """
-    problem = None
+    found, said, failed = None, None, None
     try:
-        check()
+        found = check()
     except PrivacyConfigError as error:
-        problem = str(error)
-    if found := [said for said in gather_objects(problem) if said is not None]:
-        raise PrivacyConfigError(found[0])
+        said = str(error)
+    except Exception as error:  # the other ranks wait for an answer
+        failed = error
+    ranks = gather_objects((found, said, failed and (in_one_line(failed) or Said(str(failed), 1))))
+    if failed is not None:
+        raise failed
+    for _, refused, other in ranks:
+        if refused is not None:
+            raise PrivacyConfigError(refused)
+        if other:
+            raise RemoteError(other.line, other.exit_code)
+    return [result for result, _, _ in ranks]  # type: ignore[misc]  # none is missing where nothing was refused
 
 
 def agree(*, ready: bool) -> None:
@@ -102,7 +112,7 @@ def agree(*, ready: bool) -> None:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every rank's value, in rank order, on every rank. For small public objects."""
+    """Every rank's value, in rank order, on every rank; pickled, so nothing that is large."""
     if is_alone():
         return [value]
     gathered: list[T | None] = [None] * world_size()

@@ -23,7 +23,7 @@ FILES = (
     *("ledger.jsonl", "metrics.jsonl", "config.toml", "ds_config.json", "environment.json", VERIFIER.name, "STOP"),
     *("checkpoints/LATEST", "evaluation/*.*", "behind/*", "private/index/*", "private/heldout-index/*"),
     *(f"private/{name}" for name in ("lock", "visible", "sampling.key", "sampling.key.staged", FILE)),
-    *(f"private/{name}" for name in ("metrics.jsonl", "chosen.json", "heldout.jsonl", "*.png")),
+    *(f"private/{name}" for name in ("metrics.jsonl", "status.*", "chosen.json", "heldout.jsonl", "*.png")),
 )
 FOLDERS = (
     *("checkpoints", "checkpoints/step-*", "checkpoints/.step-*", "evaluation", "tensorboard", "behind", "private"),
@@ -115,10 +115,20 @@ class RunFolder:
                 raise ConfigError(f"{path}: has no name of a checkpoint, step-NUMBER: move it away")
 
     def enter(self) -> None:
-        """Makes a folder that is new, and refuses one that has lost what nothing can make again.
+        """Makes a folder that is new.
 
         Raises:
             ConfigError: the folder cannot be made.
+            PrivacyStateRefused: see `require_whole`.
+        """
+        self.require_whole()
+        if not self.ledger.exists():  # also after a crash in here, which may have left names that are not durable
+            self.create()
+
+    def require_whole(self) -> None:
+        """Refuses a folder that has lost what nothing can make again.
+
+        Raises:
             PrivacyStateRefused: the sampling key is gone, or a checkpoint stands without its ledger.
         """
         if self.ledger.exists() and not any(self.private.glob(f"{self.key.name}*")):  # it may be staged
@@ -128,8 +138,6 @@ class RunFolder:
             )
         if not self.ledger.exists() and any(self.checkpoints.glob("step-*")):
             raise PrivacyStateRefused(f"{self.ledger}: a checkpoint without its ledger; what it spent is unknown")
-        if not self.ledger.exists():  # also after a crash in here, which may have left names that are not durable
-            self.create()
 
     def begin(self) -> None:
         """What a start does to the folder once nothing refuses it: makes what is missing and removes an old request to stop."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..clipping.accumulators import Grid, RowCount, Slot, Total, Unit, real
 from . import collectives
-from .engine import GradShard, Piece, ShardLayout, split
+from .engine import GradShard, Piece, ShardLayout, runs, split
 
 BUCKET_COORDINATES = 1 << 24
 """Coordinates of a bucket, at least one parameter: 128 MiB of fp64."""
@@ -45,13 +45,10 @@ class _Bucket:
         self.waiting = set(shapes)
         self.sums: Tensor | None = None
 
-    def pieces(self, rank: int) -> Iterator[Piece]:
+    def pieces(self, rank: int) -> list[Piece]:
         """The coordinates that `rank` keeps."""
-        start, stop = rank * self.part, (rank + 1) * self.part
-        for name, first in self.starts.items():
-            a, b = max(start, first), min(stop, first + self.shapes[name].numel())
-            if a < b:
-                yield Piece(name, a - first, b - a)
+        whole = [Piece(name, 0, shape.numel()) for name, shape in self.shapes.items()]
+        return runs(whole, [rank * self.part, (rank + 1) * self.part])[0]
 
 
 class ShardedSums:
@@ -125,11 +122,8 @@ class ShardedSums:
         owned = torch.empty(layout.count(rank), dtype=kind, device=self._device)
         places = [_Places(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
-            mine = list(bucket.pieces(rank))
-            outgoing = [[s.source for s in p.overlaps(mine)] for p in places]
-            incoming = [
-                [s.target for s in places[rank].overlaps(list(bucket.pieces(r)))] for r in range(self._world_size)
-            ]
+            outgoing = [[s.source for s in p.overlaps(bucket.pieces(rank))] for p in places]
+            incoming = [[s.target for s in places[rank].overlaps(bucket.pieces(r))] for r in range(self._world_size)]
             received = collectives.exchange(
                 torch.cat([self._kept[i][:0], *(self._kept[i][s] for spans in outgoing for s in spans)]),
                 send_counts=[_length(spans) for spans in outgoing],

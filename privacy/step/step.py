@@ -7,7 +7,7 @@ the optimizer and writes `done`. `privacy/run/run.py` repeats it.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,14 +17,12 @@ from ..boundary import Private, Public, Reason
 from ..clipping import ClippedSum, MicroBatchStats
 from ..clipping.accumulators import real
 from ..clipping.recorder import Task
-from ..correlated.segment import Segment
-from ..noise import NoiseSource, add_rounded_noise
+from ..noise import NoiseSource, add_noise, add_rounded_noise
 from ..plan import PrivacyPlan
 from ..releases import Release
 from . import clock, collectives
 from .adaptive_bound import FRACTION, adapt_bound
 from .engine import Engine, GradShard, to_device
-from .noise_variance import NoiseVariance
 from .reduction import reduce_to_owners
 
 
@@ -53,6 +51,25 @@ class MicroBatch(Protocol):
     def num_undecodable(self) -> int: ...
 
 
+class NoiseVariance:
+    """Phi of DP-AdamBC at each step (trainer/optimizers), the variance that our own noise adds to an optimizer's second moment.
+
+    It is the moving average, with the second moment's own weights, of the variances of the noise drawn so far.
+
+    With a constant clipping bound it is that constant. One float per run; checkpoints keep it in their manifest.
+    """
+
+    def __init__(self, beta2: float, average: float = 0.0) -> None:
+        self._beta2 = beta2
+        self.average = average
+        """The average after the last step, before bias correction."""
+
+    def after(self, step: int, std: float) -> float:
+        """Phi of step 1, 2, ..., whose noise had standard deviation `std` per coordinate of the averaged gradient."""
+        self.average = self._beta2 * self.average + (1 - self._beta2) * std**2
+        return self.average / (1 - self._beta2**step)
+
+
 @dataclass
 class Mechanism:
     """Everything that turns micro-batches into one private step; training, audits and benchmarks build the same.
@@ -64,8 +81,6 @@ class Mechanism:
         noise_variance: what DP-AdamBC subtracts from its second moment.
         learning_rate: gives the rate of a step, from 1 on.
         note_charge: learns of a step just before ranks agree on its charge, for whoever watches over them.
-        keep_noise_on: where past noise lies, such as the main memory; None keeps it with the sums.
-        segment: adds the noise to this rank's shards; what of it the next steps need is here alone, and ends with the process.
     """
 
     plan: PrivacyPlan
@@ -77,11 +92,6 @@ class Mechanism:
     noise_variance: NoiseVariance
     learning_rate: Callable[[int], float]
     note_charge: Callable[[int], object]
-    keep_noise_on: torch.device | None
-    segment: Segment = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.segment = Segment(self.plan.noise_strategy, self.keep_noise_on)
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     stats: list[MicroBatchStats] = []
     num_undecodable = 0
     if clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
-        _intend(mechanism, step, releases)
+        lr = _intend(mechanism, step, releases)
     for batch in micro_batches:  # sum of clipped gradients: no noise, no division; locally also no communication
         is_padding_B = batch.is_padding_B.to(engine.device, non_blocking=True)  # pinned by the loader
         stats.append(clipped.add_micro_batch(mechanism.task, to_device(batch.inputs, engine), is_padding_B))
@@ -121,7 +131,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     clipped.require_repeated()
     laps.end("gradients")  # the wait for data is in it
     if not clipped.leaves_process:
-        _intend(mechanism, step, releases)
+        lr = _intend(mechanism, step, releases)
     laps.end("intent")
 
     shards = reduce_to_owners(clipped, engine.layout)
@@ -133,14 +143,14 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
             add_rounded_noise(shards[number].values, deviation, mechanism.noise)
             shards[number] = shards[number]._replace(values=real(shards[number].values, plan.lattice.exponent))
     else:
-        mechanism.segment.add_row([shard.values for shard in shards], noise_std, mechanism.noise)
+        for number in range(len(shards)):
+            add_noise(shards[number].values, noise_std, mechanism.noise)
     for number in range(len(shards)):
         shards[number].values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
     laps.end("noise")
-    lr = mechanism.learning_rate(step)
-    added = noise_std * mechanism.segment.spread
-    noise_variance = mechanism.noise_variance.after(step, added / plan.expected_batch_size)
-    norm, noised = _norm(shards, noise_std / plan.noise_strategy.coefficients[0] / plan.expected_batch_size)
+    scale = noise_std / plan.expected_batch_size
+    noise_variance = mechanism.noise_variance.after(step, scale)
+    norm, noised = _norm(shards, scale)
     engine.step(shards, lr=lr, noise_variance=noise_variance)  # may free them
     public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
     if FRACTION in public:
@@ -151,11 +161,17 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     return _record(lr, norm, stats, num_undecodable, public, laps.seconds)
 
 
-def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
-    """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process."""
+def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> float:
+    """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process.
+
+    Returns the step's learning rate. In an own loop it is a user's code: asked for before `note_charge`, which finds what it
+    wrote to the weights, and behind the gradients, which go through nothing that it wrote.
+    """
+    lr = mechanism.learning_rate(step)
     mechanism.note_charge(step)
     collectives.agree(ready=True)  # a rank that failed until here, or ran out of time to stop, costs no charge
     mechanism.ledger.intent(step, releases=releases)
+    return lr
 
 
 def _norm(shards: Sequence[GradShard], scale: float) -> tuple[float, dict[str, Any]]:
@@ -165,7 +181,7 @@ def _norm(shards: Sequence[GradShard], scale: float) -> tuple[float, dict[str, A
     hides one that lacks its noise.
 
     Args:
-        scale: standard deviation of the fresh part of the noise in a coordinate of the gradient.
+        scale: standard deviation of the noise in a coordinate of the gradient.
     """
     table = torch.zeros(collectives.world_size(), 2, dtype=torch.float64)  # of each rank: coordinates, squared norm
     if shards:

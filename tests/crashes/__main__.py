@@ -1,6 +1,6 @@
-"""`python -m tests.crashes BANDS KIND PART...`: explores whole parts of two crashes in one process, a line of JSON for each.
+"""`python -m tests.crashes KIND PART...`: explores whole parts of two crashes in one process, a line of JSON for each.
 
-BANDS is 1, or 2 for correlated noise, KIND crash or kill, and PART a number from 0 to 15, for a sixteenth of what `make test-all`
+KIND is crash or kill, and PART a number from 0 to 15, for a sixteenth of what `make test-all`
 explores. A state that an earlier part of the same call has opened is not opened again.
 """
 
@@ -10,7 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.crashes import program
 from tests.crashes.conftest import MEMORY
 from tests.crashes.exploration import two_crashes
 from tests.crashes.remembered import Remembered
@@ -18,17 +17,15 @@ from tests.crashes.remembered import Remembered
 OF = 16
 
 
-def main(bands: str, kind: str, *parts: str) -> int:
+def main(kind: str, *parts: str) -> int:
     """Exit code 1 when there is a problem."""
-    if bands == "2":
-        program.PLAN = program.CORRELATED
     remembered, problems = Remembered(), 0
     for part in parts:
         began = time.monotonic(), time.process_time()
         with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
             found = two_crashes(Path(folder), kind, (int(part), OF), remembered)
         line = {
-            "bands": int(bands), "kind": kind, "part": int(part), "crash_points": found.points, "raw": found.raw,
+            "kind": kind, "part": int(part), "crash_points": found.points, "raw": found.raw,
             "cut": found.cut, "opened": found.states, "seconds": round(time.monotonic() - began[0], 1),
             "processor_seconds": round(time.process_time() - began[1], 1), "problems": found.problems,
         }  # fmt: skip

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,6 @@ PLAN = make_plan(
         reserved_attempts=9, sensitivity_slack=1e-4,
     )
 )  # fmt: skip
-CORRELATED = make_plan(
-    PlanRequest(
-        num_examples=2000, expected_batch_size=100, num_steps=STEPS, noise_multiplier=6.0, target_delta=1e-5,
-        reserved_attempts=9, sensitivity_slack=1e-4, bands=2,
-    )
-)  # fmt: skip
-"""The same run with correlated noise: tests put it in the place of `PLAN`."""
 RUN, MIRROR, OWNER = "runs/one", "elsewhere/mirror.jsonl", "owner/shared.jsonl"
 WEIGHTS = {"weight": torch.Size([2])}
 Note = Callable[[Any], None]
@@ -113,7 +105,7 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
     """One start of the program, to the end of the run.
 
     Args:
-        note: learns of noise that is drawn, as (nonce, step, attempt, group of examples), and of the end.
+        note: learns of noise that is drawn, as (nonce, step, attempt), and of the end.
         opening: looks at the ledger as it was opened.
     """
     with quick(number), opened(root) as (run, resumed):
@@ -126,11 +118,10 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
         writer = CheckpointWriter(RunFolder(root / RUN).checkpoints, Retention(1), published=run.checkpoint)
         first = 1 if resumed is None else resumed.step + 1
         for step in range(first, STEPS + 1):
-            group = PLAN.sampler.of_attempt(run.charged_before + step - first).group
-            plan = StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1, group=group)
+            plan = StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1)
             run.note(plan, micro_batch_size=40)
             run.intent(step, releases=step_releases(PLAN.noise_multiplier, PLAN.max_grad_norm, None))
-            note((nonce.hex(), step, run.attempts.get(step, 0), group))
+            note((nonce.hex(), step, run.attempts.get(step, 0)))
             run.done(step)
             if step != 2:
                 state = ShardState(Piece("weight", 0, 2), {"param": torch.full((2,), float(step))})
@@ -140,31 +131,28 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
         note("closed")
 
 
-def charged(root: Path, remembered: Remembered) -> tuple[set[tuple[str, int, int]], int, int, bool]:
-    """What the ledger says to the next start: its intents by name, everything that is charged, the charges of the group of
-    examples with most of them, and whether the run is closed."""
+def charged(root: Path, remembered: Remembered) -> tuple[set[tuple[str, int, int]], int, bool]:
+    """What the ledger says to the next start: its intents by name, everything that is charged, and whether the run is closed."""
     with quick(99) as patch:
         remembered.watching(patch)
         with opened(root) as (run, _):
             state = run._on_main.state
             intents = {(intent.nonce, intent.step, intent.attempt) for intent in state.intents}
-            return intents, state.num_charged, PLAN.participations(state.num_charged), run.is_closed
+            return intents, state.num_charged, run.is_closed
 
 
 def problem(root: Path, happened: list[Any], remembered: Remembered) -> str | None:
     """What is wrong with opening a disk after `happened`: a refusal, a charge that is forgotten, an end that is undone."""
     try:
-        intents, number, turns, is_closed = charged(root, remembered)
+        intents, number, is_closed = charged(root, remembered)
     except Exception as error:  # whatever ends the program
         return f"refused: {type(error).__name__}: {error}"
     draws = [event for event in happened if event != "closed"]
     if len(set(draws)) != len(draws):
         return "coins and noise were used twice"
-    named = {draw[:3] for draw in draws}
+    named = set(draws)
     if not named <= intents or number < len(draws):
         return f"forgotten: {len(named - intents)} of {len(draws)} draws"
-    if turns < max(Counter(draw[3] for draw in draws).values(), default=0):
-        return "forgotten: a group of examples was drawn from more often than any is charged"
     if number > PLAN.max_intents:
         return "an honest crash went beyond the budget"
     if "closed" in happened and not is_closed:

@@ -119,7 +119,7 @@ def intent_after_the_draw(patch: pytest.MonkeyPatch) -> None:
 
     def late(self: RunLedger, step: int, **more: Any) -> None:
         note = DRAWS.pop()
-        note((self._on_main.state.nonces[-1], step, self.attempts.get(step, 0), self._group))
+        note((self._on_main.state.nonces[-1], step, self.attempts.get(step, 0)))
         DRAWS.append(note)
         real(self, step, **more)
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from data.errors import DecodeError
+from data.examples.transforms import encoded
 from data.importers.convert import (
     MAX_CHARACTERS,
     MAX_DISTANCE,
-    Converted,
+    ROW,
     clean_caption,
-    encoded,
     owner_digest,
     perceptual_hash,
     resized,
 )
-from data.importers.selection import held_out, near_duplicates, over_limit
+from data.importers.pipeline import held_out, near_duplicates, over_limit
 from tests.data.conftest import ROOT, picture
 
 
@@ -73,7 +73,7 @@ def test_orientation_is_applied_and_metadata_is_gone() -> None:
     image = resized(buffer.getvalue(), 256)
     assert image.size == (20, 60)
     for image_format in ("jpg", "webp", "png"):
-        data = encoded(image, image_format, 90)
+        data = encoded(image, image_format)
         assert b"secret" not in data
         with Image.open(io.BytesIO(data)) as again:
             assert again.size == (20, 60) and not dict(again.getexif())
@@ -125,29 +125,30 @@ def test_near_duplicates_are_those_of_all_pairs(distance: int, seed: int, count:
     assert np.array_equal(near_duplicates(hashes, distance), greedy(hashes, distance))
 
 
+def rows_of(owners: list[str], seed: int = 0) -> np.ndarray:
+    """Examples of different content, whose pictures have no features."""
+    content = [hashlib.sha256(f"{seed} {number}".encode()).digest()[:16] for number in range(len(owners))]
+    rows = [(one, 0, False, owner_digest(owner)) for one, owner in zip(content, owners, strict=True)]
+    return np.array(rows, dtype=ROW)
+
+
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))
 def test_owner_limit_keeps_exactly_k_by_content(owners: list[str], limit: int, seed: int) -> None:
-    ids = np.frombuffer(b"".join(owner_digest(owner) for owner in owners), dtype=np.uint8).reshape(-1, 16)
-    content = [hashlib.sha256(str(n).encode()).digest()[:16] for n in range(len(owners))]
-    digests = np.frombuffer(b"".join(content), dtype=np.uint8).reshape(-1, 16)
-    over = over_limit(ids, digests, limit, seed)
+    rows = rows_of(owners)
+    over = over_limit(rows, limit, seed)
     for owner in set(owners):
         mine = np.array([name == owner for name in owners])
         assert (~over[mine]).sum() == min(limit, mine.sum())
         # An owner's choice knows nothing of the others, nor of the order.
-        assert np.array_equal(over_limit(ids[mine], digests[mine], limit, seed), over[mine])
+        assert np.array_equal(over_limit(rows[mine], limit, seed), over[mine])
     order = np.random.default_rng(seed).permutation(len(owners))
-    assert np.array_equal(over_limit(ids[order], digests[order], limit, seed), over[order])
+    assert np.array_equal(over_limit(rows[order], limit, seed), over[order])
 
 
 def test_share_is_what_was_asked_for_whatever_the_groups_are() -> None:
-    rng, count = np.random.default_rng(0), 20_000
-    owners = [owner_digest(f"{number // 10}" if number < count // 2 else "") for number in range(count)]
-    part = Converted(
-        rng.integers(0, 256, (count, 16), dtype=np.uint8), np.zeros(count, np.uint64), np.zeros(count, bool),
-        np.frombuffer(b"".join(owners), np.uint8).reshape(count, -1), {}, {}, count,
-    )  # fmt: skip
+    count = 20_000
+    rows = rows_of([f"{number // 10}" if number < count // 2 else "" for number in range(count)])
     for share in (0.01, 0.1, 0.5):
-        chosen = held_out([part], share, seed=1)
+        chosen = held_out(rows, share, seed=1)
         for half, groups in ((chosen[: count // 2], count // 20), (chosen[count // 2 :], count // 2)):
             assert abs(half.mean() - share) < 5 * (share * (1 - share) / groups) ** 0.5

@@ -147,12 +147,6 @@ def test_a_refused_connection(remote: ExampleTable) -> None:
         ExampleTable.open(remote.index_dir, nobody, remote=QUICK)
 
 
-def test_parallelism_is_bounded(server: RangeServer, remote: ExampleTable) -> None:
-    server.most_at_once, server.seconds_each = 0, 0.01  # so that requests meet
-    assert len(list(using(remote, connections=3).read_all(np.arange(12).repeat(5)))) == 60
-    assert 1 < server.most_at_once <= 3
-
-
 @pytest.mark.parametrize(("connections", "most_bytes", "most"), [(2, 64 << 20, 6), (16, None, 3)])
 def test_reading_ahead_is_bounded(
     connections: int, most_bytes: int | None, most: int, server: RangeServer, remote: ExampleTable,

@@ -77,14 +77,9 @@ def test_members_of_which_nobody_knows_the_example_are_refused(order: str, tmp_p
 
 DOTTED = {
     "dates": pairs(*(f"2024.01.{day:02d}" for day in range(6))),
-    "versions, the first without a dot": pairs("v1", "v1.1", "v1.2"),
-    "browsers' copies": pairs("IMG_2.0 (1)", "IMG_2.0 (2)", "other"),
-    "addresses": pairs("a/www.example.org_1.png", "a/www.example.org_2.png"),
     "long names": pairs(*(f"{'x' * 150}.é{number}" for number in range(3))),
     "fields": pairs("v1.1", "v1.2", text="json"),
-    "labels": pairs("w1.1", "w1.2", text="cls"),
     "captions of .jpg": [f"v1.{number}.{extension}" for number in range(3) for extension in ("jpg", "jpg.txt")],
-    "neighbours of other keys": pairs("a.1", "b.1", "a.2", "b.2"),
     "pictures first": [f"v1.{n}.jpg" for n in range(3)] + ["w.jpg", "w.txt"] + [f"v1.{n}.txt" for n in range(3)],
 }
 

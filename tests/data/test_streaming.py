@@ -50,10 +50,10 @@ def test_without_shuffling_it_is_the_order_of_the_index(folder: Path, shards: li
 @pytest.mark.parametrize("num_readers", [1, 2, 3, 7])
 def test_each_example_comes_once_an_epoch_in_an_order_of_the_seed(shards: list[Path], num_readers: int) -> None:
     def captions(seed: int, epochs: int, reader: int) -> list[str | None]:
-        stream = Stream(shards, seed=seed, shuffle_buffer=16, epochs=epochs, reader=reader, num_readers=num_readers)
-        return [raw.caption for raw, _ in stream.examples()]
+        stream = Stream(shards, seed=seed, shuffle_buffer=16)
+        return [raw.caption for n in range(epochs) for _, raw in stream.epoch(n, reader, num_readers)]
 
-    everything = Counter(raw.caption for raw, _ in Stream(shards, epochs=1).examples())
+    everything = Counter(raw.caption for _, raw in Stream(shards).epoch(0))
     assert everything.total() == 44
     twice = [captions(4, 2, reader) for reader in range(num_readers)]
     assert Counter(itertools.chain(*twice)) == Counter({text: 2 * count for text, count in everything.items()})
@@ -97,12 +97,3 @@ def test_damaged_and_missing_shards_are_one_clear_error(shards: list[Path], tmp_
         read(cut)
     with pytest.raises(ReadError, match=r"cannot read.*gone\.tar"):
         read(tmp_path / "gone.tar")
-
-
-def test_bad_settings(shards: list[Path]) -> None:
-    with pytest.raises(DataError, match="no shards"):
-        StreamingLoader(Stream([]), MAKE, micro_batch_size=4, batch_size=8)
-    with pytest.raises(DataError, match="at least 1"):
-        StreamingLoader(Stream(shards), MAKE, micro_batch_size=4, batch_size=0)
-    with pytest.raises(DataError, match="without end"):
-        StreamingLoader(Stream(shards, epochs=1), MAKE, micro_batch_size=4, batch_size=8)

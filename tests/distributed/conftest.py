@@ -1,8 +1,6 @@
-"""Hosts for the tests of launchers, and what these measured as a table at the end."""
+"""Hosts for the tests of launchers."""
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,8 +8,6 @@ from privacy.clipping import clipped_sum
 from tests.hosts.hosts import SSH_PROGRAMS, Network, network, why_not
 from tests.hosts.launchers import MACHINE
 from tests.hosts.slurm import PROGRAMS, Slurm
-
-COLUMNS = ("launcher", "hosts", "seconds")
 
 
 @pytest.fixture(scope="module")
@@ -39,33 +35,15 @@ def slurm(hosts: Network) -> Slurm:
     return made
 
 
-@pytest.fixture
-def measured(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Runs an action, and notes launcher, hosts and seconds for the table."""
-
-    def measure(launcher: str, where: str, action: Callable[[], None]) -> None:
-        start = time.monotonic()
-        action()
-        for name, value in (("launcher", launcher), ("hosts", where), ("seconds", f"{time.monotonic() - start:.1f}")):
-            record_property(name, value)
-
-    return measure
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    rows = [
-        tuple(str(dict(report.user_properties)[column]) for column in COLUMNS)
-        for outcome in ("passed", "failed")
-        for report in terminalreporter.getreports(outcome)
-        if report.when == "call" and "launcher" in dict(report.user_properties)
-    ]
-    if rows:
-        terminalreporter.section("launchers")
-        for row in (COLUMNS, *rows):
-            terminalreporter.write_line(f"{row[0]:<32} {row[1]:<16} {row[2]:>7}")
-
-
 @pytest.fixture(autouse=True)
 def sums_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models here are so small that all their gradients would be written out; ranks are told, too."""
     monkeypatch.setattr(clipped_sum, "WRITTEN_ENTRIES", 0)
+
+
+@pytest.fixture(scope="module")
+def sums_products_in_all() -> Iterator[None]:
+    """The same for ranks that a whole module shares."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(clipped_sum, "WRITTEN_ENTRIES", 0)
+        yield

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import Grid, LocalSums, Slot
 from privacy.noise import SystemNoise
+from privacy.step import collectives
 from privacy.step.engine import GradShard, Piece, ShardLayout, even_layout
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
@@ -30,7 +31,6 @@ from tests.distributed.test_engines import (
     micro_batches,
     pairs,
 )
-from trainer.ranks import distributed
 
 ENGINES = [("deepspeed", 3), ("local", 1), ("fsdp", 3), ("deepspeed", 1), ("fairscale", 1)]
 every_engine = pytest.mark.parametrize(  # `make test` measures one that gathers weights
@@ -73,7 +73,7 @@ class StrictLedger(NoLedger):
     """Contract 9: at the intent nothing that depends on a gradient has left its process."""
 
     def intent(self, step: int, **release: Any) -> None:
-        assert not distributed.traffic.collectives
+        assert not collectives.traffic.collectives
         super().intent(step, **release)
 
 
@@ -114,7 +114,7 @@ def rank_everything(device: torch.device, engines: Sequence[tuple[str, int]]) ->
 
 
 @pytest.fixture
-def collectives(two_ranks: list[dict[str, Any]]) -> list[Any]:
+def operations(two_ranks: list[dict[str, Any]]) -> list[Any]:
     return [rank["collectives"] for rank in two_ranks]
 
 
@@ -133,7 +133,7 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
         run.ledger = StrictLedger()
         with Collectives() as seen:
             train_step(run, 1, iter(micro_batches(pairs(), deal)[:PER_STEP]))
-        traffic = distributed.traffic
+        traffic = collectives.traffic
         assert seen.count("reduce") == 0, "between CPUs a reduce-scatter is an exchange, and no engine reduces anything"
         found[way] = dict(traffic.collectives), dict(traffic.bytes), seen.count("alltoall"), seen.seen
         found["buckets"] = len(getattr(clipped.accumulator, "_buckets", ()))
@@ -142,8 +142,8 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
 
 
 @every_engine
-def test_collectives_of_a_logical_batch(engine: tuple[str, int], collectives: list[Any]) -> None:
-    uneven, empty = ([rank[engine][i] for rank in collectives] for i in range(len(DEALS)))
+def test_collectives_of_a_logical_batch(engine: tuple[str, int], operations: list[Any]) -> None:
+    uneven, empty = ([rank[engine][i] for rank in operations] for i in range(len(DEALS)))
     first = uneven[0]
     buckets = first["buckets"]
     assert buckets >= 5
@@ -226,7 +226,7 @@ def rank_random_sums(device: torch.device, seeds: range) -> list[float]:
 
 
 def _random_sums(device: torch.device, seed: int) -> float:
-    world_size, rank = distributed.world_size(), distributed.rank()
+    world_size, rank = collectives.world_size(), collectives.rank()
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
     shapes = {
         f"p{i}": torch.Size(shared.randint(1, 9) for _ in range(shared.randint(1, 3)))
@@ -249,7 +249,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
             total.add([part.flatten()], 2)
             sums.filled(name)
         sums.finish()
-    exact = {name: sum(parts[name] for parts in distributed.gather_objects(mine)) for name in shapes}
+    exact = {name: sum(parts[name] for parts in collectives.gather_objects(mine)) for name in shapes}
     shards = sums.to_owners(layout)
     assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(rank))
     errors = [(s.values - exact[s.name].flatten()[s.offset : s.offset + s.values.numel()]).abs().max() for s in shards]  # type: ignore[union-attr]

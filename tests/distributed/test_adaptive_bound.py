@@ -114,10 +114,19 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
         assert [step[name] for step in one] == pytest.approx([step[name] for step in other], rel=1e-4)
 
 
+def rank_alone(device: torch.device) -> list[Any]:
+    return [rank_steps(device, "local", 1, (7,), resume_after) for resume_after in (None, 3)]
+
+
 @pytest.fixture(scope="module")
-def alone() -> Any:
-    """The six steps on one rank."""
-    return run_ranks(f"{__name__}:rank_steps", 1, name="local", stage=1, counts=(7,), resume_after=None)[0]
+def both(sums_products_in_all: None) -> Any:
+    """The six steps on one rank, at once and in two starts."""
+    return run_ranks(f"{__name__}:rank_alone", 1)[0]
+
+
+@pytest.fixture
+def alone(both: Any) -> Any:
+    return both[0]
 
 
 @pytest.mark.parametrize(
@@ -145,8 +154,8 @@ def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, 
         assert sum((r["sensitivity"] / r["std"]) ** 2 for r in intent) == pytest.approx(SIGMA**-2, rel=1e-12)
 
 
-def test_a_resume_goes_on_with_the_same_bound_bit_by_bit(alone: Any) -> None:
-    again = run_ranks(f"{__name__}:rank_steps", 1, name="local", stage=1, counts=(7,), resume_after=3)[0]
+def test_a_resume_goes_on_with_the_same_bound_bit_by_bit(both: Any) -> None:
+    alone, again = both
     # The optimizer's moments are not part of this, so that weights differ after the fourth step.
     assert again[0][:4] == alone[0][:4]
 

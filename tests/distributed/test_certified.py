@@ -16,14 +16,13 @@ from privacy.errors import PrivacyConfigError
 from privacy.noise import SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from privacy.step.noise_variance import NoiseVariance
+from privacy.step import collectives
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
-from privacy.step.step import Mechanism, train_step
+from privacy.step.step import Mechanism, NoiseVariance, train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import MICRO_BATCH, OPTIMIZER, NoLedger, build, pairs, tiny_captioner
-from trainer.ranks import distributed
-from trainer.run.certified import require_same_integers
+from trainer.run.clipping_mode import require_same_integers
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
 NUM_EXAMPLES = 8
@@ -45,7 +44,7 @@ def certified_plan() -> PrivacyPlan:
 
 def dealt(order: list[int]) -> list[Batch]:
     """This rank's micro-batches of equal size, the last of which are padding."""
-    rank, world_size, inputs = distributed.rank(), distributed.world_size(), pairs(NUM_EXAMPLES)
+    rank, world_size, inputs = collectives.rank(), collectives.world_size(), pairs(NUM_EXAMPLES)
     mine = order[rank::world_size]
     batches = []
     for first in range(0, -(-NUM_EXAMPLES // world_size) + MICRO_BATCH, MICRO_BATCH):
@@ -164,7 +163,6 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
             noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
             learning_rate=lambda step: 1e-3,
             note_charge=lambda step: None,
-            keep_noise_on=None,
         )
         train_step(mechanism, 1, iter(dealt(list(range(NUM_EXAMPLES)))))
         found[case] = sums, noise.draws, arrived
@@ -203,7 +201,7 @@ class RankDependent(nn.Module):
         self.layer, self.kind = nn.Linear(3, 3), kind
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = 1 + 1e-6 * (distributed.rank() if self.kind == "rank" else torch.arange(len(x))[:, None])
+        scale = 1 + 1e-6 * (collectives.rank() if self.kind == "rank" else torch.arange(len(x))[:, None])
         return (self.layer(x) * scale).sum(1)
 
 

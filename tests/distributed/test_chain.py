@@ -10,6 +10,7 @@ from torch import Tensor
 from privacy.checkpoints.read import newest_whole
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.clipping import ClippedSum
+from privacy.step import collectives
 from privacy.step.engine import Engine
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
@@ -26,7 +27,6 @@ from tests.distributed.test_parity import ENGINES, MAX_GRAD_NORM, OPTIMIZERS, SI
 from tests.privacy.clipping import oracle
 from trainer.engines import build_engine
 from trainer.optimizers import moments
-from trainer.ranks import distributed
 
 CHAIN = [("zero3", 2), ("fsdp", 1), ("zero1", 2), ("oss", 2)]
 MORE = [
@@ -59,7 +59,7 @@ def rank_link(device: torch.device, engine: str, optimizer: str, folder: Path, n
     before = whole_state(wrapped)
     clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes, self_check=False)
     run = a_mechanism(wrapped, clipped, NamedNoise(wrapped, done + 1), SIGMA, NUM_EXAMPLES)
-    deals = DEALS[distributed.world_size()]
+    deals = DEALS[collectives.world_size()]
     for step in range(done + 1, done + num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), deals[step % 2])))
     CheckpointWriter(folder, Retention(2)).save(done + num_steps, wrapped.state(), wrapped.shapes, {})
@@ -70,7 +70,7 @@ def whole_state(engine: Engine) -> State:
     """Master weights and moments put together from all ranks' pieces: (kind, parameter) -> flat tensor."""
     mine = [(s.piece, {kind: part.clone().cpu() for kind, part in s.tensors.items()}) for s in engine.state()]
     out: State = {}
-    for pieces in distributed.gather_objects(mine):
+    for pieces in collectives.gather_objects(mine):
         for piece, tensors in pieces:
             for kind, part in tensors.items():
                 empty = torch.full((engine.shapes[piece.name].numel(),), torch.nan)

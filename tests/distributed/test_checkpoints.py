@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from privacy.checkpoints.read import AVERAGE, Checkpoint, newest_whole
 from privacy.checkpoints.write import CheckpointWriter, Retention
+from privacy.step import collectives as distributed
 from privacy.step.averaging import WeightAverage
 from privacy.step.engine import Engine, GradShard
 from tests.distributed.ranks import ROOT, run_ranks
@@ -16,7 +17,6 @@ from tests.trainer import test_optimizers as whole
 from trainer.config.machine import load_machine_settings
 from trainer.engines import build_engine
 from trainer.optimizers import moments
-from trainer.ranks import distributed
 
 REDUCED = [("local", 1), ("deepspeed", 3)]
 ALL = [*REDUCED, ("deepspeed", 1), ("deepspeed", 2), ("fsdp", 3), ("fairscale", 1)]

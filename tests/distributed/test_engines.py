@@ -24,10 +24,10 @@ from privacy.clipping import ClippedSum
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
+from privacy.step import collectives as distributed
 from privacy.step.engine import Engine
-from privacy.step.noise_variance import NoiseVariance
 from privacy.step.reduction import reduce_to_owners
-from privacy.step.step import Mechanism, train_step
+from privacy.step.step import Mechanism, NoiseVariance, train_step
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer.config.machine import ZERO_KEYS, MachineSettings, load_machine_settings
@@ -35,7 +35,6 @@ from trainer.config.recipe import OptimizerSection
 from trainer.engines import build_engine, sharder
 from trainer.errors import ConfigError
 from trainer.optimizers import make_optimizer, parameter_groups
-from trainer.ranks import distributed
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
 OPTIMIZER = OptimizerSection(peak_lr=1e-2, eps=1e-4, weight_decay=0.01)
@@ -136,7 +135,6 @@ def a_mechanism(
         noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
         learning_rate=lambda step: OPTIMIZER.peak_lr,
         note_charge=lambda step: None,
-        keep_noise_on=None,
     )
 
 
@@ -154,9 +152,9 @@ def build(device: torch.device, name: str, stage: int, **more: Any) -> Any:
     return build_engine(name, tiny_captioner(), OPTIMIZER, machine_settings(stage, **more), device, MICRO_BATCH)  # type: ignore[arg-type]
 
 
-def whole_parameters(engine: Any) -> dict[str, Tensor]:
-    """Master weights put together from all ranks' pieces."""
-    mine = [(s.piece, s.tensors["param"].clone()) for s in engine.state()]
+def whole_parameters(engine: Any, kind: str = "param") -> dict[str, Tensor]:
+    """Master weights, or a moment, put together from all ranks' pieces."""
+    mine = [(s.piece, s.tensors[kind].clone().cpu()) for s in engine.state()]
     out = {name: torch.full((shape.numel(),), torch.nan) for name, shape in engine.shapes.items()}
     for pieces in distributed.gather_objects(mine):
         for piece, values in pieces:

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,23 +13,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
+from privacy.step import collectives
 from privacy.step.engine import Engine, Piece
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_chain import whole_state
 from tests.distributed.test_engines import (
     a_mechanism,
     machine_settings,
     micro_batches,
     pairs,
     tiny_captioner,
+    whole_parameters,
 )
 from tests.distributed.test_parity import CPU, MAX_GRAD_NORM, build
 from trainer.engines import require_supported
 from trainer.errors import ConfigError
-from trainer.ranks import distributed
 
 NUM_BLOCKS, NUM_MICRO_BATCHES = 4, 4
+GATHERS = {
+    "fsdp": NUM_MICRO_BATCHES * (2 * NUM_BLOCKS + 1),  # blocks for forward and backward, the rest once
+    "fsdp gathered": NUM_BLOCKS + 1,
+}
 
 
 def raw_shards(engine: Engine) -> dict[str, Tensor]:
@@ -49,12 +52,22 @@ def a_noisy_step(engine: Engine, step: int) -> None:
     train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
 
 
-def rank_replicas(device: torch.device) -> list[dict[str, Tensor]]:
+def rank_everything(device: torch.device) -> tuple[Any, Any]:
+    """In one pair of processes: starting those is what costs."""
+    return _replicas(device), [_collectives(device, engine) for engine in GATHERS]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(sums_products_in_all: None) -> list[tuple[Any, Any]]:
+    return run_ranks(f"{__name__}:rank_everything", 2)
+
+
+def _replicas(device: torch.device) -> list[dict[str, Tensor]]:
     """Raw weights after a step, after loading another state (given by the owners only), and after one more step."""
     engine = build(device, "hsdp 2x1")
     a_noisy_step(engine, 1)
     stepped = raw_shards(engine)
-    owned = engine.layout.owned_by(distributed.rank())
+    owned = engine.layout.owned_by(collectives.rank())
     values = {kind: torch.Generator().manual_seed(i) for i, kind in enumerate(("param", "exp_avg", "exp_avg_sq"))}
     whole = {
         (kind, name): torch.rand(shape.numel(), generator=generator)
@@ -66,16 +79,16 @@ def rank_replicas(device: torch.device) -> list[dict[str, Tensor]]:
         return whole[kind, piece.name][piece.offset : piece.offset + piece.length]
 
     engine.load_state({piece: {kind: part(kind, piece) for kind in values} for piece in owned}, num_steps=1)
-    state = whole_state(engine)
-    assert all(torch.equal(state[key], whole[key]) for key in whole)
+    state = {kind: whole_parameters(engine, kind) for kind in values}
+    assert all(torch.equal(state[kind][name].view(-1), expected) for (kind, name), expected in whole.items())
     loaded = raw_shards(engine)
     assert all(torch.equal(loaded[name].view(-1), whole["param", name]) for name in loaded)
     a_noisy_step(engine, 2)
     return [stepped, loaded, raw_shards(engine)]
 
 
-def test_contract_7_replicas_take_the_noise_from_its_owner() -> None:
-    first, second = run_ranks(f"{__name__}:rank_replicas", 2)
+def test_contract_7_replicas_take_the_noise_from_its_owner(two_ranks: list[tuple[Any, Any]]) -> None:
+    (first, _), (second, _) = two_ranks
     start = {name: p.detach() for name, p in tiny_captioner().named_parameters()}
     for mine, others in zip(first, second, strict=True):
         assert all(torch.equal(mine[name], others[name]) for name in start)
@@ -94,10 +107,6 @@ class CollectiveCounter(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
             self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
-
-
-def rank_collectives(device: torch.device, engines: Sequence[str]) -> list[tuple[dict[str, int], dict[str, int]]]:
-    return [_collectives(device, engine) for engine in engines]
 
 
 def _collectives(device: torch.device, engine: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -126,15 +135,11 @@ def gathered_units(model: nn.Module) -> int:
     return sum(any(not isinstance(p, DTensor) for p in unit.parameters()) for unit in units)
 
 
-def test_weights_are_gathered_and_no_gradient_is_reduced() -> None:
-    gathers = {
-        "fsdp": NUM_MICRO_BATCHES * (2 * NUM_BLOCKS + 1),  # blocks for forward and backward, the rest once
-        "fsdp gathered": NUM_BLOCKS + 1,
-    }
-    for rank in run_ranks(f"{__name__}:rank_collectives", 2, engines=list(gathers)):
-        for engine, (collectives, whole) in zip(gathers, rank, strict=True):
-            assert sum(collectives.values()) == gathers[engine], collectives
-            assert all("gather" in operation and "scatter" not in operation for operation in collectives)
+def test_weights_are_gathered_and_no_gradient_is_reduced(two_ranks: list[tuple[Any, Any]]) -> None:
+    for _, found in two_ranks:
+        for engine, (counted, whole) in zip(GATHERS, found, strict=True):
+            assert sum(counted.values()) == GATHERS[engine], counted
+            assert all("gather" in operation and "scatter" not in operation for operation in counted)
             assert whole == {"before": 0 if engine == "fsdp" else NUM_BLOCKS + 1, "after": 0}
 
 

@@ -23,54 +23,37 @@ from tests.hosts.slurm import Slurm
 
 
 @pytest.mark.parametrize(
-    ("name", "launcher"),
-    [
-        ("deepspeed, pdsh over ssh", pdsh),
-        pytest.param("deepspeed --launcher openmpi", openmpi_with_variables, marks=pytest.mark.cluster),
-        pytest.param("mpirun (mpich wheel) over ssh", mpich, marks=pytest.mark.cluster),
-        pytest.param("torchrun, two agents", torchrun, marks=pytest.mark.cluster),
-    ],
+    "launcher",
+    [pdsh, *(pytest.param(one, marks=pytest.mark.cluster) for one in (openmpi_with_variables, mpich, torchrun))],
 )
-def test_a_run_on_two_hosts(
-    hosts: Network, tmp_path: Path, measured: Callable[..., None], name: str, launcher: Callable
-) -> None:
-    def run() -> None:
-        result = launcher(hosts, tmp_path / "run")
-        check(tmp_path / "run", result.stdout, result.returncode)
-
-    measured(name, "node1, node2", run)
+def test_a_run_on_two_hosts(hosts: Network, tmp_path: Path, launcher: Callable) -> None:
+    result = launcher(hosts, tmp_path / "run")
+    check(tmp_path / "run", result.stdout, result.returncode)
 
 
 @pytest.mark.cluster
-def test_deepspeed_with_slurm(hosts: Network, slurm: Slurm, tmp_path: Path, measured: Callable[..., None]) -> None:
-    def run() -> None:
-        result = deepspeed_slurm(hosts, tmp_path / "run")
-        check(tmp_path / "run", result.stdout, result.returncode)
-
-    measured("deepspeed --launcher slurm", "node1, node2", run)
+def test_deepspeed_with_slurm(hosts: Network, slurm: Slurm, tmp_path: Path) -> None:
+    result = deepspeed_slurm(hosts, tmp_path / "run")
+    check(tmp_path / "run", result.stdout, result.returncode)
 
 
 @pytest.mark.cluster
-def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path, measured: Callable[..., None]) -> None:
+def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path) -> None:
     """The shipped batch script; the sampling key stays in its file."""
-
-    def run() -> None:
-        log, run_dir = tmp_path / "job.log", tmp_path / "run"
-        number = slurm.submit("-N2", f"--output={log}", "launch_scripts/cluster/slurm.sbatch", *tiny(run_dir))
-        key = run_dir / "private" / "sampling.key"
-        wait_until(lambda: (log.exists() and slurm.has_ended(number)) or key.exists(), "the run's key", within=WITHIN)
-        environments = slurm.environments()
-        wait_until(lambda: slurm.has_ended(number), "the end of the job", within=WITHIN)
-        said = log.read_text()
-        assert slurm.state(number) == "COMPLETED", said
-        secret = key.read_bytes()
-        assert key.stat().st_mode & 0o777 == 0o600
-        spooled = [p.read_bytes() for p in slurm.folder.rglob("*") if p.is_file()]
-        ranks = [set(e.split(b"\0")) for e in environments if b"SLURM_PROCID" in e and b"SLURM_STEP_ID" in e]
-        assert ranks, "ranks were running when we looked"
-        assert all(b"SLURM_CPUS_PER_TASK=8" in rank for rank in ranks), "as many as the shipped recipes have workers"
-        for content in (*environments, *spooled, log.read_bytes()):
-            assert secret not in content and secret.hex().encode() not in content
-        check(run_dir, said, 0)
-
-    measured("sbatch slurm.sbatch (srun)", "node1, node2", run)
+    log, run_dir = tmp_path / "job.log", tmp_path / "run"
+    number = slurm.submit("-N2", f"--output={log}", "launch_scripts/cluster/slurm.sbatch", *tiny(run_dir))
+    key = run_dir / "private" / "sampling.key"
+    wait_until(lambda: (log.exists() and slurm.has_ended(number)) or key.exists(), "the run's key", within=WITHIN)
+    environments = slurm.environments()
+    wait_until(lambda: slurm.has_ended(number), "the end of the job", within=WITHIN)
+    said = log.read_text()
+    assert slurm.state(number) == "COMPLETED", said
+    secret = key.read_bytes()
+    assert key.stat().st_mode & 0o777 == 0o600
+    spooled = [p.read_bytes() for p in slurm.folder.rglob("*") if p.is_file()]
+    ranks = [set(e.split(b"\0")) for e in environments if b"SLURM_PROCID" in e and b"SLURM_STEP_ID" in e]
+    assert ranks, "ranks were running when we looked"
+    assert all(b"SLURM_CPUS_PER_TASK=8" in rank for rank in ranks), "as many as the shipped recipes have workers"
+    for content in (*environments, *spooled, log.read_bytes()):
+        assert secret not in content and secret.hex().encode() not in content
+    check(run_dir, said, 0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import Grid, LocalSums
+from privacy.step import collectives
 from privacy.step.engine import split
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
@@ -17,7 +18,6 @@ from tests.distributed.test_engines import OPTIMIZER, fresh_captioner
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.engines import build_engine
 from trainer.planner.memory import FP32, FP64, Trainable, rank_memory
-from trainer.ranks import distributed
 from trainer.run.memory_estimate import MemoryTimeline
 
 CASES = [
@@ -46,22 +46,22 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
         engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, cap=CAP, rows=CAP, self_check=False
     )
     sums: Any = clipped.accumulator
-    distributed.traffic.reset()
+    collectives.traffic.reset()
     with MemoryTimeline() as held:
         clipped.zero_()
         sums.start(1)
         sums.finish()
-    found = {"sums": held.live_bytes[-1], "sent_each": distributed.traffic.bytes.total()}
-    distributed.traffic.reset()
-    zeros = torch.zeros(engine.layout.count(distributed.rank()), dtype=torch.float64)
+    found = {"sums": held.live_bytes[-1], "sent_each": collectives.traffic.bytes.total()}
+    collectives.traffic.reset()
+    zeros = torch.zeros(engine.layout.count(collectives.rank()), dtype=torch.float64)
     with MemoryTimeline() as timeline:
         reduced = reduce_to_owners(clipped, engine.layout)
         engine.step(
-            reduced if accumulator is LocalSums else split(zeros, engine.layout.owned_by(distributed.rank())), lr=0.0
+            reduced if accumulator is LocalSums else split(zeros, engine.layout.owned_by(collectives.rank())), lr=0.0
         )
     found["peak_of_step"] = max(timeline.live_bytes)
-    found["sent_with_optimizer"] = distributed.traffic.bytes.total()
-    found["owned"] = engine.layout.count(distributed.rank())
+    found["sent_with_optimizer"] = collectives.traffic.bytes.total()
+    found["owned"] = engine.layout.count(collectives.rank())
     found["states"] = _states(engine)
     clipped.detach()
     return found

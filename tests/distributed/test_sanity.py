@@ -8,24 +8,24 @@ from torch import Tensor
 
 from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
+from privacy.step import collectives
 from privacy.step.step import Mechanism, train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import a_mechanism, build, micro_batches, pairs
 from trainer.errors import RemoteError
 from trainer.loop.sanity import SanityChecks, SanityError
-from trainer.ranks import distributed
 
 
 class SeededNoise:
     """The classic mistake: a generator with a seed that all ranks, or all steps, share."""
 
     def __init__(self, *, per_rank: bool) -> None:
-        self._generator = torch.Generator().manual_seed(distributed.rank() if per_rank else 0)
+        self._generator = torch.Generator().manual_seed(collectives.rank() if per_rank else 0)
         self._fresh_per_step = per_rank
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         if self._fresh_per_step:
-            self._generator.manual_seed(2 * count + distributed.rank())  # the same in every step
+            self._generator.manual_seed(2 * count + collectives.rank())  # the same in every step
         return torch.randn(count, generator=self._generator, dtype=torch.float64)
 
 
@@ -53,7 +53,7 @@ def rank_checks(device: torch.device, name: str, stage: int, defects: list[str])
 
 
 def one_step(run: Mechanism, step: int, checks: SanityChecks, defect: str) -> None:
-    rank, batches = distributed.rank(), micro_batches(pairs(), (5, 2))
+    rank, batches = collectives.rank(), micro_batches(pairs(), (5, 2))
     planned = len(batches) + (rank if defect == "another plan" else 0)
     if defect == "a micro-batch less" and rank == 1:
         batches.pop()

@@ -22,7 +22,7 @@ PLACEHOLDERS = {
     "ARGUMENTS_WITHOUT_RUN_DIR": "--ds_config ds_configs/zero3_bf16.json --recipe recipes/dpcap_base.toml",
 }
 """What a page writes once, and a reader fills in."""
-ORDINARY = ("export", "printf", ".", "exit", "tensorboard", "apt-get", "mkdir", "touch", "rsync")
+ORDINARY = ("export", "printf", ".", "exit", "tensorboard", "apt-get", "mkdir", "touch", "rsync", "sha256sum")
 """Programs that are not ours; what they are given is not looked at."""
 TAKES_A_VALUE = {
     "deepspeed": {"--hostfile", "--num_gpus", "--launcher", "--master_addr", "--master_port", "--launcher_args"},
@@ -76,7 +76,9 @@ def _check(words: list[str]) -> None:
             raise Refused("no such requirements")
     elif Path(words[0]).name == "python" and words[1] == "-m":
         importlib.import_module(words[2])
-    elif words[:2] == ["python", "-I"] and Path(words[2]).name == "verify.py":  # it lies in run folders
+    elif (
+        Path(words[0]).name == "python" and words[1] == "-I" and Path(words[2]).name == "verify.py"
+    ):  # it lies in run folders
         verify.parse_args(words[3:])
     elif words[0] == "python" and Path(words[1]).name == "verify.py":
         verify.parse_args(words[2:])
@@ -177,8 +179,7 @@ def _check_values(name: str, options: argparse.Namespace) -> None:
 
 def check_study(path: Path) -> int:
     """The number of its points; each has a recipe that trains."""
-    from trainer.studies.grid import load_study
-    from trainer.studies.points import plan_points
+    from trainer.studies.grid import load_study, plan_points
 
     study = load_study(path)
     return len(plan_points(study, "study", ROOT))

@@ -56,7 +56,9 @@ def project_files() -> frozenset[str]:
     found = set()
     for folder, folders, files in os.walk(ROOT):
         folders[:] = [
-            name for name in folders if name not in ("runs", "__pycache__") and (name == ".ci" or name[0] != ".")
+            name
+            for name in folders
+            if name not in ("runs", "site", "__pycache__") and (name == ".ci" or name[0] != ".")
         ]
         found |= {(Path(folder) / name).relative_to(ROOT).as_posix() for name in files}
     return frozenset(found)

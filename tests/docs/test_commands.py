@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.commands import check, check_study
-from tests.docs.pages import GUIDES, ROOT, Block, blocks, commands, shell_commands
+from tests.docs.pages import GUIDES, ROOT, Block, blocks, commands, shell_commands, spans
 
 BLOCKS = [block for page in GUIDES for block in blocks(page)]
 PROGRAMS = re.compile(r"^(python|deepspeed|make|sbatch|mpirun|pip|\S+\.sh)\s", re.M)
@@ -27,11 +27,19 @@ def test_every_command_is_accepted(page: str) -> None:
         check(command)
 
 
+def test_the_doors_of_the_first_page_are_commands() -> None:
+    found = [span for span in spans("README.md") if span.startswith("python launch_scripts/")]
+    assert len(found) == 2
+    for span in found:
+        (command,) = commands(Block("README.md", 1, "bash", span))
+        check(command)
+
+
 @pytest.mark.parametrize("page", GUIDES)
 def test_every_block_says_what_it_is(page: str) -> None:
-    """So that no command hides in a block that nobody checks."""
+    """So that no command hides in a block that nobody checks. tests/tools/test_delivery.py checks the entries for BibTeX."""
     for block in blocks(page):
-        assert block.language in ("bash", "python", "toml", "json", "text"), block
+        assert block.language in ("bash", "python", "toml", "json", "bibtex", "text"), block
         assert block.language != "text" or not PROGRAMS.search(block.text), f"{block}: commands go into a bash block"
 
 
@@ -62,7 +70,7 @@ def test_recipe_fragments_are_accepted() -> None:
     from trainer.config.recipe import load_config
     from trainer.studies.grid import flat
 
-    fragments = [block for block in of("toml") if block.page != "docs/planning.md"]
+    fragments = [block for block in of("toml") if block.page != "docs/studies.md"]
     assert fragments
     for block in fragments:
         keys = flat(tomllib.loads(block.text), str(block))
@@ -70,10 +78,10 @@ def test_recipe_fragments_are_accepted() -> None:
 
 
 def test_the_study_of_the_guide_is_accepted(tmp_path: Path) -> None:
-    """docs/planning.md: the first block is a whole file; the others are what a file may have besides."""
+    """docs/studies.md: the first block is a whole file; the others are what a file may have besides."""
     from trainer.studies.grid import load_study
 
-    whole, *sections = [block.text for block in of("toml") if block.page == "docs/planning.md"]
+    whole, *sections = [block.text for block in of("toml") if block.page == "docs/studies.md"]
     path = tmp_path / "study.toml"
     path.write_text(whole)
     assert check_study(path) == 18

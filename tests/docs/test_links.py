@@ -22,7 +22,7 @@ MADE_UP = (
 RUN_FOLDER = ("private/", "checkpoints/", "report/", "tensorboard/", "evaluation/", "private_heads/", ".import/")
 """Folders inside of a run folder, or of a folder that a command writes."""
 WRITTEN = {
-    "config.toml", "ds_config.json", "environment.json", "ledger.jsonl", "metrics.jsonl", "manifest.json", "bad-shards.txt",
+    "config.toml", "ds_config.json", "environment.json", "ledger.jsonl", "metrics.jsonl", "manifest.json",
     "privacy_card.json", "privacy_card.md", "privacy_card.html", "provenance.json", "import-report.json", "points.csv",
     "groups.csv", "curves.csv", "study.json", "study.md", "head.json", "head.safetensors", "config.json",
     "preprocessor_config.json", "extents-*.npy", "model.pth", "model.safetensors", "adapter_config.json", "metadata.csv",

@@ -88,7 +88,8 @@ def test_every_command_of_the_page_runs_and_no_private_picture_leaves(tmp_path: 
         "train.num_steps=60": "train.num_steps=2 privacy.target_epsilon=0.5", "--num_gpus": "", "-q": "",
     }  # fmt: skip
     found = [list(c.words) for block in blocks(PAGE) if block.language == "bash" for c in commands(block)]
-    for words in (words for words in found if words[0] != "tensorboard"):  # which serves until it is stopped
+    # TensorBoard serves until it is stopped; an encoder has a test of its own.
+    for words in (words for words in found if words[0] != "tensorboard" and "runs/encoder" not in words):
         train = words[0] == "deepspeed"
         words = " ".join(changes.get(word, word.replace("runs/", f"{tmp_path}/")) for word in words).split()
         words = words[next(number for number, word in enumerate(words) if word.endswith(".py")) :]
@@ -104,7 +105,7 @@ def test_every_command_of_the_page_runs_and_no_private_picture_leaves(tmp_path: 
     assert json.loads((tmp_path / "own_pictures/report/privacy_card.json").read_text())["formal_guarantee"] is True
     assert outputs[-1].splitlines()[-1].startswith("verify: consistent: epsilon ")
     assert {(path.stat().st_mode & 0o777) for path in (tmp_path / "mine").rglob("*.tar")} == {0o600}
-    assert "held-out data" in outputs[2].splitlines()[0] and "public: no data" in outputs[2].splitlines()[0]
+    assert "\nprivate: held-out data" in outputs[2] and "public: " not in [line[:8] for line in outputs[2].splitlines()]
     traces = traces_of(sorted((tmp_path / "mine").rglob("*.tar")), sorted((tmp_path / "pictures").rglob("*.png")))
     assert len(traces) > 100
     for folder in (tmp_path / "own_pictures", tmp_path / "published"):
@@ -114,6 +115,36 @@ def test_every_command_of_the_page_runs_and_no_private_picture_leaves(tmp_path: 
     for folder in (tmp_path / "mine", tmp_path / "pictures"):
         found_in = {line.split(":")[0] for line in search(folder, traces)[0]}
         assert found_in >= set(map(str, folder.rglob("*.tar")))
+
+
+@pytest.mark.full
+def test_a_few_thousand_labelled_pictures_train_a_private_head_on_an_encoder(tmp_path: Path) -> None:
+    """By the commands of the page, on a small encoder as transformers saves it."""
+    transformers = pytest.importorskip("transformers")
+    made_up_pictures(tmp_path / "pictures", 40)
+    for number, path in enumerate(sorted((tmp_path / "pictures").rglob("*.png"))):
+        path.with_suffix(".cls").write_text(str(number % 2))
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 32,
+    }
+    transformers.ViTModel(transformers.ViTConfig(**small, patch_size=8)).save_pretrained(tmp_path / "ENCODER")
+    imported = ["launch_scripts/prepare.py", "import", "--from", "folder", str(tmp_path / "pictures"), "--workers", "1"]
+    found = [list(c.words) for block in blocks(PAGE) if block.language == "bash" for c in commands(block)]
+    shown = [[*imported, "--heldout_share", "0.1", "--output", str(tmp_path / "mine")]]
+    shown += [
+        [word.replace("runs/", f"{tmp_path}/").replace("ENCODER", str(tmp_path / "ENCODER")) for word in words[1:]]
+        for words in found
+        if "runs/encoder" in words
+    ]
+    for words in shown:
+        done = run_python(words, timeout=200, env=quiet_environment())
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    assert len(shown) == 3 and "weights of a dp-ls head, epsilon 4.000 at delta" in done.stdout
+    assert list((tmp_path / "heads/private_heads").glob("*/ledger.jsonl"))
 
 
 def test_what_to_expect_is_what_the_planner_says() -> None:

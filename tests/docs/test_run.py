@@ -15,7 +15,7 @@ import pytest
 
 from tests.distributed.ranks import free_port, quiet_environment
 from tests.docs import stand_ins
-from tests.docs.pages import GUIDES, Block, Command, blocks, commands, copy_project, read
+from tests.docs.pages import GUIDES, Block, Command, blocks, commands, copy_project
 
 WITHIN = 400
 SHORT_RUN = "train.num_steps=2 heldout.num_examples=8 heldout.num_captions=1"
@@ -27,26 +27,21 @@ SHORTER = {
 """What is added to a command that matches."""
 NOT_RUN = {
     r"^make quickstart": "tests/e2e/test_quickstart.py",
-    r"^make test": "this very command",
     r"--hostfile": "a cluster; tests/distributed/test_launchers.py has each of these launchers between two hosts",
     r"^launch_scripts/cluster/|^HEAD=|mpirun -n 16|^sbatch": "the same",
     r"^tensorboard": "serves until it is stopped; its pages are read in tests/e2e/test_launches.py",
-    r"audit\.py run": "a run that trained on the canaries; tests/trainer/test_audit_run.py has one",
-    r"^pip install numpy|^python -I verify\.py": "in a published folder; tests/privacy/verify",
+    r"audit\.py run": "a run that trained on the canaries; tests/trainer/test_audit_canaries.py has one",
+    r"^pip install numpy|^sha256sum|^python -I verify\.py": "in a published folder; tests/privacy/verify",
     r"^(\.|export|printf|exit)( |$)": "of the shell",
 }
 """Commands that match are not run here, and why."""
 PYTHON_NOT_RUN = {
-    r"^docs/extending.md": "tests/privacy/clipping/test_rules.py runs the rule; the reader completes the last block"
+    r"^README.md": "tests/docs/test_library_example.py",
+    r"^docs/extending.md": "tests/privacy/clipping/test_rules.py runs the rule; the reader completes the last block",
 }
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("correlated_noise", "guarantee", "planning", "running"))]
-"""The commands of docs/data.md and docs/models.md have tests of their own in tests/launch_scripts and tests/evaluation."""
-
-
-def two_hosts_block() -> Block:
-    """The first block under its heading; it needs two hosts, and tests/distributed/test_launchers.py has them."""
-    line = read("docs/running.md").split("\n## Two hosts")[0].count("\n")
-    return next(block for block in blocks("docs/running.md") if block.line > line)
+_NAMES = ("allocation", "guarantee", "planning", "run_folder", "running", "sign", "studies")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in _NAMES)]
+"""Commands of other pages have tests of their own in tests/launch_scripts and tests/evaluation."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,8 @@ def needed(page: str, trained: Path) -> list[Callable[[Path], None]]:
     return {
         "README.md": [stand_ins.latest(trained)],
         "docs/guarantee.md": [stand_ins.runs(trained)],
-        "docs/planning.md": [stand_ins.small_study],
+        "docs/run_folder.md": [stand_ins.runs(trained)],
+        "docs/studies.md": [stand_ins.small_study],
     }.get(page, [])
 
 
@@ -74,7 +70,7 @@ def test_commands_of_a_page(page: str, trained: Path, tmp_path: Path) -> None:
     for block in blocks(page):
         if block.language == "python" and not any(re.search(p, f"{page}\n{block.text}") for p in PYTHON_NOT_RUN):
             run(["python", "-c", block.text], project, str(block))
-        elif block.language == "bash" and block != two_hosts_block():
+        elif block.language == "bash":
             for command in commands(block):
                 if not reason_not_to_run(command):
                     run(as_run_here(command), project, str(command))
@@ -118,5 +114,6 @@ def test_the_tables_name_what_there_is() -> None:
         return block.language in ("bash", "python")
 
     with_commands = {p for p in GUIDES if p.startswith("docs/") and any(has_programs(b) for b in blocks(p))}
-    elsewhere = {f"docs/{name}.md" for name in ("data", "extending", "models", "own_loop", "own_pictures")}
+    names = ("data", "evaluation", "extending", "importing", "models", "own_loop", "own_pictures")
+    elsewhere = {f"docs/{name}.md" for name in names}
     assert with_commands - set(PAGES) == elsewhere

@@ -1,23 +1,15 @@
 """launch_scripts/train.py that fails at one point on one rank: failing_train.py POINT RANK STEP SECONDS TRAIN_ARGUMENTS...
 
-POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `crawl` sleeps SECONDS before every micro-batch;
-`after_intent` sleeps SECONDS between the intent and the noise; `before_intent` sleeps SECONDS once before the intent;
-`stuck` sleeps a second before every micro-batch, and for ever before the intent, or where STEP is 0 in the start;
-`kill` dies by SIGKILL in the middle of a step, `abort` by abort(); `nan` turns a weight into NaN after a step; `hold` keeps the
-interpreter lock in one C call, for twice as long with SECONDS + 1; `memory` may have no more address space, and has
-taken what it had. RANK -1: every rank.
+POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `after_intent` sleeps SECONDS between intent and noise;
+`stuck` sleeps SECONDS before every micro-batch, and for ever before the intent, or where STEP is 0 in the start. RANK -1: every
+rank.
 Ranks are less patient with one whose connection broke than they are elsewhere; STILL_AFTER in the environment is how long, in
-seconds, nobody may move. RUN_DIR.codes gets a line "RANK CODE" from each
-rank that ends by itself: not every launcher tells the exit codes of its ranks.
+seconds, nobody may move. RUN_DIR.codes gets a line "RANK CODE" from each rank that ends by itself: not every launcher tells them.
 """
 
-import contextlib
 import errno
 import functools
 import os
-import re
-import resource
-import signal
 import sys
 import time
 from pathlib import Path
@@ -41,36 +33,15 @@ given = [argument for argument in sys.argv[1:] if not argument.startswith("--loc
 point, rank, when, seconds = given[0], int(given[1]), int(given[2]), float(given[3])
 here = rank in (-1, int(os.environ.get("RANK", "0")))
 step_now = 0
-TAKEN: list[torch.Tensor] = []
 FOR_EVER = 3600.0
 
 
 def in_step(*_: Any) -> None:
     """Before every micro-batch."""
-    if point in ("crawl", "stuck"):
+    if point == "stuck":
         time.sleep(seconds)
-    if step_now != when:
-        return
-    if point == "raise":
+    if point == "raise" and step_now == when:
         raise ArithmeticError("made to fail")
-    if point == "abort":
-        os.abort()
-    if point == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if point == "memory":
-        take_all_memory()
-    if point == "hold":
-        re.match(r"(a|a)*b", "a" * int(seconds))  # backtracks without letting go of the lock
-
-
-def take_all_memory() -> None:
-    """A limit at what the process has stops nothing by itself: with what its allocator has kept a rank trains on for long."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
-    for size in (1 << 24, 1 << 20, 1 << 16):  # Python's own small objects still find a place
-        with contextlib.suppress(RuntimeError):
-            while True:
-                TAKEN.append(torch.empty(size, dtype=torch.uint8))
 
 
 class SlowNoise(SystemNoise):
@@ -108,11 +79,7 @@ def install() -> None:
     def counted(run: Any, number: int, micro_batches: Any) -> Any:
         global step_now
         step_now = number
-        record = step(run, number, micro_batches)
-        if here and point == "nan" and number == when:
-            weights = next(shard.tensors["param"] for shard in run.engine.state() if shard.tensors["param"].numel())
-            weights.detach().view(-1)[0] = float("nan")
-        return record
+        return step(run, number, micro_batches)
 
     def before_adding(self: ClippedSum, *arguments: Any) -> Any:
         if here:
@@ -120,8 +87,8 @@ def install() -> None:
         return add(self, *arguments)
 
     def before_intending(*arguments: Any) -> Any:
-        if here and step_now == when and point in ("before_intent", "stuck"):
-            time.sleep(FOR_EVER if point == "stuck" else seconds)
+        if here and step_now == when and point == "stuck":
+            time.sleep(FOR_EVER)
         return intend(*arguments)
 
     def on_a_full_disk(*arguments: Any) -> Any:

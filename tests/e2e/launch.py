@@ -81,6 +81,16 @@ def train_together(arguments: list[str], log: Path, world_size: int = 2) -> str:
     return log.read_text()
 
 
+def refused(arguments: list[str], code: int, *words: str) -> None:
+    """One process ends with this code, and one line that holds these words."""
+    result = alone(arguments)
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == code, result.stderr + result.stdout
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
 def ledger_lines(run_dir: Path) -> list[dict[str, Any]]:
     """Parsed lines of the ledger; a torn one is {"type": "torn"}."""
     path = run_dir / "ledger.jsonl"

@@ -54,23 +54,20 @@ def crash_at(points: tuple[str, ...], run_dir: Path, *changes: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("bands", [1, 3])
-def test_contract_9_a_crash_at_every_point(tmp_path: Path, bands: int) -> None:
+def test_contract_9_a_crash_at_every_point(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    crash_at(POINTS, run_dir, f"privacy.bands={bands}")
+    crash_at(POINTS, run_dir)
     for report in (ledger_audit(run_dir), schedule_audit(run_dir)):
         assert "violated" not in report.verdict, report.to_text()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("bands", [1, 3])
-def test_contract_9_forty_kills_on_two_ranks(tmp_path: Path, bands: int) -> None:
+def test_contract_9_forty_kills_on_two_ranks(tmp_path: Path) -> None:
     """Every named point in turn, the count of passages at random, and every sixth kill at a random moment from outside."""
     run_dir, steps, kills, chance = tmp_path / "run", 120, 40, random.Random(0)
     noise, log = str(run_dir.with_suffix(".noise")), run_dir.with_suffix(".log")
     common = [a for a in arguments(run_dir, steps, 2 * kills + 2) if a not in ("--engine", "local")]
-    common.append(f"privacy.bands={bands}")
     for kill in range(kills):
         point = [*POINTS, "outside"][kill % (len(POINTS) + 1)]
         passages = chance.randint(1, 4) if point != "in_ledger_write" else chance.randint(2, 9)

@@ -68,8 +68,7 @@ def check_nothing_is_shared(run_dir: Path) -> None:
         if line["type"] == "session":
             nonce = bytes.fromhex(line["nonce"])
         if line["type"] == "intent":
-            turn = sampler.of_attempt(line.get("group", 0))
-            members.append(turn.members(key.coin_key(nonce, line["attempt"]), line["step"]))
+            members.append(sampler.members(key.coin_key(nonce, line["attempt"]), line["step"]))
     assert len({m.tobytes() for m in members}) == len(members)
     overlap = [len(np.intersect1d(a, b)) for i, a in enumerate(members) for b in members[:i]]
     assert max(overlap) <= 8  # 24 of 3,000 twice: 0.2 on average

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.e2e.launch import (
     kill_group,
     launch,
     ledger_lines,
+    refused,
     start_ranks,
     train_arguments,
     train_together,
@@ -107,31 +109,6 @@ def test_sigterm_to_everything_saves_and_exits_7(tmp_path: Path) -> None:
     stopped_in_good_order(run_dir, log.read_text())
 
 
-@pytest.mark.full
-def test_moving_between_engines_and_world_sizes(tmp_path: Path) -> None:
-    """ZeRO-3 on two ranks, then local on one, then bf16 ZeRO-1 on two: one run, one ledger."""
-    run_dir, more = tmp_path / "run", ["train.num_steps=60", "heldout.num_captions=0", "train.checkpoint_every=1000"]
-    stopped_after(run_dir, 2, ["--engine", "deepspeed"], more)
-    stopped_after(run_dir, 1, ["--engine", "local"], more)
-    result = launch(train_arguments(run_dir, *more, ds_config="ds_configs/zero1_bf16.json"))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert count(run_dir, "session") == 3
-    assert count(run_dir, "intent") == count(run_dir, "done") == 60
-
-
-def stopped_after(run_dir: Path, world_size: int, options: list[str], more: list[str]) -> None:
-    """Runs until two more steps are done, then asks rank 0 to stop by SIGUSR1."""
-    log, before = run_dir.with_suffix(".log"), count(run_dir, "done")
-    ranks = start_ranks([*options, *train_arguments(run_dir, *more)], world_size, log)
-    try:
-        wait_for_steps(run_dir, ranks, log, before + 2)
-        os.kill(ranks[0].pid, signal.SIGUSR1)
-        assert [r.wait(timeout=60) for r in ranks] == [7] * world_size, log.read_text()[-3000:]
-    finally:
-        for rank in ranks:
-            kill_group(rank)
-
-
 @pytest.mark.parametrize("off", ["privacy.noise_multiplier=0", "privacy.enabled=false"])
 def test_contract_11_and_12_a_run_without_noise_says_so(tmp_path: Path, off: str) -> None:
     run_dir = tmp_path / "run"
@@ -183,6 +160,25 @@ def test_tensorboard_shows_what_matters(finished: Path) -> None:
     assert [point.step for point in events.Scalars("heldout/loss")] == [0, 4]
     assert "heldout/samples" in tags["images"]
     assert any("heldout/samples" in tag for tag in tags["tensors"])
+
+
+def test_the_same_command_on_a_finished_run_says_so_and_another_one_is_refused(finished: Path, tmp_path: Path) -> None:
+    """Exit 2 for a frozen field, 4 for a foreign key; tests/trainer/test_refused_starts.py has the many ways."""
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    again = ["--engine", "fairscale", *train_arguments(run_dir, ds_config="ds_configs/zero1.json")]
+    before = (run_dir / "ledger.jsonl").read_bytes()
+    result = alone(again)
+    assert result.returncode == 0 and "finished" in result.stdout
+    refused([*again, "privacy.max_grad_norm=2.0"], 2, "max_grad_norm")
+    key = run_dir / "private" / "sampling.key"
+    secret = key.read_bytes()
+    key.write_bytes(bytes(32))
+    refused(again, 4, "key")
+    key.write_bytes(secret)
+    refused([*again, "data.shards=data/demo/train-0000[01].tar"], 2, "index")
+    (run_dir / "private" / "index" / "manifest.json").unlink()  # an index that was cut short is made again
+    assert alone(again).returncode == 0
+    assert (run_dir / "ledger.jsonl").read_bytes() == before
 
 
 # A launcher that is killed leaves no rank behind: the ranks finish their step, save, and end; the same command resumes.
@@ -297,35 +293,3 @@ def test_a_lost_launcher(tmp_path: Path, launcher: str, levels: int, number: sig
     again = alone(arguments(run_dir, "train.max_minutes=1e-6"))  # ends at its first step boundary
     assert again.returncode == 7, again.stderr
     assert f"resuming after step {done}; {done} attempts are charged" in again.stdout
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("victim", "number", "code"),
-    [
-        ("rank", signal.SIGUSR1, 7),
-        ("rank", signal.SIGKILL, 1),
-        ("agent", signal.SIGTERM, 7),
-        ("agent", signal.SIGINT, 7),
-    ],
-)
-def test_torchrun_ends_as_its_ranks_end(tmp_path: Path, victim: str, number: signal.Signals, code: int) -> None:
-    """Without a traceback; torch's own command ends with 1 and one."""
-    run_dir = tmp_path / "run"
-    with launched(run_dir, command("torchrun.py", run_dir, checkpoint_every=1)) as agent:
-        os.kill(agent.pid if victim == "agent" else min(ranks_of(run_dir)), number)
-        assert agent.wait(2 * WITHIN) == code
-    said = log_of(run_dir).read_text()
-    assert "Traceback" not in said, said[-3000:]
-    assert code == 7 or "error: rank 0 was ended by SIGKILL; the same command resumes" in said, said[-3000:]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_lost_mpirun(tmp_path: Path, number: signal.Signals) -> None:
-    """Its proxies kill the ranks by themselves, perhaps within a step; what was charged stays charged."""
-    run_dir = tmp_path / "run"
-    with launched(run_dir, command("mpirun", run_dir, checkpoint_every=1)) as mpirun:
-        mpirun.send_signal(number)
-        wait_for(lambda: not ranks_of(run_dir), run_dir, WITHIN)
-    assert read_ledger(run_dir / "ledger.jsonl").num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1

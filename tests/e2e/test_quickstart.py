@@ -40,18 +40,18 @@ def quickstart(start: Start, run_dir: Path, *overrides: str) -> tuple[dict, str]
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     said = json.loads(result.stdout.strip().splitlines()[-1])
     assert set(said) == KEYS
-    assert 0 < said["epsilon"] <= 8 and "epsilon is at delta 1e-05" in result.stdout
+    assert 0 < said["epsilon"] <= 8
     card = json.loads((run_dir / "report" / "privacy_card.json").read_text())
     assert card["formal_guarantee"] is True and card["delta"] == 1e-5 and card["epsilon"] == said["epsilon"]
     sheet = np.asarray(Image.open(run_dir / "evaluation" / "answers.png"))
     assert sheet.shape[1] > 1000 and sheet.std() > 20
-    assert "answers.png" in result.stdout and "privacy_card.md" in result.stdout
-    assert any(line.startswith("verify: consistent: epsilon ") for line in result.stdout.splitlines())
+    assert "answers.png" in result.stdout and "privacy_card.html" in result.stdout
+    assert re.search(r"^verify: consistent: epsilon \S+ at delta 1e-05$", result.stdout, re.M)
     # A line of steps comes every half minute.
     others = [
         line for line in (result.stdout + result.stderr).splitlines() if line.strip() and not line.startswith("step ")
     ]
-    assert len(others) <= 31, "\n".join(others)
+    assert len(others) <= 34, "\n".join(others)
     assert "terminate called" not in result.stdout + result.stderr, "a crash at exit"
     return said, result.stdout
 
@@ -71,9 +71,9 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     assert said["shuffled_loss"] == lines[-1]["shuffled_loss"] > 0
     kinds = [line["type"] for line in ledger_lines(run_dir)]
     assert kinds == ["open", "session", *["intent", "done"] * 2, "checkpoint", "close"]
-    assert "without looking: " in stdout and "has not learned anything" in stdout
+    assert "without looking: " in stdout and "not yet below that of fixed guesses" in stdout
     commands = [line for line in stdout.splitlines() if re.match(r"\S*python ", line)]
-    assert len(commands) == 4 and all(str(run_dir) in line for line in commands)
+    assert len(commands) == 3 and all(str(run_dir) in line for line in commands)
     for number, line in enumerate(commands, start=1):  # test_quickstart_whole runs them
         words = ["python", *shlex.split(line)[1:]]
         check(Command(Block("stdout", number, "bash", line), tuple(words), line))

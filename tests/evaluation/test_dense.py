@@ -10,9 +10,20 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
-from evaluation.dense.heads import Detections, average_precision, boxes_of, cell_targets, confusion, pixel_scores
-from evaluation.dense.sources import IGNORED, Coco, Objects, SyntheticShapes, open_dense
-from tests.evaluation.commands import evaluate
+from evaluation.dense import (
+    IGNORED,
+    Coco,
+    Detections,
+    Objects,
+    SyntheticShapes,
+    average_precision,
+    boxes_of,
+    cell_targets,
+    confusion,
+    open_dense,
+    pixel_scores,
+)
+from tests.evaluation.support import evaluate
 from tests.trainer.trained_runs import recipe, trained
 
 SIDE = 48
@@ -196,9 +207,7 @@ def test_coco_instances(dense: Dense, tmp_path: Path) -> None:
             lambda r: r["annotations"][0].update(category_id=5),
             "image 10 or an annotation of it is not COCO's: KeyError 5",
         ),
-        (lambda r: r["annotations"][0].update(bbox=[1, 2]), "is not COCO's: ValueError"),
         (lambda r: r["images"][0].update(file_name="gone.png"), "cannot read .*gone.png"),
-        (lambda r: r.update(images=[]), "lists no images"),
         (lambda r: r.pop("categories"), "holds no COCO instances"),
     ],
 )

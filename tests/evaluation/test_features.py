@@ -17,7 +17,7 @@ from evaluation.features import Features, extract, read_features
 from evaluation.options import FeatureOptions, LabelledOptions
 from evaluation.sources import Arrays, encode_png, open_source
 from tests.distributed.ranks import run_ranks
-from tests.evaluation.tiny_models import SIZE, opened_autoencoder, opened_captioner, pictures
+from tests.evaluation.support import SIZE, opened_autoencoder, opened_captioner, pictures
 from trainer.errors import ConfigError
 
 

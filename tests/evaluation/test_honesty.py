@@ -18,10 +18,8 @@ from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.evaluation.commands import ROOT, evaluate
-from tests.evaluation.digits import save_digits
+from tests.evaluation.support import ROOT, evaluate, pictures, save_digits
 from tests.evaluation.test_private_head_ledger import exact_delta, spent
-from tests.evaluation.tiny_models import pictures
 from tests.privacy.ledger_files import PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, recipe, trained
 from trainer.weights.open_model import open_model

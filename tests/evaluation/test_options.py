@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from evaluation.options import COMMANDS, Command
-from tests.evaluation import tiny_models
-from tests.evaluation.commands import evaluate
+from tests.evaluation import support
+from tests.evaluation.support import evaluate
 
 Values = dict[str, Any]
 each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -17,7 +17,7 @@ each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: 
 @pytest.fixture
 def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
     """Options with which every command is short."""
-    images, labels = tiny_models.pictures(12)
+    images, labels = support.pictures(12)
     np.savez(tmp_path / "arrays.npz", images=images, labels=labels)
     arrays, folder = f"arrays:{tmp_path}/arrays.npz", f"folder:{pictures}"
     probe = {"train": arrays, "test": arrays}

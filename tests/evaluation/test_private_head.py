@@ -19,13 +19,12 @@ from torch.nn import functional
 
 from evaluation.options import HeadMethod as Offered
 from evaluation.private_head import methods, rows
-from evaluation.private_head.budget import Budget, Piece, Statistic
-from evaluation.private_head.methods import METHODS, accuracy
+from evaluation.private_head.methods import METHODS, Budget, Piece, Statistic, accuracy
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, clip_rows, rounding
 from evaluation.private_head.run import head_plan, make_method, train_head, without_noise
 from privacy.errors import PrivacyConfigError
 from privacy.noise import SystemNoise
-from tests.evaluation.digits import digits
+from tests.evaluation.support import digits
 
 L, D, N = 5, 8, 30
 OPTIONS: list[tuple[str, dict[str, Any]]] = [

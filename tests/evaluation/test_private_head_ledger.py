@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from scipy import stats
 
 from evaluation.features import Features
+from evaluation.private_head import run as head_command
 from evaluation.private_head.methods import METHODS, accuracy
 from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import private_rows, spent_in, train_head, without_noise
@@ -24,8 +26,8 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
-from tests.evaluation.commands import evaluate
-from tests.evaluation.digits import digits, save_digits
+from tests.evaluation.support import digits, evaluate, save_digits
+from trainer.errors import ConfigError
 from trainer.report import build_card
 
 RANDOM = np.random.default_rng(0)
@@ -83,11 +85,6 @@ def test_one_head_next_to_what_it_would_be_without_privacy(run: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--method", "dp-ls", "--target_epsilon", "1", "--option", "sigma=1"], "no option 'sigma'"),
-        (
-            ["--method", "dp-ls", "--target_epsilon", "1", "--option", "ridge=low"],
-            "ridge = 'low': input should be a valid",
-        ),
         (["--method", "dp-ls", "--target_epsilon", "1", "--num_classes", "0"], "--num_classes is required"),
         (["--method", "dp-ls", "--target_epsilon", "-1"], "epsilon"),
         (["--method", "dp-x", "--target_epsilon", "1"], "invalid choice"),
@@ -97,6 +94,21 @@ def test_refused(run: Any, tmp_path: Path, arguments: list[str], match: str) -> 
     with pytest.raises(ValueError, match=match) as caught:
         run(*arguments)
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+    assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
+
+
+def test_fewer_classes_than_have_names_are_refused(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = head_command.load_inputs
+
+    def named(*arguments: Any, **options: Any) -> Any:
+        inputs = load(*arguments, **options)
+        assert inputs is not None
+        inputs.features["train"] = replace(inputs.features["train"], class_names=tuple("abcdefghijk"))
+        return inputs
+
+    monkeypatch.setattr(head_command, "load_inputs", named)
+    with pytest.raises(ConfigError, match=r"--num_classes 10 leaves out label 10 \(k\): the data name 11 classes"):
+        run("--method", "dp-ls", "--target_epsilon", "1")
     assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
 
 

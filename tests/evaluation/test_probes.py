@@ -19,9 +19,7 @@ from evaluation.few_shot import few_shot_probe, split, unit_rows
 from evaluation.linear_probe import cross_validated_regression, fold_of, lars_probe, regression
 from evaluation.options import FeatureOptions
 from evaluation.sources import Arrays, Augmentation
-from tests.evaluation.commands import evaluate
-from tests.evaluation.digits import digits, save_digits
-from tests.evaluation.tiny_models import pictures
+from tests.evaluation.support import digits, evaluate, pictures, save_digits
 from tests.trainer.trained_runs import recipe, trained
 from trainer.weights.open_model import open_model
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from evaluation.scoring import PrefixTree, own_log_probs, tree_log_probs
+from evaluation.scoring import own_log_probs, tree_log_probs
 from models.captioner import Captioner
 from tests.models.tiny import tiny_captioner
 
@@ -44,11 +44,11 @@ def test_the_tree_scores_as_one_forward_per_caption(overrides: dict[str, object]
     """Also in parts: of images and of nodes, down to one of each."""
     model, images = peaked(**overrides), torch.randn(5, 3, 16, 16)
     expected = plain(model, images, CAPTIONS)
-    found = tree_log_probs(model, images, PrefixTree.of(CAPTIONS), max_numbers=max_numbers)
+    found = tree_log_probs(model, images, CAPTIONS, max_numbers=max_numbers)
     lengths = torch.tensor([len(caption) - 1 for caption in CAPTIONS])
     assert found.shape == (5, len(CAPTIONS)) and expected.std() > 1
     assert ((found - expected) / lengths).abs().max() < 1e-5
-    exact = tree_log_probs(model.double(), images.double(), PrefixTree.of(CAPTIONS), max_numbers=max_numbers)
+    exact = tree_log_probs(model.double(), images.double(), CAPTIONS, max_numbers=max_numbers)
     model.float()
     torch.testing.assert_close(exact, expected, atol=1e-10, rtol=0)
 
@@ -71,6 +71,6 @@ def test_scores_that_are_no_numbers_are_refused() -> None:
     images_BCHW = torch.zeros(1, 3, model.config.encoder.image_size, model.config.encoder.image_size)
     caption = (model.config.bos_id, 5, model.config.eos_id)
     with pytest.raises(DataError, match="not finite"):
-        tree_log_probs(model, images_BCHW, PrefixTree.of([caption]))
+        tree_log_probs(model, images_BCHW, [caption])
     with pytest.raises(DataError, match="not finite"):
         own_log_probs(model, images_BCHW, [[caption]])

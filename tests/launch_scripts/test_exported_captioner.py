@@ -1,10 +1,7 @@
 """An exported captioner with transformers' own classes does what evaluation does with the run."""
 
 import io
-import os
-import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,28 +147,3 @@ def test_the_tokenizer_comes_back(exported: Exported, tmp_path: Path) -> None:
         assert before.encode(text, 12)[0].tolist() == after.encode(text, 12)[0].tolist()
     same = exported.opened.manifest["tokenizer_sha256"] == back.manifest["tokenizer_sha256"]
     assert same == ("foreign" not in str(exported.folder))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("exported", ["tokenizer"], indirect=True)
-def test_the_page_runs_without_a_question(exported: Exported, tmp_path: Path) -> None:
-    """The exported README from a picture to its caption: at most five lines, no prompt, nothing of the project."""
-    out = exported.folder.parent
-    found = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
-    (place,) = [number for number, text in enumerate(found) if "AutoModel" in text]
-    block, losses = found[place : place + 2]
-    assert len([line for line in block.splitlines() if line.strip()]) <= 5
-    (out / "picture.jpg").write_bytes(picture(50, 33, "JPEG"))
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", block + losses], cwd=out, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-        env=environment | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "custom code" not in done.stdout + done.stderr
-    make_example: Any = exported.opened.task.make_example(train=False)
-    raw = RawExample((out / "picture.jpg").read_bytes(), {"txt": b"a"})
-    images_BCHW = make_example(raw, 0)["images_CHW"][None]
-    (expected,) = by_evaluation(exported, images_BCHW)
-    caption, loss = done.stdout.splitlines()
-    assert caption == repr([expected]) and re.fullmatch(r"tensor\(\[\d+\.\d+\].*\)", loss)

@@ -25,8 +25,6 @@ from trainer.planner.tables import privacy_table
 
 DPCAP = "--num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 --delta 4.2918e-9"
 SMALL = "--num_examples 3000 --expected_batch_size 60 --num_steps 50"
-CLUSTER = "--ds_config ds_configs/zero3_bf16.json --world_size 128 --gpu a100-80gb"
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
 
 
 @pytest.fixture
@@ -88,18 +86,8 @@ def test_human_output_with_cap_and_reserve_and_the_epsilon_of_an_owner(planned):
     out = planned(f"{arguments} privacy.max_examples_per_owner=5").out
     rows = {row[1].strip(): row[2].strip() for row in (line.split("│") for line in out.splitlines()) if len(row) > 3}
     assert rows["owner"] == rows["group of 5"]
-    for text in ("attack advantage", "Privacy plan", "batches cut at", "with 3 reserved", "PRV bracket"):
+    for text in ("attack advantage", "Privacy plan", "larger batches are cut down", "with 3 reserved", "PRV bracket"):
         assert text in out
-
-
-def test_bands_of_a_recipe_are_planned(planned):
-    """Groups that take turns, the noise in running sums, and neither a scaling rule nor noise-to-signal."""
-    arguments = "--recipe recipes/tiny.toml data.num_examples=3000 train.num_steps=40 --no_extras privacy.bands=4"
-    out = planned(arguments).out
-    assert "in one of 4 groups, which take turns" in out and re.search(r"in running sums .* root mean square", out)
-    found = json.loads(planned(f"{arguments} --json").out)
-    assert found["bands"] == 4 and found["scaling_rule"] is None and found["noise_to_signal"] is None
-    assert found["running_sums_noise"] > 0 and found["epsilon_prv_lower"] <= found["epsilon_pld"]
 
 
 def test_the_index_of_a_folder_of_shards_counts_its_examples(tmp_path, monkeypatch, capsys):
@@ -168,23 +156,6 @@ def test_a_recipe_gives_what_training_claims(planned):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_memory_and_time_of_every_recipe(recipe):
-    """One JSON object, numbers that fit together, without the weights and without the data."""
-    count = "" if "num_examples" in (ROOT / f"recipes/{recipe}.toml").read_text() else " data.num_examples=10000"
-    result, seconds = _timed(f"--recipe recipes/{recipe}.toml {CLUSTER} --no_extras --json{count}")
-    found = result["resources"]
-    assert found["memory"]["fits"] and found["memory"]["largest_micro_batch"] >= found["batch"]["micro_batch_size"]
-    assert found["memory"]["peak"] < found["memory"]["device"] == 80 * 10**9
-    assert found["time"]["gpu_hours"] == pytest.approx(128 * found["time"]["hours"])
-    assert 0.99 < found["compute"]["clipping_flop_ratio"] < 1.5 and found["compute"]["clipping_ratio"] > 0.99
-    assert found["compute"]["flop_per_step"] > 3 * found["batch"]["expected_batch_size"] * found["parameters"]
-    if recipe.startswith(("dpcap", "vip")):
-        assert 0.9 < result["epsilon_with_reserve"] <= 8
-    assert seconds < 60
-
-
-@pytest.mark.full
 def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_in_a_batch(planned):
     arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 2 --no_extras"
     shown = planned(f"{arguments} --json")
@@ -202,9 +173,13 @@ def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_i
 
 def test_table_of_memory_and_time(planned):
     arguments = "--recipe recipes/tiny.toml data.num_examples=10000 --no_extras --ds_config ds_configs/zero1.json"
-    shown = planned(f"{arguments} --engine local --gpu cpu --world_size 2").out
+    shown = planned(f"{arguments} --engine local --gpu cpu --world_size 2 --gpu_price 3").out
+    assert shown.index("hours with failures") < shown.index("epsilon (PLD)"), (
+        "what an allocation is asked for comes first"
+    )
     for text in (
         *("2 ranks, local, float32, cpu", "peak", "largest micro batch", "bookkeeping", "efficiency"),
+        *("best checkpoint every", "price", "repeated steps"),
         *("decoding cores per rank", "assumed: there is no index", "epsilon (PLD)"),
     ):
         assert text in shown, text

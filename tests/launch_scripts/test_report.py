@@ -1,4 +1,3 @@
-import base64
 import hashlib
 import json
 import shutil
@@ -6,7 +5,7 @@ import shutil
 import pytest
 
 from privacy.card.folder import write_card
-from privacy.card.model import PrivacyCard, Samples
+from privacy.card.model import PrivacyCard
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
@@ -122,22 +121,6 @@ def test_contract_12_nothing_private_is_read(run_dir):
     assert build_card(run_dir) == with_private
 
 
-def test_newest_picture_of_public_samples_is_in_the_page_and_private_ones_are_not(run_dir):
-    assert build_card(run_dir).utility.samples is None
-    for name, content in (
-        ("samples-00000000.png", b"first"),
-        ("samples-00000002.png", b"last"),
-        ("samples-x.png", b""),
-    ):
-        (run_dir / "evaluation" / name).write_bytes(content)
-    (run_dir / "private/samples-00000009.png").write_bytes(b"secret")
-    card = build_card(run_dir)
-    assert card.utility.samples == Samples(file="evaluation/samples-00000002.png", step=2)
-    _, markdown, page = (path.read_text() for path in write_card(run_dir, card))
-    assert base64.b64encode(b"last").decode() in page and "samples-00000002.png" in markdown
-    assert base64.b64encode(b"secret").decode() not in page and "samples-00000009" not in page
-
-
 def test_changed_manifest_is_noticed(run_dir):
     (run_dir / "checkpoints/step-00000002/manifest.json").write_text('{"initialisation": {"kind": "imported"}}')
     card = build_card(run_dir)
@@ -151,7 +134,8 @@ def test_contract_11_informal_run_prints_no_epsilon(run_dir):
     _write_ledger(run_dir, b"", noise_multiplier=0.0)
     done = _report(run_dir)
     assert done.returncode == 0, done.stderr
-    assert "formal_guarantee: false" in done.stdout and "no epsilon is claimed" in done.stdout
+    assert "formal_guarantee: false" in done.stdout and "no epsilon is claimed" in " ".join(done.stdout.split())
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if not line.startswith("privacy card: "))
     card = PrivacyCard.model_validate_json((run_dir / "report/privacy_card.json").read_text())
     assert card.epsilon is None and card.formal_guarantee is False
 
@@ -172,17 +156,6 @@ def test_contract_9_broken_ledger_exits_4(run_dir):
     (run_dir / "ledger.jsonl").write_bytes(b"".join(lines[:2] + lines[3:]))
     _one_line(_report(run_dir, "--json"), 4)
     assert not (run_dir / "report").exists()
-
-
-def test_post_processing_is_stated(run_dir):
-    assert build_card(run_dir).released.post_processing == ()
-    text = "[optimizer]\nnoise_bias_correction = true\n[train]\nema_decay = 0.999\n"
-    (run_dir / "config.toml").write_text(text)
-    card = build_card(run_dir)
-    assert ["DP-AdamBC" in item.text for item in card.released.post_processing] == [True, False]
-    _, markdown, html = write_card(run_dir, card)
-    for said in ("DP-AdamBC, Tang et al. 2023", "moving average of the weights (decay at most 0.999)"):
-        assert said in markdown.read_text() and said in html.read_text()
 
 
 def test_contract_12_private_heldout_is_said_to_be_private(run_dir):

@@ -16,7 +16,6 @@ from privacy.accounting import accountants
 from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.command import main as library
-from tests.privacy.ledger_files import rechained
 from tests.privacy.published import publish
 from tests.privacy.verify.test_fuzz import disturb
 from trainer.config.cli import run_command
@@ -137,21 +136,6 @@ def said_of(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def require_quiet(shown: str, where: object) -> None:
     assert shown and all(letter.isprintable() or letter == "\n" for letter in shown), (where, shown)
     assert "\nverify: consistent\n" not in shown, where
-
-
-def test_no_text_of_a_stranger_reaches_the_console_raw(
-    original: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each text of each kind of record, and then those of the other files; in the run's name too."""
-    lines = [json.loads(line) for line in (original / "ledger.jsonl").read_bytes().splitlines()]
-    lines[0]["unit"] = "one picture"
-    first = {record["type"]: number for number, record in reversed(list(enumerate(lines)))}
-    for kind, number in first.items():
-        for count, record in enumerate(with_loud_texts(lines[number])):
-            folder = Path(shutil.copytree(original, tmp_path / f"{kind}-{count}"))
-            (folder / "ledger.jsonl").write_bytes(rechained([*lines[:number], record, *lines[number + 1 :]]))
-            require_quiet(said_of(folder, capsys, monkeypatch), record)
-            shutil.rmtree(folder)
 
 
 def test_no_text_of_the_other_files_reaches_the_console_raw(

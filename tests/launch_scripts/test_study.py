@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -59,7 +58,7 @@ def wait_for_step(run: Path, process: Forked, log: Path, seconds: float = 120) -
 
 
 def kill_in_the_middle(study: Path, folder: StudyFolder, name: str) -> None:
-    """SIGKILL of the study alone, while it trains point `name`: nobody tells its trainer but the kernel."""
+    """SIGKILL of the study alone, while it trains point `name`: its trainer goes on."""
     log = folder.root.with_suffix(".log")
     process = Forked([STUDY, "run", study, "--study_dir", folder.root], stdout=log)
     try:
@@ -128,7 +127,7 @@ def test_a_study_of_six_points_is_killed_twice_resumed_and_reported(
         assert {line["step"] for line in ledger_lines(folder.run(name)) if line["type"] == "done"} == set(range(1, 13))
     assert first not in again.stdout
     sessions = {name: count(folder.run(name), "session") for name in names}
-    assert sessions[first] == 2
+    assert set(sessions.values()) == {1}, "whoever comes later waits for a trainer that is at work"
 
     assert main(["run", str(study), "--study_dir", str(folder.root)]) == 0
     assert f"{len(names)} were done before" in capsys.readouterr().out
@@ -170,19 +169,11 @@ def test_a_slurm_array_gets_each_point_that_is_not_done_once(
     queue, folder = StandInForSlurm(tmp_path), tmp_path / "study"
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
-    def submit(*more: str, batches: str = "[24, 8]", base: str = "") -> None:
+    def submit(*more: str, batches: str = "[24, 8]") -> None:
         study = written(tmp_path, seeds=[0], batches=batches)
-        study.write_text(study.read_text().replace("data.num_workers = 0", f"data.num_workers = 3\n{base}"))
+        study.write_text(study.read_text().replace("data.num_workers = 0", "data.num_workers = 3"))
         command = ["run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", *more]
         assert main(command) == 0
-
-    missing = tmp_path / "no" / "stage"
-    with pytest.raises(
-        ConfigError, match=f"nothing is submitted: init.checkpoint {missing} is neither a checkpoint nor"
-    ):
-        submit(base=f'init.checkpoint = "{missing}"')
-    assert queue.submitted() == []
-    shutil.rmtree(folder)
 
     submit("--workers", "3")
     assert "Submitted batch job 7" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def test_dpcap_sizes_have_the_published_parameter_counts(size: str) -> None:
 @pytest.mark.parametrize(
     ("size", "overrides", "words"),
     [
-        ("huge", {}, "unknown model size 'huge'.*pico, nano, dpcap_nano"),
+        ("huge", {}, "model size 'huge' .*is unknown.*pico, nano, dpcap_nano"),
         ("pico", {"width": 8}, "unknown model field 'width'.*decoder_width.*encoder_width"),
         ("pico", {"vocab_size": "4000"}, "vocab_size must be a int, got '4000'"),
         ("pico", {"decoder_bias": 1}, "bias must be a bool"),

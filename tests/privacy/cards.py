@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from privacy.card.model import PrivacyCard, Stated
+from privacy.card.model import PrivacyCard
 from privacy.card.report import make_card, read_snapshot
 
 PLAN = {
@@ -16,7 +16,7 @@ PLAN = {
 NUMBERS: dict[str, Any] = {
     "num_examples": 2000, "delta": 1e-5, "noise_tail_delta": 1e-15, "attempts_charged": 4, "charged": 4, "allowed": 10,
     "epsilon_rdp": 1.5, "epsilon_group": {"2": 2.5, "5": 6.5}, "true_positive": {"0.01": 0.02}, "advantage": 0.1,
-    "curve": ((1e-5, 1e-4), (0.01, 0.02), (1.0, 1.0)), "epsilon_by_attempts": ((0, 0.0), (2, 0.75), (4, 1.25)),
+    "curve": ((1e-5, 1e-4), (0.01, 0.02), (1.0, 1.0)),
     "smallest_sensitivity": 0.5, "largest_sensitivity": 1.5, "last_sensitivity": 0.75,
     "loss": 6.5, "blind_loss": 5.75, "shuffled_loss": 7.25,
 }  # fmt: skip
@@ -40,7 +40,7 @@ def full_card(
     sibling = {"name": text, "time_utc": text, "is_this_run": True, "chosen_after_outputs": False, "epsilon": 0.5}
     given: dict[str, Any] = NUMBERS | {
         "reasons": (), "warnings": (statement,), "statement": statement, "plan": {**PLAN, "clipping_function": text},
-        "post_processing": (Stated(text=statement, file=text),), "packages": {key: text},
+        "packages": {key: text},
         "facts": {key: text, "start": {key: text}},
         "shared_summary": {
             "epsilon": 5.0, "delta": 1e-4, "unit": text, "accounting": text, "epsilon_reserved": 1.5, "runs": [sibling],

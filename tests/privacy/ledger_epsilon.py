@@ -12,33 +12,25 @@ from dp_accounting.pld import PLDAccountant
 
 
 def recompute(path):
-    """(charged, epsilon): every intent, and every torn line that stands where the next step's intent could.
-
-    Where groups of examples take turns, an intent is charged to the group that it names, a torn line to the one whose turn it is,
-    and epsilon is that of the group with most charges.
-    """
+    """(charged, epsilon): every intent, and every torn line that stands where the next step's intent could."""
     lines = Path(path).read_bytes().split(b"\n")
     lines = lines if lines[-1] else lines[:-1]
     sigmas, plan, between_steps = Counter(), json.loads(lines[0])["plan"], False
-    bands, turns = plan.get("correlated", {}).get("bands", 1), Counter()
     for number, line in enumerate(lines):
         try:
             record = json.loads(line)
         except ValueError:
-            turns[sigmas.total() % bands] += between_steps
             sigmas[plan["noise_multiplier"]] += between_steps
             between_steps = False  # until a new session
             continue
         assert record["previous"] == (hashlib.sha256(lines[number - 1]).hexdigest() if number else "0" * 64)
         between_steps = record["type"] in ("session", "done") or (between_steps and record["type"] == "checkpoint")
         if record["type"] == "intent":
-            turns[record.get("group", 0)] += 1
             sigmas[round(sum((r["std"] / r["sensitivity"]) ** -2 for r in record["releases"]) ** -0.5, 9)] += 1
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL)
-    worst = sigmas if bands == 1 else {plan["noise_multiplier"]: max(turns.values(), default=0)}
-    for sigma, count in worst.items():
+    for sigma, count in sigmas.items():
         event = TruncatedSubsampledGaussianDpEvent(
-            -(-plan["num_examples"] // bands), plan["sample_rate"], plan["cap"], sigma / (1 + plan["sensitivity_slack"])
+            plan["num_examples"], plan["sample_rate"], plan["cap"], sigma / (1 + plan["sensitivity_slack"])
         )
         accountant.compose(SelfComposedDpEvent(event, count), 1) if count else None
     return sum(sigmas.values()), accountant.get_epsilon(plan["target_delta"])

@@ -36,10 +36,10 @@ def create(tmp_path, mirror=None):
 
 
 def take_step(ledger, step):
-    attempt = ledger.next_attempt(step)
+    attempt = ledger.state.attempts[step]
     plan = ledger.plan
     releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
-    ledger.intent(step, attempt, releases, ledger.state.next_group)
+    ledger.intent(step, attempt, releases)
     ledger.done(step, attempt)
 
 

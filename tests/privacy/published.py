@@ -28,7 +28,6 @@ ASKED: dict[str, Any] = {
     "reserved_attempts": 4, "sensitivity_slack": 1e-3,
 }  # fmt: skip
 PLAN = make_plan(PlanRequest(**ASKED))
-CORRELATED = make_plan(PlanRequest(**ASKED | {"noise_multiplier": 5.0, "bands": 3}))
 
 
 def sentences(found: dict[str, Any], outcome: str = "violated") -> str:
@@ -56,7 +55,6 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     if plan.adaptive_clipping is not None:
         asked |= {"clipping_function": "adaptive", **asdict(plan.adaptive_clipping)}
     asked |= {} if owner is None else {"max_examples_per_owner": owner}
-    asked |= {"bands": plan.bands, "strategy": plan.strategy} if plan.bands > 1 else {}
     lines = [f"{name} = {json.dumps(value)}" for name, value in asked.items()]
     return "\n".join(
         ["[privacy]", *lines, "[train]", f"num_steps = {plan.num_steps}", "[data]", 'provenance = "private"']
@@ -88,7 +86,7 @@ def noised(plan: PrivacyPlan, std: float, step: int, part: float = 1.0) -> dict[
     """
     if std == 0:
         return {}
-    scale = std / plan.noise_strategy.coefficients[0] / plan.expected_batch_size
+    scale = std / plan.expected_batch_size
     stated = {"noised_norm": float(f"{part * scale * math.sqrt(COORDINATES):.9g}")}
     if plan.adaptive_clipping is not None:
         swing = part * plan.adaptive_clipping.unclipped_num_std * (-1) ** step
@@ -117,10 +115,10 @@ def publish(folder: Path, plan: PrivacyPlan = PLAN, *, steps: int | None = None,
             releases = step_releases(plan.noise_multiplier, bound, plan.adaptive_clipping)
             stated = noised(plan, releases[0]["std"], step)
             if step == 2:
-                ledger.intent(step, 0, releases, ledger.state.next_group)
+                ledger.intent(step, 0, releases)
                 ledger.start_session({"commit": "c0ffee"})
-            attempt = ledger.next_attempt(step)
-            ledger.intent(step, attempt, releases, ledger.state.next_group)
+            attempt = ledger.state.attempts[step]
+            ledger.intent(step, attempt, releases)
             ledger.done(step, attempt, **stated)
             if plan.adaptive_clipping is not None:
                 bound = plan.adaptive_clipping.next_bound(bound, stated["noised_fraction"], plan.max_grad_norm)

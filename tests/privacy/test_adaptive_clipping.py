@@ -16,15 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from privacy import verify
-from privacy.adaptive_clipping import COUNT_SENSITIVITY, RANGE, AdaptiveClipping
-from privacy.card.render import to_markdown
+from privacy.adaptive_clipping import RANGE, AdaptiveClipping
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import noise_multiplier_of
-from privacy.plan import PrivacyPlan, make_plan, require_equal
+from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import GRADIENT, UNCLIPPED, Release, step_releases
-from tests.privacy.cards import privacy_card
 from tests.privacy.ledger_epsilon import recompute
 
 ADAPTIVE = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=6.0)
@@ -128,17 +126,6 @@ def test_feasibility_is_judged_by_the_calibrated_noise() -> None:
         plan(noise_multiplier=None, target_epsilon=0.05, adaptive_clipping=AdaptiveClipping(0.5, 0.2, 0.4 * loud))
     own = plan(noise_multiplier=None, target_epsilon=0.05, adaptive_clipping=AdaptiveClipping(0.5, 0.2, 0.6 * loud))
     assert own.noise_multiplier == loud
-
-
-def test_frozen_fields_name_what_changed() -> None:
-    own, constant = plan(), plan(adaptive_clipping=None)
-    frozen = json.loads(json.dumps(own.frozen_fields()))
-    assert PrivacyPlan.from_frozen(frozen) == own
-    assert constant.frozen_fields()["adaptive_clipping"] is None
-    for recorded, wanted in ((frozen, constant), (constant.frozen_fields(), own)):
-        with pytest.raises(PrivacyConfigError, match="here: adaptive_clipping was"):
-            require_equal(recorded, wanted.frozen_fields(), "here")
-    assert plan(enabled=False).adaptive_clipping is None
 
 
 # Ledger, audit, card
@@ -260,14 +247,3 @@ def test_a_bound_that_does_not_follow_from_what_was_released_is_found(
 
 def test_a_first_bound_that_is_not_the_plans_is_found(tmp_path: Path) -> None:
     assert is_wrong(write(tmp_path / "ledger.jsonl", plan(), [step_releases(4.0, 0.9, ADAPTIVE)], [0.5]), [])
-
-
-@pytest.mark.full
-def test_the_card_says_how_the_bound_moved(trained: tuple[Path, Lines]) -> None:
-    path, claims = trained
-    card = privacy_card(path)
-    assert card.mechanism.releases[0].last_sensitivity == claims[-1]["privacy/clipping_bound"]
-    assert {release.name: release.count for release in card.mechanism.releases} == {GRADIENT: 5, UNCLIPPED: 5}
-    text = to_markdown(card)
-    assert "adaptive: C starts at 0.7" in text and "1905.03871" in text
-    assert COUNT_SENSITIVITY == 0.5

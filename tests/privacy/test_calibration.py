@@ -52,9 +52,3 @@ def test_impossible_targets_are_refused():
             calibrate_noise_multiplier(ReleaseGroup(0.1, 0, 1), 1e-5, target)
     with pytest.raises(PrivacyConfigError, match="no noise multiplier"):
         calibrate_noise_multiplier(ReleaseGroup(0.05, 0, 100, 2000, 110), 1e-13, 8.0)
-
-
-def test_progress_is_reported():
-    seen = []
-    calibrate_noise_multiplier(ReleaseGroup(0.05, 0, 10), 1e-5, 3.0, progress=lambda *event: seen.append(event))
-    assert {stage for stage, _, _ in seen} == {"coarse", "fine"}

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from privacy.configured_plan import contradiction
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, contradiction, make_plan
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
 from trainer.config.recipe import load_config, to_toml

@@ -151,7 +151,7 @@ def test_contract_9_torn_writes_at_every_byte_of_the_last_line(every, tmp_path, 
                 assert ledger.num_charged == charged
                 ledger.start_session(ENVIRONMENT)
                 step = ledger.state.last_done_step + 1
-                ledger.intent(step, ledger.next_attempt(step), [RELEASE])
+                ledger.intent(step, ledger.state.attempts[step], [RELEASE])
             # Nothing that was on the disk has changed, and the whole verifies again.
             content = path.read_bytes()
             assert content.startswith(data[:end] + TORN_MARK + b"\n")
@@ -209,7 +209,7 @@ def test_a_torn_line_where_the_budget_is_spent_or_no_step_remains_costs_nothing(
     with Ledger.open(path) as ledger:
         ledger.start_session(ENVIRONMENT)
         for _ in range(4):
-            ledger.intent(5, ledger.next_attempt(5), [RELEASE])
+            ledger.intent(5, ledger.state.attempts[5], [RELEASE])
             ledger.start_session(ENVIRONMENT)
     assert ledger.num_charged == ledger.plan.max_intents == 10
     path.write_bytes(path.read_bytes() + b"torn")
@@ -497,6 +497,7 @@ def owner(tmp_path, no_fsync):
         with shared.joined(run, "run", plan):
             pass
     with shared.locked() as chain:
+        chain.mend()
         for kind in ("start", "at", "close"):
             chain.append(kind, "2026-01-01T00:00:00", {"run": "a" * 64, "position": 3, "hash": "ab" * 32})
     return path

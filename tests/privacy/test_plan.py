@@ -12,12 +12,10 @@ from scipy import stats
 from privacy import verify
 from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
 from privacy.accounting.noise_tail import noise_tail_delta
-from privacy.adaptive_clipping import AdaptiveClipping
-from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
-from privacy.plan import PrivacyPlan, make_plan, require_equal
+from privacy.plan import PrivacyPlan, contradiction, make_plan, require_equal
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.sampling.poisson import usual_cap
@@ -70,11 +68,11 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"target_epsilon": 8.0}, "exactly one"),
         ({"noise_multiplier": "left out"}, "exactly one"),
         ({"noise_multiplier": "left out", "target_epsilon": 0.0}, "target_epsilon"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier must be greater than or equal to 0, not -1.0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more, not -1.0"),
         ({"noise_multiplier": float("nan")}, "finite"),
         ({"noise_multiplier": 0.29}, "below 0.3"),
         ({"target_delta": 0.0}, "target_delta"),
-        ({"target_delta": 1.0}, "target_delta"),
+        ({"target_delta": 5.0}, "target_delta must be below 1, not 5.0"),
         ({"target_delta": float("nan")}, "finite"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"max_grad_norm": 1e-13}, "max_grad_norm"),
@@ -82,6 +80,7 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"reserved_attempts": -1}, "reserved_attempts"),
         ({"cap": 0}, "cap"),
         ({"sampling": "streamed"}, "sampling must be one of"),
+        ({"arithmetic": "certified", "sensitivity_slack": 1e-3}, "sensitivity_slack is 0"),
         ({"target_delta": 1e-17}, "tail that the noise source cannot reach"),
     ],
 )
@@ -103,7 +102,6 @@ def test_warnings():
         (1200, 200, 36, 291, {"target_delta": 1e-5}),
         (10_000, 2000, 120, 2306, {"target_delta": 1e-5, "target_epsilon": 8.0}),
         (1200, 200, 36, 314, {"target_delta": 1e-5, "enabled": False}),
-        (1201, 200, 36, 314, {"target_delta": 1e-5, "bands": 2}),
         (233_000_000, 1_310_720, 5708, 1_319_879, {}),
         (50, 50, 5, 50, {}),
     ],
@@ -235,21 +233,6 @@ def test_arithmetic_and_lattice_are_frozen_with_the_plan() -> None:
     with pytest.raises(PrivacyConfigError, match="arithmetic was 'certified'"):
         require_equal(frozen, certified(max_grad_norm=0.3, arithmetic="floating").frozen_fields(), "ledger")
     assert "privacy.arithmetic" in (contradiction({"privacy": {"arithmetic": "floating"}}, own) or "")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"arithmetic": "exact"}, "arithmetic must be one of floating, certified"),
-        ({"sensitivity_slack": 1e-3}, "sensitivity_slack is 0"),
-        ({"noise_multiplier": 0.0}, "for runs with noise"),
-        ({"enabled": False}, "for runs with noise"),
-        ({"adaptive_clipping": AdaptiveClipping(0.5, 0.2, 6.0)}, "constant C"),
-    ],
-)
-def test_what_cannot_be_certified_is_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(PrivacyConfigError, match=message):
-        certified(**changed)
 
 
 def test_the_verifier_recomputes_epsilon_with_sigma_itself(tmp_path: Path) -> None:

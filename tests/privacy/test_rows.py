@@ -16,13 +16,6 @@ from privacy.sampling.rows import deal, most_of_share, rows_of_members, shares_o
 KEY = bytes(range(32))
 
 
-@pytest.mark.parametrize(("count", "num_rows"), [(0, 1), (0, 5), (1, 1), (7, 7), (300, 301), (1000, 4000)])
-def test_rows_are_distinct_and_the_same_again(count: int, num_rows: int) -> None:
-    found = rows_of_members(KEY, 3, count, num_rows)
-    assert len(found) == len(set(found.tolist())) == count and all(0 <= row < num_rows for row in found)
-    assert np.array_equal(found, rows_of_members(KEY, 3, count, num_rows))
-
-
 @pytest.mark.parametrize("x", range(3))
 def test_contract_4_the_rows_of_the_others_do_not_depend_on_whether_one_was_drawn(x: int) -> None:
     """All 20 places of two members in 5 rows: equally likely when there are two, and when they are two of three."""

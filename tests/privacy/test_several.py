@@ -58,61 +58,47 @@ def test_copies_in_one_step_never_pass_the_edge_more_often(sigma: float, rate: f
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nor_do_copies_in_groups_that_take_turns(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All coins of small runs with correlated noise, whose segments end anywhere, after looking at the coins drawn until then.
+def test_nor_do_copies_over_the_steps_of_a_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All coins of small runs.
 
     The edge is near and the coordinates are few, so that what is charged is no rare event's.
     """
     random = np.random.default_rng(seed)
-    bands, copies, dims = int(random.integers(1, 4)), int(random.integers(2, 4)), int(random.integers(1, 5))
-    turns = 6 // bands // (2 if copies == 3 else 1) or 1
-    rows, edge, rate = turns * bands, 5.0, float(random.choice([0.1, 0.5, 1.0]))
+    copies, dims = int(random.integers(2, 4)), int(random.integers(1, 5))
+    steps, edge, rate = 6 // (2 if copies == 3 else 1), 5.0, float(random.choice([0.1, 0.5, 1.0]))
     monkeypatch.setattr(noise_tail, "EDGE", edge)
     monkeypatch.setattr(noise_tail, "MOST_PARAMETERS", dims)
     sigma = float(random.uniform(copies / (edge - 1) * 1.02, 3.0))
-    c = np.sort(random.random(bands))[::-1]
-    c /= np.linalg.norm(c)
-    groups = random.integers(0, bands, copies) if seed % 3 else np.zeros(copies, int)
     together = random.standard_normal(dims)
     gradients = [together if seed % 2 else random.standard_normal(dims) for _ in range(copies)]
     gradients = [g / np.linalg.norm(g) for g in gradients]
-    places = [(copy, row) for copy in range(copies) for row in range(rows) if row % bands == groups[copy]]
+    places = list(itertools.product(range(copies), range(steps)))
     assert len(places) <= 12
     total = 0.0
     for coins in itertools.product((0, 1), repeat=len(places)):
         chance = rate ** sum(coins) * (1 - rate) ** (len(coins) - sum(coins))
         if chance == 0:
             continue
-        sums = np.zeros((rows, dims))
-        for (copy, row), coin in zip(places, coins, strict=True):
-            sums[row] += coin * gradients[copy]
-        begin, escape = 0, 0.0
-        for row in range(rows):
-            if seed % 4 == 0 and row and not sums[begin:row].any():
-                begin = row  # a break where nothing is lost to the attacker: those that go on have met somebody
-            moved = sum((c[row - s] * sums[s] for s in range(max(begin, row - bands + 1), row + 1)), np.zeros(dims))
-            escape += passes(edge, moved, sigma)
-        total += chance * escape
-    charged = noise_tail_of_several(sigma, rate, turns, copies, rows=bands)
+        sums = np.zeros((steps, dims))
+        for (copy, step), coin in zip(places, coins, strict=True):
+            sums[step] += coin * gradients[copy]
+        total += chance * sum(passes(edge, moved, sigma) for moved in sums)
+    charged = noise_tail_of_several(sigma, rate, steps, copies)
     assert total <= charged * (1 + 1e-9)
 
 
 def test_of_one_example_it_is_what_one_example_costs() -> None:
     plan = plan_of(2000, 100, 50, 1.0)
     assert noise_tail_of_plan(plan, 1) == plan.noise_tail_delta
-    single = noise_tail_of_several(1.0, 0.3, 7, 1, rows=3)
-    assert single == noise_tail_delta(1.0, 0.3 * 7, rows=3)
+    assert noise_tail_of_several(1.0, 0.3, 7, 1) == noise_tail_delta(1.0, 0.3 * 7)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         plan_of(2000, 100, 50, 0.7, cap=100, sensitivity_slack=1e-3),
-        plan_of(2000, 100, 50, 0.7, cap=105, bands=4, sensitivity_slack=1e-3),
         plan_of(2000, 100, 50, 1.0, sensitivity_slack=1e-3),
-        plan_of(2000, 100, 50, 1.0, bands=4, sensitivity_slack=1e-3),
         plan_of(233_000_000, 98_304, 6000, 0.451, cap=None, sensitivity_slack=1e-3),
-        plan_of(233_000_000, 1_310_720, 5708, 2.08, bands=32, sensitivity_slack=1e-3),
         plan_of(2000, 100, 50, 1.0, arithmetic="certified"),
     ],
 )

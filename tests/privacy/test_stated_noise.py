@@ -66,9 +66,9 @@ def test_contract_10_no_number_of_an_intent_written_anew_lowers_epsilon(own, tmp
         for steps in ([1, 2, 3], [3, 4]):
             ledger.start_session({})
             for step in steps:
-                ledger.intent(step, ledger.next_attempt(step), releases)
+                ledger.intent(step, ledger.state.attempts[step], releases)
                 if step != 3 or steps[0] == 3:
-                    ledger.done(step, ledger.next_attempt(step) - 1)
+                    ledger.done(step, ledger.state.attempts[step] - 1)
     honest, records = read_ledger(path).epsilon(), [json.loads(line) for line in path.read_bytes().splitlines()]
     assert rechained(records) == path.read_bytes() and read_ledger(path).num_charged == 5
     places = [(i, n) for i, r in enumerate(records) if r["type"] == "intent" for n in range(len(list(numbers(r))))]

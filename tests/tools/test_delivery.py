@@ -5,9 +5,12 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import yaml
+
+from tests.docs.pages import GUIDES, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,13 +51,29 @@ def test_the_packages_of_the_image_install_from_what_was_copied_before(tmp_path:
     assert ("USER", "1000") in instructions(), "no container trains as root"
 
 
-def test_the_workflow_calls_what_the_readme_says() -> None:
+def test_the_workflow_calls_what_a_reader_is_told() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     called = [shlex.split(step["run"]) for job in jobs.values() for step in job["steps"] if "run" in step]
     targets = {words[1] for words in called if words[0] == "make"}
     for target in targets:
         recipe_of(target)
-    two = re.search(r"## Two commands.*?```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert two is not None
-    assert {line.split()[1] for line in two.group(1).splitlines()} | {"docs", "examples"} == targets
+    assert targets == {"quickstart", "test", "docs", "examples"}
     assert all(words[0] in ("make", "docker") for words in called)
+
+
+def test_version_citation_and_changelog_agree() -> None:
+    """pyproject.toml decides; CITATION.cff, the changelog, a tag and every BibTeX entry of the pages name the same release."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and cited["version"] == newest[1] == version
+    tags = subprocess.run(
+        ["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    assert not tags or f"v{version}" in tags
+    entries = [block.text for page in GUIDES for block in blocks(page) if block.language == "bibtex"]
+    authors = " and ".join(author["name"] for author in cited["authors"])
+    told = {"title": cited["title"], "author": authors, "version": version, "year": str(cited["date-released"].year)}
+    assert entries
+    for entry in entries:
+        assert dict(re.findall(r"(\w+) = \{+(.*?)\}+,?\n", entry)) == told

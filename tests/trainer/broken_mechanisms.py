@@ -15,8 +15,6 @@ from data.reading import loader
 from privacy.clipping import accumulators, functions, norms
 from privacy.clipping.clipped_sum import ClippedSum
 from privacy.clipping.functions import ClippingFunction, unclipped
-from privacy.correlated import segment
-from privacy.correlated.segment import Segment
 from privacy.ledger import durable
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
@@ -25,14 +23,13 @@ from privacy.loop.reading import Reader
 from privacy.noise import NoiseSource, SystemNoise, add_noise
 from privacy.run import run
 from privacy.run.ledger import RunLedger
-from privacy.sampling.poisson import CyclicPoissonSampler, Decided, example_keys
-from privacy.step import adaptive_bound
+from privacy.sampling.poisson import example_keys
+from privacy.step import adaptive_bound, collectives
 from privacy.step import batches as run_batches
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.step import train_step
-from trainer.ranks import distributed
 from trainer.run import start
 
 Patches = list[tuple[Any, str, Any]]
@@ -45,7 +42,7 @@ def the_divisor_is_the_realised_batch() -> Patches:
     def step(made: Any, number: int, micro_batches: Any) -> Any:
         kept = list(micro_batches)
         mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
-        realised = int(distributed.all_reduce_sum(mine))
+        realised = int(collectives.all_reduce_sum(mine))
         made.plan = dataclasses.replace(made.plan, expected_batch_size=max(1, realised))
         return train_step(made, number, iter(kept))
 
@@ -81,13 +78,11 @@ def every_rank_adds_the_whole_noise() -> Patches:
         with mock.patch.object(loop, "reduce_to_owners", reduce):
             return train_step(made, number, micro_batches)
 
-    return [(segment, "add_noise", lambda values, std, source: None), (run, "train_step", step)]
+    return [(loop, "add_noise", lambda values, std, source: None), (run, "train_step", step)]
 
 
 def noise_is_divided_by_the_number_of_ranks() -> Patches:
-    return [
-        (segment, "add_noise", lambda values, std, source: add_noise(values, std / distributed.world_size(), source))
-    ]
+    return [(loop, "add_noise", lambda values, std, source: add_noise(values, std / collectives.world_size(), source))]
 
 
 def sum_and_noise_are_single() -> Patches:
@@ -96,7 +91,7 @@ def sum_and_noise_are_single() -> Patches:
         add_noise(noise, std, source)
         values.copy_(values.float() + noise.float())
 
-    return [(segment, "add_noise", add)]
+    return [(loop, "add_noise", add)]
 
 
 # Mistakes in the clipping
@@ -177,7 +172,7 @@ def noise_is_that_of_the_first_bound() -> Patches:
 def intent_as_planned(self: Any, step: int, *, releases: Any) -> None:
     """States what the plan says, whatever was drawn."""
     stated = [{**releases[0], "std": releases[0]["std"] * releases[0]["sensitivity"]}, *releases[1:]]
-    self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), stated, self._group))
+    self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), stated))
 
 
 # Mistakes in a loop of one's own
@@ -233,21 +228,6 @@ def a_retry_has_the_same_members() -> Patches:
     return [(LogicalBatches, "plan", forgetful)]
 
 
-def two_groups_are_in_a_step() -> Patches:
-    """Of those that take turns; each at half the rate, so that batches have their size."""
-    decide = CyclicPoissonSampler.decide
-
-    def both(self: CyclicPoissonSampler, *arguments: Any) -> Any:
-        assert self.group is not None
-        half = dataclasses.replace(self.coins, threshold=self.coins.threshold // 2)
-        groups = (self.group, (self.group + 1) % self.bands)
-        one, two = (decide(dataclasses.replace(self, coins=half, group=group), *arguments) for group in groups)
-        order = np.argsort(ids := np.concatenate([one.ids, two.ids]))
-        return Decided(ids[order], np.concatenate([one.values, two.values])[order])
-
-    return [(CyclicPoissonSampler, "decide", both)]
-
-
 # Mistakes in the ledger
 
 
@@ -292,26 +272,7 @@ def a_retry_is_not_charged() -> Patches:
     return [(RunLedger, "intent", once), (RunLedger, "done", done_once), unchecked]
 
 
-# Mistakes with past noise, and with the count of adaptive clipping
-
-
-def past_noise_is_kept_over_a_start() -> Patches:
-    kept: list[Segment] = []
-
-    def make(strategy: Any, keep_on: torch.device | None) -> Any:
-        kept[:] = kept or [Segment(strategy, keep_on)]
-        return kept[0]
-
-    return [(loop, "Segment", make)]
-
-
-def past_noise_is_rounded() -> Patches:
-    class Rounding(Segment):
-        def add_row(self, *arguments: Any) -> None:
-            super().add_row(*arguments)
-            self._past = [past.float().double() for past in self._past]
-
-    return [(loop, "Segment", Rounding)]
+# Mistakes with the count of adaptive clipping
 
 
 def the_count_is_not_centred() -> Patches:
@@ -339,7 +300,7 @@ class Replayed:
     """A generator that is seeded again for every step."""
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return torch.from_numpy(np.random.default_rng((distributed.rank(), count)).standard_normal(count))
+        return torch.from_numpy(np.random.default_rng((collectives.rank(), count)).standard_normal(count))
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
         return (self.standard_normal(count, device) * deviation).round().long()
@@ -413,9 +374,6 @@ MISTAKES = {
         Mistake(noise_is_divided_by_the_number_of_ranks, {"noise_variance"}, "several ranks", is_quick=True),
         Mistake(OneSeed, {"draws_are_new"}, "several ranks", is_quick=True),
         Mistake(every_rank_adds_the_whole_noise, {"noise_variance", "one_draw_per_coordinate"}, "several ranks"),
-        Mistake(past_noise_is_kept_over_a_start, {"draws_reach_the_weights"}, "three bands", is_quick=True),
-        Mistake(past_noise_is_rounded, {"added_in_double"}, "three bands"),
-        Mistake(two_groups_are_in_a_step, {"dealt_members"}, "three bands", is_quick=True),
         Mistake(the_count_is_not_centred, {"count_sensitivity"}, "adaptive", is_quick=True),
         Mistake(the_count_has_half_its_noise, {"count_draws"}, "adaptive", is_quick=True),
         Mistake(noise_is_that_of_the_first_bound, {"noise_variance"}, "adaptive", is_quick=True),

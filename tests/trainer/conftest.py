@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.ranks import distributed
+from trainer.ranks.discovery import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +18,6 @@ def one_rank() -> Iterator[torch.device]:
     with mock.patch.dict(os.environ):  # `start` exports the launcher's variables
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
             os.environ.pop(name, None)
-        device = distributed.start(distributed.Ranks())
+        device = distributed.start(Ranks())
         yield device
         dist.destroy_process_group()

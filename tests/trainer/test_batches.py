@@ -7,8 +7,7 @@ import pytest
 
 from data.reading.loader import StepPlan
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import CyclicPoissonSampler, PoissonSampler, example_keys, usual_cap
-from privacy.step import batches as module
+from privacy.sampling.poisson import PoissonSampler, example_keys, usual_cap
 from privacy.step import collectives
 from privacy.step.batches import LogicalBatches
 
@@ -44,7 +43,7 @@ def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: 
                 assert np.array_equal(mine.ids, decided[rank].ids), "a rank decides its own slice"
                 return decided
 
-            patch.setattr(module, "_gather", gather)
+            patch.setattr(collectives, "gather_objects", gather)
             (plan,) = made.plans(step, step)
             found.append(plan)
     return found
@@ -130,38 +129,3 @@ def test_an_empty_batch_is_one_micro_batch_of_padding(monkeypatch: pytest.Monkey
     assert empty, "with B = 1 a third of the batches are empty"
     for plan in plans_of_all(made, 3, empty[0], monkeypatch):
         assert plan.num_micro_batches == 1 and len(plan.example_ids) == len(plan.rows) == 0
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_session_goes_on_where_the_intents_before_it_ended() -> None:
-    """Charges of earlier sessions count, also those of steps that are repeated and of torn lines."""
-    bands, sampler = 7, CyclicPoissonSampler(PoissonSampler.with_expected_batch(NUM_EXAMPLES, 7 * 20, None), 7)
-    attempts = {1: 2, 2: 1, 3: 1}  # 4 intents: step 1 twice, and a torn line
-    plans = list(LogicalBatches(sampler, KEY, NONCE, attempts, micro_batch_size=64, charged=5).plans(2, 12))
-    assert [plan.step for plan in plans] == list(range(2, 13))
-    for position, plan in enumerate(plans):
-        assert plan.group == (5 + position) % bands
-        assert len(plan.example_ids) and (plan.example_ids % bands == plan.group).all()
-
-
-@pytest.mark.parametrize(("bands", "expected", "nodes"), [(7, 70, (0, 1)), (250, 2, (0, 0, 1)), (120, 4, (0, 1, 2, 3))])
-def test_contract_4_a_node_has_rows_for_the_largest_group_in_its_share(
-    bands: int, expected: int, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Groups that take turns have unequal parts in a share. Every step runs the same rows, and they are enough for each group."""
-    asked = list[float]()
-    monkeypatch.setattr(module, "most_of_share", lambda mean: asked.append(mean) or math.ceil(1.5 * mean + 8))
-    sampler = CyclicPoissonSampler(PoissonSampler.with_expected_batch(NUM_EXAMPLES, bands * expected, None), bands)
-    made = LogicalBatches(sampler, KEY, NONCE, {}, 1, nodes=nodes, expected_batch_size=expected)
-    counts = set()
-    with monkeypatch.context() as patch:
-        patch.setattr(collectives, "world_size", lambda: len(nodes))
-        patch.setattr(collectives, "rank", lambda: 0)
-        patch.setattr(module, "_gather", lambda mine: [sampler.of_attempt(0).decide(bytes(32), 1)])
-        counts = {plan.num_micro_batches for plan in made.plans(1, 5)}
-    assert len(counts) == 1
-    ids = np.arange(NUM_EXAMPLES)
-    for node in range(max(nodes) + 1):
-        first, stop = (NUM_EXAMPLES * sum(n < up for n in nodes) // len(nodes) for up in (node, node + 1))
-        largest = max(np.bincount(ids[first:stop] % bands)) * sampler.coins.sample_rate
-        assert all(largest <= mean * (1 + 1e-12) for mean in asked[node :: max(nodes) + 1])

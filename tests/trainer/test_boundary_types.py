@@ -20,7 +20,6 @@ CLOCKS = {
 }  # fmt: skip
 """Attributes that read a clock or a memory meter, of whatever module or object."""
 READS_A_CLOCK = {
-    "data/importers/sources.py": "a fingerprint of the source files, before any run",
     "data/index/shard.py": "whether a shard changed while it was indexed",
     "data/reading/loader.py": "data_wait, which trainer/loop/reporting.py boxes as private",
     "data/reading/storage.py": "whether a shard is still the one that was indexed",
@@ -39,7 +38,6 @@ READS_A_CLOCK = {
     "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",
     "trainer/loop/stopping.py": "deadlines",
     "trainer/progress.py": "the console",
-    "trainer/ranks/agreement.py": "deadlines",
     "trainer/ranks/heartbeat.py": "deadlines",
     "trainer/ranks/rendezvous.py": "deadlines",
     "privacy/step/folder.py": "the wait for a lock",

@@ -26,11 +26,10 @@ from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.claim import read_copies
+from privacy.ledger.claim import composed_epsilon, read_copies
 from privacy.ledger.records import read_ledger
 from tests.privacy.published import read_metrics
-from trainer.audit.canaries import write_canaries
-from trainer.audit.run import run_audit
+from trainer.audit.canaries import run_audit, write_canaries
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
@@ -38,23 +37,25 @@ from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card
 from trainer.run import start as training
+from trainer.run.dry_run import dry_run
 from trainer.weights.export import export
 from trainer.weights.open_model import open_model
-from trainer.weights.parent_ledgers import ledgers_of
+from trainer.weights.start import ledgers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_rank")
 SAME, OTHER = "data/demo/train-00000.tar", "data/demo/train-00001.tar"
 
 
-def run(folder: Path, *changes: str, shards: str = SAME, steps: int = 2) -> int:
+def run(folder: Path, *changes: str, shards: str = SAME, steps: int = 2, is_dry: bool = False) -> int:
     config = load_config(
         ROOT / "recipes/tiny.toml",
         [f"data.shards={shards}", "heldout.num_examples=2", "heldout.num_captions=0", "heldout.is_public=true",
          f"train.num_steps={steps}", f"name={folder.name}", *changes],
     )  # fmt: skip
     machine = load_machine_settings(ROOT / "ds_configs/zero1.json")
-    return training.train(config, machine, "local", folder, ROOT, Ranks(), torch.device("cpu"))
+    start = dry_run if is_dry else training.train
+    return start(config, machine, "local", folder, ROOT, Ranks(), torch.device("cpu"))
 
 
 def pld(*runs: tuple[Path, int], delta: float) -> float:
@@ -130,13 +131,20 @@ def test_canaries_are_judged_by_what_the_released_weights_carry(chain: dict[str,
     """A canary may have been in both runs, so its losses may tell as much as both spent."""
     write_canaries(tmp_path / "canaries", 20, 32)
     report = run_audit(chain["second"], tmp_path / "canaries", None, ROOT)
-    (bound,) = (check for check in report.checks if check.name == "epsilon_lower_bound")
     both = pld((chain["first"], 2), (chain["second"], 3), delta=1e-6)
-    assert bound.details["claimed"] == pytest.approx(both, abs=1e-6) and bound.details["delta"] == 1e-6
+    assert report.facts["claimed"] == pytest.approx(both, abs=1e-6) and report.facts["delta"] == 1e-6
     copy = shutil.copytree(chain["second"], tmp_path / "second")
     (copy / "behind/ledger-1.jsonl").unlink()
     with pytest.raises(PrivacyStateRefused, match=r"ledger-1\.jsonl"):
         run_audit(copy, tmp_path / "canaries", None, ROOT)
+
+
+def test_contract_10_of_runs_declared_disjoint_the_one_that_spent_most_is_claimed(chain: dict[str, Path]) -> None:
+    less, more = (read_ledger(chain[name] / "ledger.jsonl") for name in ("first", "second"))
+    for newest, behind in ((less, more), (more, less)):
+        newest.opened |= {"disjoint_from_start": True}
+        assert composed_epsilon([newest, behind], 1e-6) == composed_epsilon([more], 1e-6)
+    assert composed_epsilon([less], 1e-6) < composed_epsilon([more], 1e-6)
 
 
 @pytest.mark.full
@@ -171,7 +179,7 @@ def test_the_console_says_the_composed_number_first_and_none_below_what_it_is_of
     stated = [float(number) for number in re.findall(r"epsilon (?:planned )?([0-9.]+[0-9])", said)]
     both = pld((chain["first"], 2), (chain["second"], 3), delta=1e-6)
     assert len(stated) >= 3 and both <= stated[0] < both + 0.01, said
-    first = re.search(r"steps? 2 of run 'first', trained on private data with epsilon ([0-9]+\.[0-9]{2}) at", said)
+    first = re.search(r"steps? 2 of run 'first', trained on private data with epsilon ([0-9]+\.[0-9]{3}) at", said)
     alone = pld((chain["first"], 2), delta=1e-6)
     assert first is not None and alone <= float(first[1]) < alone + 0.01, said
 
@@ -200,7 +208,7 @@ def test_metrics_and_evaluation_state_the_composed_number_first(chain: dict[str,
     opened = open_model(chain["second"])
     facts = ModelFacts.of(opened.path, opened.manifest)
     assert (facts.epsilon, facts.delta) == (pytest.approx(card.epsilon, abs=1e-9), card.delta)
-    assert rounded_up(card.epsilon, 4) in facts.statement()
+    assert rounded_up(card.epsilon) in facts.statement()
 
 
 def test_a_private_head_composes_with_its_private_encoder(
@@ -291,7 +299,7 @@ def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict
 
 @pytest.mark.full
 def test_exports_carry_the_composed_number(chain: dict[str, Path], tmp_path: Path) -> None:
-    attested = export(open_model(chain["second"]), "safetensors", tmp_path / "out").card
+    attested = export(open_model(chain["second"]), "safetensors", tmp_path / "out")[0]
     assert attested is not None and attested.epsilon == card_of(chain["second"]).epsilon
     about = json.loads((tmp_path / "out/config.json").read_text())["about"]
     assert (about["epsilon"], about["delta"]) == (attested.epsilon, 1e-6)

@@ -32,7 +32,7 @@ from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import InitSection, OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from trainer.ranks.distributed import Ranks
+from trainer.ranks.discovery import Ranks
 from trainer.run.start import train
 from trainer.weights.open_model import open_model
 from trainer.weights.provenance import initialisation_statement
@@ -168,25 +168,6 @@ def test_private_training_of_a_part_stops_resumes_and_leaves_the_rest(
 
 
 RECIPES = sorted((ROOT / "recipes").glob("finetune_*.toml"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_two_small_steps_of_every_recipe(
-    path: Path, trained: Path, digits: Path, tmp_path: Path, one_rank: torch.device
-) -> None:
-    """Its own options, optimizer and schedule, on a small encoder and few classes."""
-    options = load_config(path).model.overrides
-    shape = {**load_config(RECIPE).model.overrides, "encoder_qkv_bias": False, "num_classes": 10}
-    inner = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {**options, **shape}.items())
-    shrunk = [
-        f"data.shards={digits}/private.tar", "data.num_examples=497", "data.image_size=16", "data.num_workers=0",
-        f"init.checkpoint={trained}", f"model.overrides={{{inner}}}", "privacy.expected_batch_size=16",
-        "schedule.warmup_steps=1", "train.num_steps=2", "train.micro_batch_size=8",
-    ]  # fmt: skip
-    assert train(load_config(path, shrunk), MACHINE, "local", tmp_path / "run", ROOT, Ranks(), one_rank) == 0
-    ended = Checkpoint(tmp_path / "run/checkpoints" / checkpoint_name(2))
-    assert ended.manifest["formal_guarantee"] and bool(ended.frozen) == (options["trainable"] != "all")
 
 
 def test_a_frozen_encoder_needs_a_start(digits: Path, tmp_path: Path, in_this_process: Any) -> None:

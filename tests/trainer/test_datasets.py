@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.index.build import BAD_SHARDS, build_index
-from data.index.shards import find_shards, read_shard_list
+from data.index.build import build_index
 from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.reader import TarReader
 from privacy.errors import PrivacyConfigError
@@ -99,11 +98,6 @@ def test_a_first_start_refuses_what_an_index_refuses(folder: RunFolder, tmp_path
     with pytest.raises(DataError, match=r"b\.tar has members of the key '0' in two places.* c\.tar, d\.tar"):
         training_table(chosen, folder, ROOT)
     assert not (folder.index / MANIFEST).exists()
-    # What was excluded on purpose may be missing from an index that the recipe names.
-    shards = find_shards(f"{tmp_path}/data", ROOT)
-    build_index(shards, tmp_path / "index", exclude=read_shard_list(folder.index / BAD_SHARDS, shards))
-    chosen = config(f"data.shards={tmp_path}/data", f"data.index={tmp_path / 'index'}")
-    assert len(training_table(chosen, folder, ROOT)) == 30
 
 
 def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from trainer.ranks import heartbeat
+from trainer.ranks.discovery import process_identity, process_state
 from trainer.ranks.heartbeat import Beat, Heartbeat, Timing
-from trainer.ranks.launcher import process_identity, process_state
 from trainer.ranks.rendezvous import Place, connect
 
 FAST = Timing(interval=0.05, dead_after=0.6, suspect_after=0.25, slow_after=0.3)
@@ -270,33 +270,3 @@ def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable
             last.note()
         time.sleep(0.1)
     assert not world.ends
-
-
-def test_a_step_of_ten_times_the_longest_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, worlds: Callable[..., World]
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(still_after=0.1))
-    world = worlds([""] * 3)
-    for rank in world.ranks:
-        rank.standing = lambda: ("one place", "")  # type: ignore[method-assign]
-    for seconds in (0.2, 0.2, 2.0):
-        world.ranks[1].note()
-        time.sleep(seconds)
-        assert not world.ends
-
-
-def test_where_the_main_thread_stands() -> None:
-    """By a documented function of CPython with a name like a private one."""
-    found: list[tuple[object, str]] = []
-    lock = threading.Event()
-
-    def look() -> None:
-        for _ in range(2):
-            time.sleep(0.2)
-            found.append(heartbeat.standing())
-        lock.set()
-
-    threading.Thread(target=look).start()
-    lock.wait()
-    assert found[0] == found[1] != heartbeat.standing()
-    assert found[0][1].startswith("test_where_the_main_thread_stands (tests/trainer/test_heartbeat.py:")

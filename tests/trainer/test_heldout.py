@@ -13,15 +13,14 @@ from data.index.shards import common_root, expand_shards
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
 from models.base import VisionModel
-from models.masked_autoencoder import MaskedAutoencoder, reconstruction_loss
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
 from trainer.loop.heldout import Heldout
 from trainer.tasks import make_task
+from trainer.tasks.base import contact_sheet
 from trainer.tasks.blind import caption_losses
 from trainer.tasks.captioning import CaptioningTask
-from trainer.tasks.pictures import contact_sheet
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,24 +100,6 @@ def test_baselines(
         assert found["shuffled_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
         assert found["blind_loss"] == min(caption_losses(captions, make_example.tokenizer.vocab_size).values())
         assert means == {"loss": pytest.approx(heldout(table, task, count, 3).loss(engine), rel=1e-5)}
-
-
-@pytest.mark.parametrize("normalise", ["true", "false"])
-def test_baseline_of_a_masked_autoencoder(table: ExampleTable, one_rank: torch.device, normalise: str) -> None:
-    """The model's own loss, where the mean of the other five pictures is what it reconstructs."""
-    shape = f"model.overrides={{patch_size = 8, encoder_depth = 1, decoder_depth = 1, normalise_pixels = {normalise}}}"
-    overrides = ["model.kind=masked_autoencoder", "model.size=pico", "data.image_size=16", shape]
-    task = make_task(load_config(ROOT / "tests/trainer/clip_art.toml", overrides), ROOT)
-    (batch,) = eval_batches(table, task.make_example(train=False), 6, num_examples=6)
-    model = task.build(torch.Generator().manual_seed(0))
-    assert isinstance(model, MaskedAutoencoder)
-    targets_BPQ, mask_BP = model.targets(batch.inputs["images_BCHW"]).double(), batch.inputs["mask_BP"]
-    means_BPQ = (targets_BPQ.sum(dim=0) - targets_BPQ) / 5
-    expected = float(reconstruction_loss(means_BPQ, targets_BPQ, mask_BP).mean())
-    engine = local_engine(model)
-    for size in (1, 4, 6):
-        _, found = Heldout(table, task, num_examples=6, micro_batch_size=size).means_and_baselines(engine)
-        assert list(found) == ["blind_loss"] and found["blind_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -32,12 +32,6 @@ def test_every_tensor_is_counted_from_birth_to_death() -> None:
     assert live(work) == [4000, 4000, 8000, 8004, 4, 8]
 
 
-def process_memory(name: str) -> int:
-    """Bytes, by the name that /proc/self/status has for them: VmRSS, VmHWM."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
 # What the machine says
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from privacy.boundary import PUBLISHED, Private, Public, Reason
-from tests.privacy.published import parse_lines, read_metrics
+from tests.privacy.published import read_metrics
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
-from trainer.loop.reporting import _write_files
 
 
 def private(values: Mapping[str, float]) -> dict[str, Private[float]]:
@@ -113,17 +112,6 @@ def test_a_setting_that_changes_from_step_to_step_is_none(tmp_path: Path, monkey
     with pytest.raises(ValueError, match="called a setting, and changes"):
         writer.scalars(3, {"train/batch_size": Public(25.0, Reason.SETTINGS)})
     writer.close()
-
-
-@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 2, "loss": {}', "{"])
-def test_a_torn_line_of_held_out_results_spoils_no_other(torn: str, tmp_path: Path) -> None:
-    for step, cut in ((1, torn), (3, "")):
-        _write_files(step, {"loss": 0.5}, None, tmp_path)
-        with (tmp_path / "heldout.jsonl").open("a") as file:
-            file.write(cut)
-    text = (tmp_path / "heldout.jsonl").read_text()
-    assert [line["step"] for line in parse_lines(text)] == [1, 3] and text.count("\n") == 3
-    assert parse_lines('{"step": 2, "lo{"step": 3, "loss": 0.5}\n[1]\n{"step": 4}\n') == [{"step": 4}]
 
 
 def test_a_box_shows_and_decides_nothing_and_has_no_json_form() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from privacy.errors import PrivacyConfigError
 from privacy.step import collectives
-from privacy.step.neighbours import require_neighbours_apart
+from privacy.step.engine import require_neighbours_apart
 
 
 class PlainEngine:
@@ -60,7 +60,7 @@ def test_a_micro_batch_that_is_cut_into_parts_is_tried_as_a_part() -> None:
 
 
 def test_what_another_rank_finds_is_refused_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "gather_objects", lambda mine: [mine, "the other rank says so"])
+    monkeypatch.setattr(collectives, "gather_objects", lambda mine: [mine, (None, "the other rank says so", None)])
     engine: Any = PlainEngine(Mixing(12, torch.float32))
     with pytest.raises(PrivacyConfigError, match="the other rank says so"):
         require_neighbours_apart(engine, engine.module, inputs, 11)

@@ -253,6 +253,7 @@ def test_no_neighbour_of_a_small_run_changes_a_public_byte(tmp_path: Path, one_r
     assert len(privates) == 4, "the runs did see different things"
 
 
+@pytest.mark.full
 def test_a_profile_changes_no_public_byte_and_is_private(tmp_path: Path, one_rank: torch.device) -> None:
     """The profiled run and the other see different examples, too; only the configuration says that there is a profile."""
     profile = "train.profile=[2, 3]"

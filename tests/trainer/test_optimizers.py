@@ -1,15 +1,20 @@
-"""Every optimizer against a float64 reference from its publication, whole and cut into flat partitions."""
+"""Every optimizer against a float64 reference from its publication; the rate of each step and of each layer."""
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.step.noise_variance import NoiseVariance
-from trainer.config.recipe import OptimizerSection
+from privacy.step.step import NoiseVariance
+from tests.models.test_classifier import tiny_classifier
+from trainer.config.recipe import OptimizerSection, ScheduleSection
+from trainer.errors import ConfigError
 from trainer.optimizers import (
     fresh_state,
+    layer_rates,
+    learning_rate,
     make_optimizer,
     moments,
     parameter_groups,
@@ -182,3 +187,106 @@ def test_each_parameter_is_in_one_group_and_full_shapes_decide() -> None:
 def test_keys_of_other_optimizers_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**values)
+
+
+# optimizer.layer_decay: which part of the rate each layer takes, and that a step takes it.
+
+
+def published(name: str, depth: int, decay: float) -> float:
+    """As in the masked autoencoder's release: layer 0 is the embedding, block i layer i + 1, the rest layer depth + 1."""
+    if name.startswith(("encoder.class_token", "encoder.position", "encoder.patch_embedding")):
+        layer = 0
+    elif name.startswith("encoder.blocks"):
+        layer = int(name.split(".")[2]) + 1
+    else:
+        layer = depth + 1
+    return decay ** (depth + 1 - layer)
+
+
+@pytest.mark.parametrize("trainable", ["all", "adapters"])
+def test_rates_are_the_published_ones(trainable: str) -> None:
+    model = tiny_classifier(trainable=trainable, encoder_depth=3, encoder_position="learned")
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    rates = layer_rates(names, 0.5)
+    assert rates == {name: published(name, 3, 0.5) for name in names}
+    assert set(layer_rates(names, None).values()) == {1.0}
+    with pytest.raises(ConfigError, match=r"layer_decay.*no encoder\.blocks"):
+        layer_rates(["head.weight"], 0.75)
+
+
+def test_a_step_takes_its_layers_part_of_the_rate() -> None:
+    model = tiny_classifier()
+    decayed = OptimizerSection(name="sgd", peak_lr=1.0, momentum=0.0, layer_decay=0.5)
+    named, before = dict(model.named_parameters()), {n: p.detach().clone() for n, p in model.named_parameters()}
+    groups = parameter_groups(named.items(), {n: p.shape for n, p in named.items()}, decayed)
+    optimizer = make_optimizer(groups, decayed)
+    for step, lr in enumerate((0.1, 0.3)):
+        for parameter in named.values():
+            parameter.grad = torch.ones_like(parameter)
+        set_step(optimizer.param_groups, lr=lr, noise_variance=0.0)
+        optimizer.step()
+        moved = 0.1 if step == 0 else 0.4
+        for name, parameter in named.items():
+            assert torch.allclose(before[name] - parameter, torch.tensor(moved * published(name, 2, 0.5)), atol=1e-6), (
+                name
+            )
+
+
+# The rate of each step
+
+PEAK = 2e-3
+
+
+def rates(num_steps: int, **schedule: object) -> list[float]:
+    section = ScheduleSection.model_validate(schedule)
+    return [learning_rate(step, num_steps, PEAK, section) for step in range(1, num_steps + 1)]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10, 49, 50])
+def test_every_step_moves_and_the_peak_ends_the_warm_up(warmup: int) -> None:
+    found = rates(50, warmup_steps=warmup)
+    assert all(rate > 0 for rate in found)
+    assert max(found) == found[max(warmup, 1) - 1] <= PEAK
+    if warmup:
+        assert found[:warmup] == pytest.approx([PEAK * step / warmup for step in range(1, warmup + 1)])
+        assert found[warmup - 1] == PEAK
+    assert all(a > b for a, b in zip(found[max(warmup, 1) - 1 :], found[max(warmup, 1) :], strict=False)), (
+        "then it falls"
+    )
+
+
+def test_cosine_in_numbers() -> None:
+    """Warm-up 2, then 3 steps of a cosine that would be zero one step past the end."""
+    cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]
+    assert rates(5, warmup_steps=2) == pytest.approx([PEAK / 2, PEAK, *(PEAK * c for c in cosine)])
+
+
+def test_a_cosine_stopped_midway() -> None:
+    """DP-Cap: 5,708 steps of a 10,000-step cosine end at 55.7 % of the peak."""
+    short = rates(5708, warmup_steps=2000, decay_steps=10_000)
+    assert short == rates(10_000, warmup_steps=2000)[:5708]
+    assert short[1999] == PEAK and short[-1] / PEAK == pytest.approx(0.557, abs=1e-3)
+
+
+def test_final_fraction() -> None:
+    found = rates(100, warmup_steps=10, final_fraction=0.1)
+    assert 0.1 * PEAK < found[-1] < 0.102 * PEAK
+    after = rates(100, warmup_steps=10, decay_steps=50, final_fraction=0.1)
+    assert after[50:] == pytest.approx([0.1 * PEAK] * 50)
+
+
+@pytest.mark.parametrize("warmup", [0, 10, 70])
+def test_vips_released_schedule(warmup: int) -> None:
+    """min((t + 1) / warm-up, (1 + cos(pi t / T)) / 2) at t = 0, 1, ..., by torch's LambdaLR, as its training script has it."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([parameter], lr=PEAK)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        sgd, lambda t: min((t + 1) / max(warmup, 1), 0.5 * (1 + math.cos(math.pi * t / 100)))
+    )
+    expected = []
+    for _ in range(100):
+        expected.append(sgd.param_groups[0]["lr"])
+        sgd.step()
+        scheduler.step()
+    assert rates(100, warmup_steps=warmup, decay="cosine_from_start") == pytest.approx(expected)
+    assert all(rate > 0 for rate in expected) and (warmup != 10 or max(expected) < PEAK), "the cosine has begun to fall"

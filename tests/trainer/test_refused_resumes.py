@@ -1,17 +1,23 @@
-"""What is looked at before a start writes: ledgers behind initial weights, and the torn end of a shared ledger."""
+"""What is looked at before a start writes, and what the next start ends or refuses."""
 
 import fcntl
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.shared import SharedLedger
 from privacy.step.folder import RunFolder
+from tests.distributed.ranks import ROOT
+from tests.privacy.loop.own import make
 from tests.trainer import test_refused_starts
 from tests.trainer.test_chains import run
-from tests.trainer.test_refused_starts import LINES, OPTIONS, all_damaged, image, of_another_run, stop_after
-from trainer.errors import ConfigError
+from tests.trainer.test_refused_starts import OPTIONS, image, stop_after
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import load_config
+from trainer.ranks.discovery import Ranks
+from trainer.run.start import TrainerStart, train
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 stopped = test_refused_starts.stopped
@@ -39,60 +45,50 @@ def test_a_ledger_behind_the_start_that_is_gone_or_edited_is_missed_before_the_f
     assert run(folder, *OPTIONS, start, steps=4) == 0
 
 
-@pytest.mark.full
-def test_a_refused_start_leaves_a_torn_shared_ledger_and_its_mirror_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_checks_alone_write_nothing_and_a_start_refused_at_last_leaves_no_ledger(
+    stopped: Path, tmp_path: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    settings, new = load_machine_settings(ROOT / "ds_configs/zero1.json"), tmp_path / "new"
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends
-    owner, mirror, folder = tmp_path / "owner.jsonl", tmp_path / "second.jsonl", tmp_path / "run"
-    SharedLedger.create(owner, epsilon=2.0, delta=1e-4, mirror=mirror)
-    shared = f"privacy.shared_ledger={owner}"
-    stop_after(1, folder, shared)
-    with owner.open("ab") as file:
-        file.write(b'{"seq":99,"type":"res')
-    before = image(tmp_path)
-    with pytest.raises(PrivacyConfigError, match="frozen"):
-        run(folder, *OPTIONS, shared, "privacy.max_grad_norm=9", steps=4)
-    assert image(tmp_path) == before
-    of_another_run(folder)  # found after both ledgers are open
-    before = image(tmp_path)
-    with pytest.raises(PrivacyStateRefused, match=r"checkpoint|rolled back|shorter"):
-        run(folder, *OPTIONS, shared, steps=4)
-    assert image(tmp_path) == before
-    files = owner.read_bytes(), mirror.read_bytes()
-    with pytest.raises(PrivacyConfigError, match="never fits"):
-        run(tmp_path / "new", *OPTIONS, shared, "privacy.noise_multiplier=1", steps=3000)
-    assert (owner.read_bytes(), mirror.read_bytes()) == files
-    assert not (tmp_path / "new" / LINES).exists()
-    assert run(tmp_path / "fits", *OPTIONS, shared, "privacy.fixed_in_advance=true", steps=4) == 0
-    assert owner.read_bytes() == mirror.read_bytes() and owner.read_bytes().count(b" #torn\n") == 1
+
+    def refuse(*_: object) -> None:
+        raise PrivacyConfigError("refused at last")
+
+    config = load_config(
+        ROOT / "recipes/tiny.toml", ["heldout.num_captions=0", f"privacy.ledger_mirror={tmp_path}/mirror"]
+    )
+    arguments = (config, settings, "local", RunFolder(new), ROOT, Ranks(), one_rank, None)
+    for check in TrainerStart(*arguments, may_restart=False).checks():  # type: ignore[arg-type]
+        check()
+        assert check.__doc__, "a check says why it is there"
+    monkeypatch.setattr("trainer.run.start.require_neighbours_apart", refuse)
+    with pytest.raises(PrivacyConfigError, match="refused at last"):
+        train(config, settings, "local", new, ROOT, Ranks(), one_rank)
+    assert not (new / "ledger.jsonl").exists() and not (tmp_path / "mirror").exists()
+    assert not list((new / "private").glob("*.key*"))
 
 
-@pytest.mark.full
-def test_a_refused_start_of_a_finished_run_does_not_close_it_in_the_shared_ledger(
+def test_a_loop_that_was_killed_before_its_end_is_ended_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The crash came between the two `close`; what is refused afterwards has written nothing, and what is not writes it."""
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
-    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends
-    owner, folder = tmp_path / "owner.jsonl", tmp_path / "run"
-    SharedLedger.create(owner, epsilon=2.0, delta=1e-4)
-    shared = f"privacy.shared_ledger={owner}"
-    assert run(folder, *OPTIONS, shared, steps=2) == 0
-    whole = owner.read_bytes()
-    *kept, last = whole.splitlines(keepends=True)
-    assert b'"type":"close"' in last
-    owner.write_bytes(b"".join(kept) + b'{"seq":99,"type":"clo')
-    checkpoints = {path: path.read_bytes() for path in (folder / "checkpoints").glob("step-*/rank-*")}
-    all_damaged(folder)
-    before = image(tmp_path)
-    with pytest.raises(ConfigError, match="none of the 2 checkpoints"):
-        run(folder, *OPTIONS, shared, steps=2)
-    assert image(tmp_path) == before
-    for path, content in checkpoints.items():
-        path.write_bytes(content)
-    assert run(folder, *OPTIONS, shared, steps=2) == 0
-    assert SharedLedger(owner).look().closed and owner.read_bytes().count(b" #torn\n") == 1
-    closed = image(tmp_path)
-    assert run(folder, *OPTIONS, shared, steps=2) == 0 and image(tmp_path) == closed
+    run = tmp_path / "own"
+    with monkeypatch.context() as patch:
+        patch.setattr("privacy.run.ledger.RunLedger.close_run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt), make(run) as loop:
+            for _ in loop:
+                pass
+    with make(run) as loop:
+        assert loop.steps_done == 6 and b'"type":"close"' in (run / "ledger.jsonl").read_bytes()
+
+
+def test_a_new_run_beside_a_checkpoint_that_was_set_aside_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "own"
+    with make(run, save_every=1) as loop:
+        loop.step()
+    for path in (run / "checkpoints").glob("step-*"):
+        path.rename(path.with_name(f"set-aside-{path.name}"))
+    (run / "ledger.jsonl").unlink()
+    shutil.rmtree(run / "private")
+    with pytest.raises(PrivacyStateRefused, match=r"is gone, and a checkpoint of step 1 remembers it"):
+        make(run)
+    assert not (run / "ledger.jsonl").exists()

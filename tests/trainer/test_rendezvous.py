@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from trainer.errors import RemoteError
-from trainer.ranks import rendezvous
+from trainer.ranks import distributed, rendezvous
+from trainer.ranks.discovery import Ranks
 from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
 
 PATIENCE = 45.0
@@ -29,15 +30,12 @@ def listener() -> Iterator[socket.socket]:
         yield taken
 
 
-def test_the_host_of_the_store_finds_its_port_taken(listener: socket.socket) -> None:
-    place = Place("127.0.0.1", listener.getsockname()[1], is_host=True)
-    with pytest.raises(RendezvousError, match="something else has that port; choose another MASTER_PORT"):
-        connect(place, PATIENCE)
-
-
-def test_a_guest_meets_something_that_is_no_store(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_port_that_something_else_has(
+    listener: socket.socket, is_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
-    place = Place("127.0.0.1", listener.getsockname()[1], is_host=False)
+    place = Place("127.0.0.1", listener.getsockname()[1], is_host)
     with pytest.raises(RendezvousError, match="something else has that port; choose another MASTER_PORT"):
         connect(place, PATIENCE)
 
@@ -137,6 +135,23 @@ def test_one_process_needs_no_port(monkeypatch: pytest.MonkeyPatch, agent: bool)
     store, place = find_store("127.0.0.1", 1, 0, 1, 5)
     store.set("key", "value")
     assert place.is_host and store.get("key") == b"value"
+
+
+def test_a_group_that_would_find_no_threads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container with few processes gloo would wait for its own thread for ever; what was started is left by none."""
+    before, begin = threading.active_count(), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if threading.active_count() > before + 3:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: pytest.fail("waits for ever"))
+    monkeypatch.setattr(distributed, "export_ranks", lambda *_: None)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        distributed.start(Ranks())
+    assert threading.active_count() == before
 
 
 def test_rank_0_is_missed_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

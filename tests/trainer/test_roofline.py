@@ -1,8 +1,5 @@
 """The paper bound: operations are counted as torch counts FLOPs, in bytes read and written once, and as inductor fuses them."""
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ from torch.nn import functional as F
 from models.captioner import Captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
-from tests.docs.pages import ROOT
 from trainer.planner.hardware import GPUS
 from trainer.planner.inductor import kernels_of
 from trainer.planner.probe import META, count_flops, with_fused_attention
@@ -39,7 +35,7 @@ def test_flops_are_those_of_torch(mode: Any) -> None:
     if mode != "non-private":
         clipped = ClippedSum(model, 1.0, mode=mode, self_check=False)
     with with_fused_attention():
-        assert count_operations(step, on_cuda=False).flops == count_flops(step) > 0
+        assert count_operations(step, on_cuda=False).total("flops") == count_flops(step) > 0
 
 
 def test_every_operation_reads_and_writes_once() -> None:
@@ -61,17 +57,16 @@ def test_every_operation_reads_and_writes_once() -> None:
 
 
 def test_a_launch_takes_the_longer_of_computing_and_moving() -> None:
-    gpu = GPUS["h100-80gb"]
     square, thin = (torch.empty(4096, n, device=META, dtype=torch.bfloat16) for n in (4096, 1))
-    with OperationCounter() as counter:
+    with OperationCounter(GPUS["h100-80gb"]) as counter:
         square @ square
         square @ thin
     (row,) = counter.rows.values()
-    assert row.seconds(gpu) == pytest.approx(2 * 4096**3 / 700e12 + 2 * (4096**2 + 2 * 4096) / 3.0e12)
+    assert row.seconds == pytest.approx(2 * 4096**3 / 700e12 + 2 * (4096**2 + 2 * 4096) / 3.0e12)
     with OperationCounter() as counter:
         square.float() @ square.float()
     (product,) = (row for row in counter.rows.values() if row.operation == "mm")
-    assert product.seconds(gpu) == pytest.approx(2 * 4096**3 / 50e12)
+    assert product.seconds == pytest.approx(2 * 4096**3 / 50e12)
 
 
 def layer_norm(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,20 +108,3 @@ def test_a_compiled_function_is_as_many_kernels_as_inductor_makes_of_it_for_cuda
         step()
     (row,) = counter.rows.values()
     assert (row.operation, row.launches, row.moved) == ("compiled layer_norm", 2, two.moved)
-
-
-def test_the_command_prints_one_object() -> None:
-    told = ["--recipe", "recipes/tiny.toml", "--json", "train.micro_batch_size=4"]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/roofline.py", *told],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["micro_batch_size"] == 4 and found["ratio"] == found["private_ms"] / found["non_private_ms"] > 1
-    assert {"part", "operation", "dtypes", "launches", "flops", "bytes", "ms"} == set(found["rows"][0])
-    assert [row["ms"] for row in found["rows"]] == sorted((row["ms"] for row in found["rows"]), reverse=True)

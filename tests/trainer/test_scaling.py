@@ -23,12 +23,10 @@ from privacy.plan_request import PlanRequest
 from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
 from trainer.studies import folder as study_folder
-from trainer.studies.collect import Result, grouped
 from trainer.studies.executors import Trainer, exit_code, run_local
 from trainer.studies.folder import StudyFolder
-from trainer.studies.grid import StudyConfig, expand, load_study
-from trainer.studies.points import PlannedPoint, changed_keys, plan_points
-from trainer.studies.report import write_report
+from trainer.studies.grid import Point, StudyConfig, load_study, plan_points, require_useful_starts, trained_keys
+from trainer.studies.report import Result, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))
@@ -54,13 +52,12 @@ def study_of(tmp_path: Path, text: str) -> StudyConfig:
     return load_study(path)
 
 
-def planned_of(tmp_path: Path, text: str) -> list[PlannedPoint]:
-    study = study_of(tmp_path, text)
-    return plan_points(study, "study", ROOT)
+def planned_of(tmp_path: Path, text: str) -> list[Point]:
+    return plan_points(study_of(tmp_path, text), "study", ROOT)
 
 
 def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
-    points = expand(study_of(tmp_path, STUDY))
+    points = planned_of(tmp_path, STUDY)
     assert [point.name for point in points] == [
         f"batch-{batch}_start-{start}_seed-{seed}"
         for batch in (8, 24)
@@ -68,17 +65,8 @@ def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
         for seed in (0, 1)
     ]
     last = points[-1]
-    assert last.labels == {"batch": 24, "start": "large"}
-    assert last.overrides == {
-        "data.provenance": "public",
-        "privacy.expected_batch_size": 24,
-        "train.num_steps": 2,
-        "model.overrides.encoder_depth": 2,
-        "train.seed": 1,
-    }
-
+    assert last.labels == {"batch": 24, "start": "large"} and last.seed == 1
     # And what a point trains is what its overrides say.
-    by_name = {one.name: one.config for one in planned_of(tmp_path, STUDY)}
     wanted = load_config(
         ROOT / "recipes/tiny.toml",
         [
@@ -86,7 +74,7 @@ def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
             "train.num_steps=2", "model.overrides.encoder_depth=2", "train.seed=1",
         ],
     )  # fmt: skip
-    assert changed_keys(to_toml(by_name[wanted.name]), to_toml(wanted)) == []
+    assert trained_keys(to_toml(last.config)) == trained_keys(to_toml(wanted))
 
 
 @pytest.mark.parametrize(
@@ -123,10 +111,10 @@ def test_tan_keeps_noise_over_batch_and_marks_all_but_the_reference(tmp_path: Pa
         privacy = one.config.privacy
         assert math.isclose(privacy.noise_multiplier / privacy.expected_batch_size, 1.2 / 24)
         assert privacy.target_epsilon is None
-        assert one.is_simulation == (privacy.expected_batch_size != 24)
+        assert one.config.privacy.simulation == (privacy.expected_batch_size != 24)
         plan = make_plan(privacy.request(one.config.train.num_steps, 3000))
-        assert plan.formal_guarantee != one.is_simulation
-        if one.is_simulation:
+        assert plan.formal_guarantee != one.config.privacy.simulation
+        if one.config.privacy.simulation:
             assert "TAN simulation" in plan.reasons[0]
             assert plan.epsilon_planned is None
             assert plan.epsilon_with_reserve is None
@@ -143,7 +131,7 @@ def test_tan_is_calibrated_at_the_reference_batch(tmp_path: Path) -> None:
     text = TAN.replace("reference_noise_multiplier = 1.2", "reference_epsilon = 8.0").replace("[6, 2]", "[2, 2]")
     text = text.replace("[base]", "[base]\ndata.num_examples = 3000")
     planned = planned_of(tmp_path, text)
-    reference = next(one for one in planned if not one.is_simulation)
+    reference = next(one for one in planned if not one.config.privacy.simulation)
     plan = make_plan(reference.config.privacy.request(2, 3000))
     assert plan.epsilon_with_reserve is not None
     assert 7.9 < plan.epsilon_with_reserve <= 8.0
@@ -169,7 +157,26 @@ def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
     assert study.name == path.stem
 
 
-def prepared(tmp_path: Path, text: str) -> tuple[StudyFolder, list[PlannedPoint]]:
+@pytest.mark.parametrize("named", ["run", "checkpoint"])
+def test_a_start_that_knows_less_than_one_does_without_looking_is_refused(named: str, tmp_path: Path) -> None:
+    """By the last line of its public held-out losses; a start without any is taken as it is."""
+    start = tmp_path / "start"
+    checkpoint = start / "checkpoints" / "step-2"
+    for folder in (checkpoint, start / "evaluation"):
+        folder.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    where = start if named == "run" else checkpoint
+    planned = planned_of(tmp_path, STUDY.replace("[base]", f'[base]\ninit.checkpoint = "{where}"'))
+    require_useful_starts(planned, ROOT)
+    losses = start / "evaluation" / "heldout.jsonl"
+    losses.write_text('{"step": 1, "loss": 9.0, "blind_loss": 1.5}\n{"step": 2, "loss": 1.25, "blind_loss": 1.5}\n')
+    require_useful_starts(planned, ROOT)
+    losses.write_text(losses.read_text() + '{"step": 3, "loss": 1.75, "blind_loss": 1.5}\n')
+    with pytest.raises(ConfigError, match=f"start {start} has a held-out loss of 1.7500, and 1.5000 is had without"):
+        require_useful_starts(planned, ROOT)
+
+
+def prepared(tmp_path: Path, text: str) -> tuple[StudyFolder, list[Point]]:
     folder = StudyFolder(tmp_path / "study")
     study = study_of(tmp_path, text)
     planned = plan_points(study, "study", ROOT)
@@ -226,7 +233,7 @@ def begin(folder: StudyFolder, name: str) -> None:
         ledger.start_session({})
 
 
-def late_points(folder: StudyFolder, planned: list[PlannedPoint]) -> list[str]:
+def late_points(folder: StudyFolder, planned: list[Point]) -> list[str]:
     return [one.name for one in planned if not load_config(folder.recipe(one.name)).privacy.fixed_in_advance]
 
 
@@ -362,13 +369,14 @@ def reported(tmp_path: Path, results: list[Result], missing: tuple[str, ...] = (
 def test_a_report_shows_epsilon_of_runs_that_claim_one_and_of_no_other(tmp_path: Path) -> None:
     results = [result(batch, seed) for batch in (10, 20) for seed in (0, 1)]
     results += [result(5, seed, informal_reasons=("a TAN simulation",)) for seed in (0, 1)]
-    groups = {group.labels["batch"]: group.row() for group in grouped(results)}
-    assert [groups[batch]["epsilon"] for batch in (10, 20, 5)] == [1.0, 2.0, None]
-    assert groups[10]["final_heldout_loss_mean"] == pytest.approx(1.94)
-    assert groups[10]["final_heldout_loss_sd"] == pytest.approx(0.1 / 2**0.5)
     folder, page = reported(tmp_path, results, missing=("batch-40_seed-0",))
-    row = next(line for line in page.splitlines() if line.startswith("| 5 "))
-    assert "none (simulation, not private)" in row
+    groups = table_rows(page)
+    assert [groups[batch]["epsilon"] for batch in ("10", "20", "5")] == [
+        "1.000",
+        "2.000",
+        "none (simulation, not private)",
+    ]
+    assert [groups["10"][name] for name in ("held-out loss", "least", "largest")] == ["1.9400", "1.8900", "1.9900"]
     assert "not done: batch-40_seed-0" in page
     with (folder.report / "points.csv").open() as file:
         rows = {row["point"]: row for row in csv.DictReader(file)}
@@ -394,9 +402,6 @@ def test_every_group_is_compared_with_the_blind_line(tmp_path: Path) -> None:
     assert rows["100"]["below the blind line by"] == "0.0800"
     assert "The blind line, 1.9300, is the loss that one gets" in page and "pairs of words" in page
     assert "**1 of 2 groups lie above it: batch 10.**" in page
-    with (folder.report / "groups.csv").open() as file:
-        groups = {row["axis/batch"]: row for row in csv.DictReader(file)}
-    assert [round(float(groups[batch]["below_blind"]), 6) for batch in ("10", "100")] == [-0.01, 0.08]
     with (folder.report / "points.csv").open() as file:
         point = next(csv.DictReader(file))
     assert (point["blind_loss"], point["shuffled_loss"]) == ("1.93", "3.5")

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
-from trainer.ranks.distributed import Ranks
+from trainer.ranks.discovery import Ranks
 from trainer.run.start import train
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -115,7 +116,7 @@ def said_of(text: str, key: str) -> list[str]:
     return [line for line in text.splitlines() if f"{key}: a look at" in line]
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("kind", ["captioner", *(pytest.param(k, marks=pytest.mark.full) for k in (*RECIPES,)[1:])])
 def test_some_unusable_examples_train_as_zero_gradients_and_every_start_counts_them(
     kind: str, tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +143,7 @@ def test_a_step_without_a_usable_gradient_is_said(
     assert lines[0].startswith("warning: step 2 was noise alone: all its ")
 
 
-@pytest.mark.parametrize("bound", ["1.0", "1e7"])
+@pytest.mark.parametrize("bound", [pytest.param("1.0", marks=pytest.mark.full), "1e7"])
 def test_a_bound_far_above_all_gradients_is_said_once_and_never_published(
     bound: str, tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,14 +175,11 @@ def test_held_out_data_are_looked_at_too(
 FASHION = "data.tokenizer=data/tokenizer/fashion.json"
 
 
-@pytest.mark.parametrize(
-    "captions", [["SECRET dogs bark"], ["a pair of SECRET dogs in rain", "dogs bark"], ["a SECRET 犬が走る", "雨"]]
-)
-def test_a_vocabulary_that_does_not_know_the_captions_is_refused(
-    captions: list[str], tmp_path: Path, start: Callable[..., int]
-) -> None:
+def test_a_vocabulary_that_does_not_know_the_captions_is_refused(tmp_path: Path, start: Callable[..., int]) -> None:
     """As of `train.py data.shards=mine` with the default recipe, whose vocabulary is the quickstart's twenty tokens."""
-    write_captions(tmp_path / "mine.tar", captions)
-    said = refused(start, tmp_path / "run", FASHION)
-    assert "data.shards" in said and "data.tokenizer" in said and "fashion.json" in said and "SECRET" not in said
+    for captions in ["SECRET dogs bark"], ["a pair of SECRET dogs in rain", "dogs bark"], ["a SECRET 犬が走る", "雨"]:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        write_captions(tmp_path / "mine.tar", captions)
+        said = refused(start, tmp_path / "run", FASHION)
+        assert "data.shards" in said and "data.tokenizer" in said and "fashion.json" in said and "SECRET" not in said
     assert start() == 0, "the embedded vocabulary knows parts of every word"

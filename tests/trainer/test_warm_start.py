@@ -202,7 +202,7 @@ def test_the_card_names_every_run_behind_a_start(tmp_path: Path) -> None:
     facts = initialisation_facts(recipe(), write(tmp_path, {**SYNTHETIC, "initialisation": first}), table("b"))
     said = initialisation_statement({"initialisation": facts})
     assert "run 'before', trained on data that its recipe declares synthetic. Before that: " in said
-    assert "epsilon 3.25 at delta 1e-06" in said and "The two compose" in said
+    assert "epsilon 3.250 at delta 1e-06" in said and "The two compose" in said
     unproved = initialisation_statement({"initialisation": {**first, "guarantee": None}})
     assert "without a guarantee that a ledger proves" in unproved and "epsilon" not in unproved
 

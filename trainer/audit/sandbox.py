@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from privacy.audit.canary_model import Canaries, CanaryModel, made_up
-from privacy.audit.own_loop import is_of_a_loop, loop_audit
 from privacy.audit.report import AuditReport
-from privacy.audit.sandbox import Settings, audited_plan, in_processes, ranks_of, run_sandbox
+from privacy.audit.sandbox import Side, audited_plan, in_processes, is_of_a_loop, loop_audit, ranks_of, run_sandbox
 from privacy.plan import PrivacyPlan
 from privacy.plan_request import PlanRequest
+from privacy.step import collectives
 from privacy.step.folder import RunFolder
 from trainer.config.machine import load_machine_settings
 from trainer.config.optimizer import OptimizerSection, ScheduleSection
@@ -56,14 +56,18 @@ def mechanism_audit(
         mode = json.loads(chosen.read_text()).get("clipping_mode", {}).get("mode", "auto")
         recipe = _changed(recipe, privacy={"clipping_mode": mode})
     machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
-    work = partial(_rank, plan, TrainerSide(recipe, engine, machine.resolve()))
+    work = partial(_rank, plan, recipe, engine, machine.resolve())
     return in_processes(ranks or ranks_of(run_dir), work, distributed.finish)
 
 
-def _rank(plan: PrivacyPlan, side: "TrainerSide", rank: int, ranks: int, port: int, folder: Path) -> AuditReport | None:
+def _rank(
+    plan: PrivacyPlan, recipe: RunConfig, engine: EngineName, ds_config: Path, folder: Path, *place: int
+) -> AuditReport | None:
     """One process of the sandbox."""
+    (rank, ranks, port), train = place, recipe.train
     distributed.start(Ranks(rank, rank, ranks, port=port))
-    return run_sandbox(side.settings(plan), side, folder)
+    words = f"engine {engine}, {train.accumulation} sums{', compiled' if train.compile else ''}, {ds_config.name}"
+    return run_sandbox(plan, trainer_side(recipe, engine, ds_config), folder, train.micro_batch_size, words=words)
 
 
 def _changed(recipe: RunConfig, **sections: Any) -> RunConfig:
@@ -72,32 +76,20 @@ def _changed(recipe: RunConfig, **sections: Any) -> RunConfig:
     return recipe.model_copy(update=new)
 
 
-@dataclass(frozen=True)
-class TrainerSide:
-    """See `privacy.audit.sandbox.Side`."""
+def trainer_side(recipe: RunConfig, engine: EngineName, ds_config: Path) -> Side:
+    """Starts of training on the canaries' shard."""
 
-    recipe: RunConfig
-    engine: EngineName
-    ds_config: Path
-
-    def settings(self, plan: PrivacyPlan, **changed: Any) -> Settings:
-        """What the sandbox has of the run; `changed` are sizes, for tests."""
-        train = self.recipe.train
-        words = f"engine {self.engine}, {train.accumulation} sums{', compiled' if train.compile else ''}, {self.ds_config.name}"
-        return Settings.of(plan, train.micro_batch_size, distributed.world_size(), words, **changed)
-
-    def __call__(self, folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int) -> TrainerStart:
-        """A start of training on the canaries' shard."""
+    def start(folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int) -> TrainerStart:
         shard = folder / "canaries-000000.tar"
-        distributed.on_main(lambda: None if shard.exists() else _write_shard(shard, len(canaries)))
+        collectives.on_main(lambda: None if shard.exists() else _write_shard(shard, len(canaries)))
         # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding. It is above any recipe's.
         enormous = 2.0 ** (33 + max(0, math.ceil(math.log2(request.max_grad_norm))))
         optimizer = OptimizerSection.model_construct(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)
-        if self.recipe.optimizer.name == "sgd":
+        if recipe.optimizer.name == "sgd":
             optimizer = OptimizerSection.model_construct(name="sgd", peak_lr=1.0, momentum=0.0)
-        data = {"shards": str(shard), "num_workers": min(1, self.recipe.data.num_workers), "provenance": "private"}
-        recipe = _changed(
-            self.recipe, init=None, heldout=None, schedule=ScheduleSection(decay="constant"), optimizer=optimizer,
+        data = {"shards": str(shard), "num_workers": min(1, recipe.data.num_workers), "provenance": "private"}
+        changed = _changed(
+            recipe, init=None, heldout=None, schedule=ScheduleSection(decay="constant"), optimizer=optimizer,
             data=data | dict.fromkeys(("index", "num_examples", "staging")),
             privacy={"ledger_mirror": None, "shared_ledger": None},
             train={
@@ -105,11 +97,13 @@ class TrainerSide:
                 "profile": None, "keep_every": None,
             },
         )  # fmt: skip
-        place = Ranks(distributed.rank(), distributed.rank(), distributed.world_size())
+        place = Ranks(collectives.rank(), collectives.rank(), collectives.world_size())
         return _Start(
-            recipe, load_machine_settings(self.ds_config), self.engine, RunFolder(folder / "run"), folder, place,
+            changed, load_machine_settings(ds_config), engine, RunFolder(folder / "run"), folder, place,
             torch.device("cpu"), None, False, canaries=canaries,
         )  # fmt: skip
+
+    return start
 
 
 @dataclass

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 _OF_TRAINING_DATA = (
     "data.provenance", "data.deduplication", "data.dataset_name", "data.dataset_owner", "data.dataset_purpose",
-    "data.dataset_licence", "privacy.max_examples_per_owner", "heldout.is_public", "init.disjoint_data",
+    "data.dataset_licence", "data.dataset_contact", "data.dataset_validity",
+    "privacy.max_examples_per_owner", "heldout.is_public", "init.disjoint_data",
 )  # fmt: skip
 _DECLARED_OF = {
     "data.shards": _OF_TRAINING_DATA,
@@ -35,8 +36,8 @@ class Resolved(NamedTuple):
     overrides: dict[str, Any]
     reset: list[str]
 
-    def what_is_public(self, config: "RunConfig") -> str:
-        """Which data count as public and who declared it, in one line for the console.
+    def what_is_public(self, config: "RunConfig") -> list[str]:
+        """Which data count as public and who declared it, in lines for the console.
 
         Args:
             config: what `tree` means.
@@ -48,17 +49,17 @@ class Resolved(NamedTuple):
         if heldout is not None:
             what = f"held-out data {heldout.shards}"
             named.append((what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public))
-        public, private = list[str](), list[str]()
+        lines = list[str]()
         for what, key, value, is_public in named:
             if _leaf(self.overrides, key) is not None:
                 who = "declared by the command line"
             else:
                 who = "the default" if _leaf(self.tree, key) is None else f"declared by {self.recipe}"
-            (public if is_public else private).append(f"{what} ({key} = {value}, {who})")
-        line = f"public: {', '.join(public) or 'no data'}; private: {', '.join(private) or 'no data'}"
+            said, reason = f"{'public' if is_public else 'private'}: {what}", f"({key} = {value}, {who})"
+            lines += [f"{said} {reason}"] if len(said) + len(reason) < 80 else [said, f"  {reason}"]
         if self.reset:
-            line += f"; {self.recipe} declares {', '.join(self.reset)} of other data, which does not count for these"
-        return line
+            lines += [f"not counted, since {self.recipe} says it of other data:", f"  {', '.join(self.reset)}"]
+        return lines
 
 
 def reset_declarations(tree: dict[str, Any], recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.adaptive_clipping import AdaptiveClipping, AdaptiveKeys
 from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
 from privacy.options import OPTIONS, Arithmetic, options_of, require_compatible
-from privacy.plan_request import Choices, PlanRequest
+from privacy.plan_request import Choices, PlanRequest, in_plain_words
 from trainer.config.declarations import Resolved, reset_declarations
 from trainer.config.optimizer import (
     Count,
@@ -101,13 +101,17 @@ class DataSection(Section):
     streaming: bool = False
     """Reads the shards in order: for public data in runs without privacy only (data/reading/streaming.py)."""
     dataset_name: str | None = None
-    """The name of the data, in words for the privacy card; public, like the next three."""
+    """The name of the data, in words for the privacy card; public, like the next five."""
     dataset_owner: str | None = None
     """Who answers for the data."""
     dataset_purpose: str | None = None
     """What they were collected for, or may be used for."""
     dataset_licence: str | None = None
     """The licence or agreement under which they are used."""
+    dataset_contact: str | None = None
+    """Who answers questions about the run's privacy card."""
+    dataset_validity: str | None = None
+    """Until when, or for which use, its claim may be relied on."""
     deduplication: str | None = None
     """How duplicates were removed, in words for the privacy card; the guarantee does not cover it."""
 
@@ -172,7 +176,7 @@ class PrivacySection(Section, Choices, AdaptiveKeys):
         return self.constants(self.expected_batch_size) if self.clipping_function == "adaptive" else None
 
     def request(self, num_steps: int, num_examples: int) -> PlanRequest:
-        """What these keys ask for on a data set: capped batches, slack and reserve; `with_coefficients` adds optimised ones."""
+        """What these keys ask for on a data set: capped batches, slack and reserve."""
         simulation = ("a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",)
         asked = {field.name for field in fields(PlanRequest)} & type(self).model_fields.keys()
         arithmetic = OPTIONS["arithmetic"][self.arithmetic]
@@ -261,7 +265,7 @@ def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> S
         errors = error.errors()
         # A misspelt required key is also a missing one: what was written says more.
         first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-        key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        key, message = ".".join(map(str, first["loc"])), in_plain_words(first)
         if first["type"] == "extra_forbidden":
             line = f"unknown key {key}" + did_you_mean(first["loc"][-1], known_words(kind, first["loc"][:-1]))
         elif first["type"] == "missing":

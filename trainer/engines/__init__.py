@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from privacy.step import collectives
 from privacy.step.engine import Engine
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
 from trainer.errors import ConfigError
-from trainer.ranks import distributed
 
 
 def require_supported(name: EngineName, machine: MachineSettings, world_size: int) -> None:
@@ -69,7 +69,7 @@ def build_engine(
 
     A module built with a `sharder` holds its weights in shards already; after a resume they come with the master weights.
     """
-    require_supported(name, machine, distributed.world_size())
+    require_supported(name, machine, collectives.world_size())
     engine: Engine
     match name:
         case "deepspeed":

@@ -17,13 +17,13 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
+from privacy.step import collectives
 from privacy.step.engine import GradShard, Piece, ShardState, flat_part
 from trainer.config.machine import MachineSettings, resolve
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
-from trainer.ranks import distributed
 
 _FP32 = "trainer_fp32"
 """Attribute of a parameter that was sharded and cast while the model was built: this rank's part of its fp32 values."""
@@ -55,11 +55,11 @@ class DeepSpeedEngine:
         self._parameters: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters.items()}
         groups = parameter_groups(self._parameters.items(), self.shapes, optimizer)
-        self.layout = layout_of("deepspeed", self.shapes, optimizer, machine, distributed.world_size())
+        self.layout = layout_of("deepspeed", self.shapes, optimizer, machine, collectives.world_size())
         masters = {
-            piece: _fp32(self._parameters[piece.name], piece) for piece in self.layout.owned_by(distributed.rank())
+            piece: _fp32(self._parameters[piece.name], piece) for piece in self.layout.owned_by(collectives.rank())
         }
-        config = resolve(machine, micro_batch_size=micro_batch_size, world_size=distributed.world_size())
+        config = resolve(machine, micro_batch_size=micro_batch_size, world_size=collectives.world_size())
         self._engine, *_ = deepspeed.initialize(
             model=module.to(device), optimizer=make_optimizer(groups, optimizer), config=config
         )
@@ -71,7 +71,7 @@ class DeepSpeedEngine:
         _read_back(self._engine, machine, micro_batch_size)
         self._zero = self._engine.optimizer
         self._spans = list(_find_spans(self._zero, self._stage, self._parameters, self.shapes))
-        require_dealt(self.layout, distributed.rank(), [span.piece for span in self._spans], "DeepSpeed")
+        require_dealt(self.layout, collectives.rank(), [span.piece for span in self._spans], "DeepSpeed")
         for span in self._spans:  # DeepSpeed begins with the weights that it has rounded to bf16
             flat = self._flat_partitions()[span.group]
             flat_part(flat, span.start, span.piece.length).copy_(masters[span.piece])
@@ -142,7 +142,7 @@ def _find_spans(
     for name, parameter in parameters.items():
         if stage == 3:  # each parameter is cut into equal parts, padded at the end: rank r owns the r-th
             size = parameter.ds_tensor.numel()
-            offset = size * distributed.rank()
+            offset = size * collectives.rank()
             length = min(size, shapes[name].numel() - offset)
             if length > 0:
                 group, start, _ = zero.grad_position[zero.get_param_id(parameter)]
@@ -161,7 +161,7 @@ def module_sharder(
     As a context manager it would shard parameters that have no values yet: our models are built on the meta device first.
     """
     _start()
-    rank, world_size = distributed.rank(), distributed.world_size()
+    rank, world_size = collectives.rank(), collectives.world_size()
     config = resolve(machine, micro_batch_size=micro_batch_size, world_size=world_size)
 
     def shard(module: nn.Module) -> None:

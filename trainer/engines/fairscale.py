@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
+from privacy.step import collectives
 from privacy.step.engine import GradShard, Piece
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
@@ -30,7 +31,6 @@ from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.engines.local import LocalEngine
 from trainer.optimizers import make_optimizer, parameter_groups, set_step
-from trainer.ranks import distributed
 
 
 class FairscaleEngine(LocalEngine):
@@ -54,7 +54,7 @@ class FairscaleEngine(LocalEngine):
         self._config = optimizer
         groups = parameter_groups(self._masters.items(), self.shapes, optimizer)
         self._oss = OSS(groups, optim=lambda owned: make_optimizer(owned, optimizer))
-        self.layout = layout_of("fairscale", self.shapes, optimizer, machine, distributed.world_size())
+        self.layout = layout_of("fairscale", self.shapes, optimizer, machine, collectives.world_size())
         names = {id(master): name for name, master in self._masters.items()}
         for rank, owned_groups in enumerate(self._oss.partition_parameters()):
             dealt = [names[id(master)] for group in owned_groups for master in group["params"]]

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from privacy.clipping.sharded import put_away
+from privacy.step import collectives
 from privacy.step.engine import GradShard, Piece, ShardState, flat_part, repeated_blocks
 from privacy.step.row_shards import RowShards, own_rows
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
-from trainer.ranks import distributed
 
 
 class FsdpEngine:
@@ -37,7 +37,7 @@ class FsdpEngine:
     def __init__(
         self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
     ) -> None:
-        world_size = distributed.world_size()
+        world_size = collectives.world_size()
         num_ranks = machine.shard_group_size or world_size  # per replica
         shape = (world_size // num_ranks, num_ranks)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
@@ -50,7 +50,7 @@ class FsdpEngine:
         self._locals = {name: nn.Parameter(own_rows(p)[0]) for name, p in self._sharded.items()}
         self._rows = RowShards(self._sharded, device)
         self.layout = self._rows.layout
-        self._owned = self.layout.owned_by(distributed.rank())
+        self._owned = self.layout.owned_by(collectives.rank())
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from privacy.step import collectives
 from privacy.step.engine import GradShard, Piece, ShardState, flat_part
 from privacy.step.reduction import gather_from_owners
 from trainer.config.machine import MachineSettings
@@ -16,7 +17,6 @@ from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
-from trainer.ranks import distributed
 
 
 class LocalEngine:
@@ -30,7 +30,7 @@ class LocalEngine:
         checkpoint_blocks(module, machine)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in trainable.items()}
-        self.layout = layout_of("local", self.shapes, optimizer, machine, distributed.world_size())
+        self.layout = layout_of("local", self.shapes, optimizer, machine, collectives.world_size())
         self.device = device
         self.compute_dtype = machine.compute_dtype
         self._masters = {
@@ -58,7 +58,7 @@ class LocalEngine:
                 parameter.copy_(self._masters[name])
 
     def state(self) -> Iterator[ShardState]:
-        for piece in self.layout.owned_by(distributed.rank()):
+        for piece in self.layout.owned_by(collectives.rank()):
             master = self._masters[piece.name]
             stepped = self._optimizer.state.get(master, {})
             tensors = {"param": master, **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped}}

@@ -1,14 +1,18 @@
-"""What the trainer does around the steps of a run: requests to stop, checks, metrics and held-out evaluation."""
+"""What the trainer does around the steps of a run: requests to stop, checks, traces, metrics and held-out evaluation."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from privacy.errors import STOPPED_EARLY
+from privacy.ledger.durable import make_directory
 from privacy.run.run import Watcher
-from privacy.step import clock
+from privacy.step import clock, collectives
 from privacy.step.batches import Dealt
 from privacy.step.engine import holds_whole_weights
 from privacy.step.step import MicroBatch, StepRecord
-from trainer.loop.profiling import StepProfiler
 from trainer.loop.reporting import StepReporter, Training
 from trainer.loop.stopping import StopRequests
 from trainer.ranks import distributed
@@ -77,3 +81,39 @@ class _Around(Watcher):
         self.profiler.close()
         self.reporter.close()
         self._requests.close()
+
+
+class StepProfiler:
+    """Takes a trace of torch's profiler, for chrome://tracing or Perfetto. A trace holds times, so it is private.
+
+    Args:
+        folder: inside the trust boundary; takes `steps-FIRST-LAST-rank-RANK.json`.
+        steps: the first and the last step that it covers; None profiles nothing.
+    """
+
+    def __init__(self, folder: Path, steps: tuple[int, int] | None) -> None:
+        self._folder, self._steps = folder, steps
+        self._began_at = self._step = 0
+        self._profile: profile | None = None
+
+    def before(self, step: int) -> None:
+        """`step` begins."""
+        if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
+            self.close()
+            return
+        self._step = step
+        if self._profile is None:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._profile = profile(activities=activities)
+            self._profile.start()
+            self._began_at = step
+
+    def close(self) -> None:
+        """Writes the trace, if one is being taken; also of fewer steps, where the run stops between."""
+        if self._profile is None:
+            return
+        self._profile.stop()
+        make_directory(self._folder, 0o700)
+        name = f"steps-{self._began_at}-{self._step}-rank-{collectives.rank()}.json"
+        self._profile.export_chrome_trace(str(self._folder / name))
+        self._profile = None

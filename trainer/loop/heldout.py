@@ -9,9 +9,9 @@ from torch import Tensor
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
 from privacy.boundary import Private
+from privacy.step import collectives
 from privacy.step.averaging import WeightAverage
 from privacy.step.engine import Engine, holds_whole_weights, to_device
-from trainer.ranks import distributed
 from trainer.tasks.base import Samples, TrainingTask
 from trainer.tasks.blind import LOOKED_AT, BlindBaseline, blind_baseline
 
@@ -30,13 +30,6 @@ class HeldoutResults:
     baselines: dict[str, float]
     loss_of_average: float | None
     samples: Samples | None
-
-    def scalars(self) -> dict[str, float]:
-        """All numbers, by the names of metrics."""
-        found = {f"heldout/{name}": value for name, value in (self.means | self.baselines).items()}
-        if self.loss_of_average is not None:
-            found["heldout/loss_of_average"] = self.loss_of_average
-        return found
 
 
 class Heldout:
@@ -94,7 +87,7 @@ class Heldout:
             sums[name] = sums.get(name, torch.zeros_like(part)) + part
 
         batches = eval_batches(
-            self.table, self._make_example, self._micro_batch_size, distributed.rank(), distributed.world_size(),
+            self.table, self._make_example, self._micro_batch_size, collectives.rank(), collectives.world_size(),
             num_examples=self._num_examples, paired=True,
         )  # fmt: skip
         for batch in batches:
@@ -109,7 +102,7 @@ class Heldout:
                 loss_B = self._task.heldout_values(engine, to_device(inputs, engine))["loss"]
                 add("shuffled_loss", loss_B, known_B & known_B[other_B])
         engine.module.train(was_training)
-        totals = {name: distributed.all_reduce_sum(part) for name, part in sums.items()}
+        totals = {name: collectives.all_reduce_sum(part) for name, part in sums.items()}
         return {name: float(total[0] / total[1]) for name, total in totals.items()}
 
     def samples(self, engine: Engine, count: int) -> Samples | None:

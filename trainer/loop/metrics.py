@@ -11,18 +11,23 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from privacy.boundary import Private, Public, Reason, reason_of
 from privacy.ledger.durable import torn_line_end
 
-T = TypeVar("T")
+Number = TypeVar("Number", Public[float], Private[float])
+Text = TypeVar("Text", Public[str], Private[str])
+Picture = TypeVar("Picture", Public[np.ndarray], Private[np.ndarray])
 
 
-class _Sinks:
-    """JSON lines and TensorBoard in one folder.
+class _Sinks(Generic[Number, Text, Picture]):
+    """JSON lines and TensorBoard in one folder; takes boxes of one kind.
+
+    Events are durable against a kill one by one. torch's SummaryWriter puts clock, host and process into the file's name and the
+    clock into its first event; here the files of a folder are numbered. Nothing else here knows TensorBoard's format.
 
     Args:
         times: whether lines and events say when they were written; only in a private folder. TensorBoard shows the step number
@@ -30,81 +35,82 @@ class _Sinks:
     """
 
     def __init__(self, folder: Path, *, times: bool) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
         self._times = times
-        self._summary: Any = summary
         self._lines = (folder / "metrics.jsonl").open("a+")
         self._lines.write(torn_line_end(self._lines.fileno()).decode())
-        self._board = _EventFile(folder / "tensorboard")
+        board = folder / "tensorboard"
+        board.mkdir(parents=True, exist_ok=True)
+        numbers = [int(path.suffix[1:]) for path in board.glob("events.out.tfevents.*") if path.suffix[1:].isdigit()]
+        self._events = (board / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}").open("xb")
+        self._summary: Any = summary
+        self._event: Any = Event
+        self._records: Any = RecordWriter(self._events)
+        self._write_event(wall_time=0.0, file_version="brain.Event:2")
 
     def close(self) -> None:
         self._lines.close()
-        self._board.close()
+        self._events.close()
 
-    def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, values: Mapping[str, Number]) -> None:
+        """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
+        opened = {name: self._open(name, value) for name, value in values.items()}
         when = {"time_unix": round(time.time(), 3)} if self._times else {}
-        self._lines.write(json.dumps({"step": step, **when, **values}) + "\n")
+        self._lines.write(json.dumps({"step": step, **when, **opened}) + "\n")
         self._lines.flush()
-        for name, value in values.items():
-            self._board.add(self._summary.scalar(name, value), step, self._walltime(step))
+        for name, number in opened.items():
+            self._add(step, self._summary.scalar(name, number))
 
-    def _write_text(self, step: int, name: str, markdown: str) -> None:
-        self._board.add(self._summary.text(name, markdown), step, self._walltime(step))
+    def text(self, step: int, name: str, markdown: Text) -> None:
+        self._add(step, self._summary.text(name, self._open(name, markdown)))
 
-    def _write_picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
-        self._board.add(self._summary.image(name, image_HWC, dataformats="HWC"), step, self._walltime(step))
+    def picture(self, step: int, name: str, image_HWC: Picture) -> None:
+        self._add(step, self._summary.image(name, self._open(name, image_HWC), dataformats="HWC"))
 
-    def _walltime(self, step: int) -> float:
-        return time.time() if self._times else float(step)
+    def _add(self, step: int, summary: Any) -> None:
+        self._write_event(wall_time=time.time() if self._times else float(step), step=step, summary=summary)
+
+    def _write_event(self, **fields: Any) -> None:
+        self._records.write(self._event(**fields).SerializeToString())
+        self._events.flush()
+
+    def _open(self, name: str, box: Any) -> Any:
+        """What may be written of a box, before anything is."""
+        raise NotImplementedError
 
 
-class PublicMetrics(_Sinks):
+class PublicMetrics(_Sinks[Public[float], Public[str], Public[np.ndarray]]):
     """Takes what is known to be public under its name in `PUBLISHED`, rounds it to fp32 and writes no time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, times=False)
         self._settings: dict[str, object] = {}
 
-    def scalars(self, step: int, values: Mapping[str, Public[float]]) -> None:
-        """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
-        self._write_scalars(step, {name: as_fp32(self._listed(name, value)) for name, value in values.items()})
-
-    def text(self, step: int, name: str, markdown: Public[str]) -> None:
-        self._write_text(step, name, self._listed(name, markdown))
-
-    def picture(self, step: int, name: str, image_HWC: Public[np.ndarray]) -> None:
-        self._write_picture(step, name, self._listed(name, image_HWC))
-
-    def _listed(self, name: str, value: Public[T]) -> T:
-        """The value, if it is published for the reason that its name has; ValueError otherwise, before anything is written."""
-        if reason_of(name) is not value.because:
+    def _open(self, name: str, box: Public[Any]) -> Any:
+        """ValueError for what is not published for the reason that its name has."""
+        if reason_of(name) is not box.because:
             raise ValueError(
-                f"{name} is not published because {value.because.value}: see PUBLISHED in privacy/boundary.py"
+                f"{name} is not published because {box.because.value}: see PUBLISHED in privacy/boundary.py"
             )
-        if value.because is Reason.SETTINGS and self._settings.setdefault(name, value.value) != value.value:
+        if box.because is Reason.SETTINGS and self._settings.setdefault(name, box.value) != box.value:
             raise ValueError(f"{name} is called a setting, and changes from step to step")
-        return value.value
+        return as_fp32(box.value)
 
 
-class PrivateMetrics(_Sinks):
-    """Writes into a folder inside the trust boundary; lines and events say when they were written."""
+class PrivateMetrics(_Sinks[Private[float], Private[str], Private[np.ndarray]]):
+    """Writes into a folder inside the trust boundary, in full precision; lines and events say when they were written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, times=True)
 
-    def scalars(self, step: int, values: Mapping[str, Private[float]]) -> None:
-        """As `PublicMetrics.scalars`, in full precision."""
-        self._write_scalars(step, {name: value.inside() for name, value in values.items()})
-
-    def text(self, step: int, name: str, markdown: Private[str]) -> None:
-        self._write_text(step, name, markdown.inside())
-
-    def picture(self, step: int, name: str, image_HWC: Private[np.ndarray]) -> None:
-        self._write_picture(step, name, image_HWC.inside())
+    def _open(self, name: str, box: Private[Any]) -> Any:
+        return box.inside()
 
 
-def as_fp32(value: float) -> float:
+def as_fp32(value: Any) -> Any:
     """A float as published: the shortest decimal that reads as its fp32 neighbour. Whole numbers stay as they are."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -113,33 +119,3 @@ def fp32_above(value: float) -> float:
     """The smallest fp32 number that is not below `value`: an epsilon is never published below what was spent."""
     nearest = np.float32(value)
     return float(nearest if nearest >= value else np.nextafter(nearest, np.float32(np.inf)))
-
-
-class _EventFile:
-    """A new file of TensorBoard events, durable against a kill event by event.
-
-    torch's SummaryWriter puts clock, host and process into the file's name and the clock into its first event; here the files of
-    a folder are numbered, and nothing has a time that the caller did not give. Nothing else here knows TensorBoard's format.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(parents=True, exist_ok=True)
-        numbers = [int(path.suffix[1:]) for path in folder.glob("events.out.tfevents.*") if path.suffix[1:].isdigit()]
-        self._file = (folder / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}").open("xb")
-        self._event: Any = Event
-        self._records: Any = RecordWriter(self._file)
-        self._write(wall_time=0.0, file_version="brain.Event:2")
-
-    def add(self, summary: Any, step: int, walltime: float) -> None:
-        """Writes a summary that `torch.utils.tensorboard.summary` made."""
-        self._write(wall_time=walltime, step=step, summary=summary)
-
-    def _write(self, **fields: Any) -> None:
-        self._records.write(self._event(**fields).SerializeToString())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()

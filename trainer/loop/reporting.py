@@ -5,7 +5,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +22,10 @@ from data.reading.loader import Loader
 from data.reading.streaming import StreamingLoader
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
+from privacy.errors import BUDGET_SPENT, DONE
 from privacy.ledger.durable import torn_line_end
 from privacy.run.run import Run
+from privacy.step import collectives
 from privacy.step.averaging import WeightAverage
 from privacy.step.step import StepRecord
 from trainer.config.recipe import RunConfig
@@ -31,8 +33,6 @@ from trainer.loop.heldout import Heldout, HeldoutResults
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
 from trainer.loop.sanity import SanityChecks
 from trainer.planner.hardware import known_peak
-from trainer.ranks import distributed
-from trainer.tasks.base import Samples
 
 PLAIN_INTERVAL_SECONDS = 30.0
 IMPORTANCE = ("eps", "eta", "loss")
@@ -72,6 +72,7 @@ class ProgressLine:
         self._started = time.monotonic()
         self._printed = 0.0
         self._step, self._facts = first_step, dict[str, str]()
+        self.eta_seconds: float | None = None
         self._console = Console()
         self._live = Live(self, console=self._console) if sys.stdout.isatty() else None
         if self._live is not None:
@@ -89,16 +90,13 @@ class ProgressLine:
         """Shows a finished step; plain lines appear at most every half minute, and for the last step."""
         # rich's own estimate forgets what is older than half a minute, and a step may take longer.
         now, done = time.monotonic(), step - self._first
-        eta = timedelta(seconds=int((now - self._started) / done * (self._total - step))) if done > 0 else "?"
-        self._step, self._facts = step, {"eta": str(eta), **facts}
+        self.eta_seconds = (now - self._started) / done * (self._total - step) if done > 0 else None
+        eta = "?" if self.eta_seconds is None else str(timedelta(seconds=int(self.eta_seconds)))
+        self._step, self._facts = step, {"eta": eta, **facts}
         if self._live is None and (now - self._printed >= PLAIN_INTERVAL_SECONDS or step == self._total):
             self._printed = now
             text = "  ".join(f"{name} {value}" for name, value in self._facts.items())
             print(f"step {step}/{self._total}  {100 * step / self._total:.1f}%  {text}", flush=True)
-
-    def say(self, line: str) -> None:
-        """Prints a line; a live one stays below it."""
-        print(line, flush=True)
 
     def close(self) -> None:
         if self._live is not None:
@@ -115,7 +113,7 @@ class StepReporter:
     def __init__(self, training: Training) -> None:
         self._training, self._run = training, training.run
         run = training.run
-        self._is_main, self._has_warned = distributed.rank() == 0, False
+        self._is_main, self._has_warned = collectives.rank() == 0, False
         if self._is_main:
             self._public = PublicMetrics(run.folder.root)
             self._private = PrivateMetrics(run.folder.private)
@@ -125,6 +123,7 @@ class StepReporter:
 
     def close(self) -> None:
         if self._is_main:
+            self._status({DONE: "done", BUDGET_SPENT: "budget spent"}.get(self._run.outcome or 0, "stopped"))
             self._progress.close()
             self._public.close()
             self._private.close()
@@ -148,18 +147,20 @@ class StepReporter:
         shown = {name: value.inside() for name, value in private.items()}
         nonfinite, unusable = int(shown["train/nonfinite_examples"]), int(shown["train/undecodable_examples"])
         if nonfinite == shown["train/batch_size"] and nonfinite + unusable > 0:
-            self._progress.say(
+            print(
                 f"warning: step {step} was noise alone: all its {nonfinite + unusable} examples count as zero ({nonfinite} with "
-                f"gradients that are not finite, {unusable} that cannot be used); every such step is charged"
+                f"gradients that are not finite, {unusable} that cannot be used); every such step is charged",
+                flush=True,
             )
         bound = record.public.get("privacy/clipping_bound")
         plan, norm = self._run.plan, shown["train/mean_grad_norm"]
         largest = plan.max_grad_norm if bound is None else bound.value
         if plan.enabled and plan.noise_multiplier > 0 and 0 < norm < FAR_BELOW * largest and not self._has_warned:
             self._has_warned = True
-            self._progress.say(
+            print(
                 f"warning: gradients of step {step} are {norm:.1g} long on average and C is {largest:g}: they vanish in noise "
-                "and rounding; give a much smaller privacy.max_grad_norm"
+                "and rounding; give a much smaller privacy.max_grad_norm",
+                flush=True,
             )
         console = {
             "eps": rounded_up(claim[0]) if claim is not None else "none (no formal guarantee)",
@@ -173,13 +174,35 @@ class StepReporter:
             "mem": f"{shown['performance/peak_memory_gib']:.1f}G",
         }
         self._progress.update(step, console)
+        self._status("running", step)
+
+    def _status(self, state: str, step: int | None = None) -> None:
+        """Says in private/status.json, for whoever is on call, how far the run is; a run that died stays "running".
+
+        Times are private. The file is whole at any moment, and may be an older one after a crash.
+        """
+        run, claim = self._run, self._run.ledger.claim()
+        status = {
+            "state": state,
+            "step": run.step if step is None else step,
+            "num_steps": run.plan.num_steps,
+            "epsilon": None if claim is None else claim[0],
+            "delta": None if claim is None else claim[1],
+            "eta_seconds": self._progress.eta_seconds,
+            "last_checkpoint": run.saved,
+            "time": time.time(),
+        }
+        file = run.folder.private / "status.json"
+        part = file.with_suffix(".tmp")
+        part.write_text(json.dumps(status) + "\n")
+        part.replace(file)
 
     def _private_values(self, record: StepRecord, duration: Private[float]) -> dict[str, Private[float]]:
         """What the console and private/ show: sums without noise, and the time and memory that single examples take to decode."""
         sums = {name: value.inside() for name, value in record.private.items()}
         count, seconds = max(sums["num_examples"], 1.0), duration.inside()
         device, size = self._run.parts.engine.device, self._run.plan.expected_batch_size
-        flops = self._training.flops_per_example * size / distributed.world_size()
+        flops = self._training.flops_per_example * size / collectives.world_size()
         peak_flops = known_peak(device, self._run.parts.engine.compute_dtype)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if device.type == "cuda":
@@ -212,18 +235,14 @@ class StepReporter:
         if not self._is_main:
             return
         found = results.inside()
-        values = {**found.means, **found.baselines}
-        shown = {
-            "loss": "",
-            "accuracy": ", accuracy",
-            "blind_loss": "; without looking",
-            "shuffled_loss": ", with another picture",
-        }
-        numbers = "".join(f"{word} {values[name]:.4f}" for name, word in shown.items() if name in values)
-        self._progress.say(f"held-out {heldout.loss_name} after step {step}:{numbers}")
+        values = found.means | found.baselines
+        words = {"loss": "", "accuracy": ", accuracy", "blind_loss": "; without looking"}
+        words["shuffled_loss"] = ", with another picture"
+        numbers = "".join(f"{word} {values[name]:.4f}" for name, word in words.items() if name in values)
+        print(f"held-out {heldout.loss_name} after step {step}:{numbers}", flush=True)
         if step == run.plan.num_steps:
             for line in learned(found.means, found.baselines):
-                self._progress.say(f"  {line}")
+                print(f"  {line}", flush=True)
             for generated, reference in found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ():
                 print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
         if section.is_public:
@@ -234,40 +253,39 @@ class StepReporter:
 
 def write_public(step: int, results: Public[HeldoutResults], metrics: PublicMetrics, folder: Path) -> None:
     """Held-out results where everybody may read them; numbers are rounded to fp32."""
-    found = results.value
-    metrics.scalars(step, {name: Public(value, results.because) for name, value in found.scalars().items()})
-    if found.samples is not None:
-        metrics.picture(step, "heldout/samples", Public(found.samples.picture_HWC, results.because))
-        if found.samples.lines:
-            metrics.text(step, "heldout/samples", Public(_list_of(found.samples), results.because))
-    rounded = {name: as_fp32(value) for name, value in (found.means | found.baselines).items()}
-    _write_files(step, rounded, found.samples, folder)
+    _write(step, results.value, metrics, lambda value: Public(value, results.because), folder, as_fp32)
 
 
 def write_private(step: int, results: Private[HeldoutResults], metrics: PrivateMetrics, folder: Path) -> None:
-    """The same inside the trust boundary."""
-    found = results.inside()
-    metrics.scalars(step, {name: Private(value) for name, value in found.scalars().items()})
+    """The same inside the trust boundary, in full precision."""
+    _write(step, results.inside(), metrics, Private, folder, lambda value: value)
+
+
+def _write(
+    step: int,
+    found: HeldoutResults,
+    metrics: Any,
+    box: Callable[[Any], Any],
+    folder: Path,
+    written: Callable[[Any], Any],
+) -> None:
+    """Metrics, the picture of samples, and a line of heldout.jsonl."""
+    numbers = found.means | found.baselines
+    average = {} if found.loss_of_average is None else {"loss_of_average": found.loss_of_average}
+    metrics.scalars(step, {f"heldout/{name}": box(value) for name, value in (numbers | average).items()})
+    lines = found.samples.lines if found.samples is not None else []
+    if lines:
+        markdown = "\n".join(f"* {generated!r} for {reference!r}" for generated, reference in lines)
+        metrics.text(step, "heldout/samples", box(markdown))
     if found.samples is not None:
-        metrics.picture(step, "heldout/samples", Private(found.samples.picture_HWC))
-        if found.samples.lines:
-            metrics.text(step, "heldout/samples", Private(_list_of(found.samples)))
-    _write_files(step, found.means | found.baselines, found.samples, folder)
-
-
-def _list_of(samples: Samples) -> str:
-    return "\n".join(f"* {generated!r} for {reference!r}" for generated, reference in samples.lines)
-
-
-def _write_files(step: int, numbers: Mapping[str, float], samples: Samples | None, folder: Path) -> None:
-    """The picture of samples, and a line of heldout.jsonl."""
-    if samples is not None:
+        metrics.picture(step, "heldout/samples", box(found.samples.picture_HWC))
         png = io.BytesIO()
-        Image.fromarray(samples.picture_HWC).save(png, "PNG")
+        Image.fromarray(found.samples.picture_HWC).save(png, "PNG")
         write_durably(folder / f"samples-{step:08d}.png", png.getvalue())
+    line = {"step": step, **{name: written(value) for name, value in numbers.items()}, "captions": lines}
     with (folder / "heldout.jsonl").open("a+") as file:
         file.write(torn_line_end(file.fileno()).decode())
-        file.write(json.dumps({"step": step, **numbers, "captions": samples.lines if samples else []}) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
@@ -275,7 +293,7 @@ def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
     lines, loss = [], means["loss"]
     blind, shuffled = baselines.get("blind_loss"), baselines.get("shuffled_loss")
     if blind is not None:
-        verdict = "the model knows more" if loss < blind else "the model has not learned anything from examples yet"
+        verdict = f"the loss is {'' if loss < blind else 'not yet '}below that of fixed guesses"
         others = f", accuracy {baselines['blind_accuracy']:.4f}" if "blind_accuracy" in baselines else ""
         lines.append(f"without looking: {blind:.4f}{others}; {verdict}")
     if shuffled is not None:

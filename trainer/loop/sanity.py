@@ -14,9 +14,9 @@ from torch import Tensor
 
 from privacy.clipping.sharded import is_dtensor
 from privacy.noise import NoiseSource
+from privacy.step import collectives
 from privacy.step.engine import Engine, Piece
 from trainer.errors import RemoteError
-from trainer.ranks import distributed
 
 T = TypeVar("T")
 
@@ -46,12 +46,13 @@ class SanityChecks:
         self.noise.hashes.clear()
         if not self._has_stepped:
             self._initial = {s.piece: s.tensors["param"].detach().clone() for s in self._engine.state()}
-        return self._counted(micro_batches)
 
-    def _counted(self, micro_batches: Iterator[T]) -> Iterator[T]:
-        for micro_batch in micro_batches:
-            self._count += 1
-            yield micro_batch
+        def counted() -> Iterator[T]:
+            for micro_batch in micro_batches:
+                self._count += 1
+                yield micro_batch
+
+        return counted()
 
     def after_step(self, step: int) -> None:
         """Compares what the ranks did, after the optimizer's step.
@@ -61,13 +62,13 @@ class SanityChecks:
         """
         _same(step, "number of micro-batches", self._count)
         # No two draws are equal: neither two ranks' nor two steps' nor two parameters'.
-        for rank, hashes in enumerate(distributed.gather_objects(list(self.noise.hashes))):
+        for rank, hashes in enumerate(collectives.gather_objects(list(self.noise.hashes))):
             for drawn in hashes:
                 if drawn in self._seen:
                     _raise(step, f"rank {rank} drew noise that was drawn before, by this or another rank")
                 self._seen.add(drawn)
         first: dict[tuple[str, tuple[int, ...]], tuple[int, bytes]] = {}
-        for rank, digests in enumerate(distributed.gather_objects(_replica_digests(self._engine))):
+        for rank, digests in enumerate(collectives.gather_objects(_replica_digests(self._engine))):
             for key, digest in digests.items():
                 other, expected = first.setdefault(key, (rank, digest))
                 if digest != expected:
@@ -75,7 +76,7 @@ class SanityChecks:
         if self._initial is not None:
             after = {s.piece: s.tensors["param"].detach() for s in self._engine.state()}
             mine = {piece.name for piece, weights in after.items() if not torch.equal(weights, self._initial[piece])}
-            moved = set[str]().union(*distributed.gather_objects(mine))
+            moved = set[str]().union(*collectives.gather_objects(mine))
             still = [name for name in self._engine.shapes if name not in moved]
             if still:
                 _raise(
@@ -125,7 +126,7 @@ def _replica_digests(engine: Engine) -> dict[tuple[str, tuple[int, ...]], bytes]
 
 
 def _same(step: int, what: str, value: int) -> None:
-    values = distributed.gather_objects(value)
+    values = collectives.gather_objects(value)
     if len(set(values)) > 1:
         _raise(step, f"the {what} differs between ranks: {values}")
 
@@ -133,4 +134,4 @@ def _same(step: int, what: str, value: int) -> None:
 def _raise(step: int, message: str) -> None:
     """Raises on all ranks alike; rank 0 prints the message."""
     error = f"sanity check after step {step}: {message}"
-    raise SanityError(error) if distributed.rank() == 0 else RemoteError(error, SanityError.exit_code)
+    raise SanityError(error) if collectives.rank() == 0 else RemoteError(error, SanityError.exit_code)

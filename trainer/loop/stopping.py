@@ -6,7 +6,7 @@ nothing of it has left its process, so it is dropped, costs nothing, and the sta
 the step is abandoned: it stays charged, and the newest checkpoint is what resumes. Before training there is nothing to save: a
 signal ends all ranks at once, with exit 7 too.
 
-A rank whose launcher is gone sends SIGUSR1 to itself (trainer/ranks/launcher.py).
+A rank whose launcher is gone sends SIGUSR1 to itself (trainer/ranks/discovery.py).
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from privacy.errors import STOPPED_EARLY
+from privacy.step import collectives
 from trainer.ranks import distributed
 
 T = TypeVar("T")
@@ -125,7 +126,7 @@ class StopRequests:
         """
         for micro_batch in micro_batches:
             if self.grace_is_over():
-                distributed.agree(ready=False)
+                collectives.agree(ready=False)
             yield micro_batch
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers of noised gradients: AdamW and SGD with momentum; DP-AdamBC as an option of AdamW.
+"""Optimizers of noised gradients: AdamW and SGD with momentum, DP-AdamBC as an option of AdamW; and the rate of each step.
 
 What an engine does with them:
 
@@ -10,6 +10,7 @@ What an engine does with them:
 All of it is post-processing of noised sums: nothing here sees an example.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.config.optimizer import OptimizerSection
+from trainer.config.optimizer import OptimizerSection, ScheduleSection
 from trainer.errors import ConfigError
 
 _BLOCK = re.compile(r"encoder\.blocks\.([0-9]+)\.")
@@ -171,3 +172,20 @@ def set_step(param_groups: Iterable[dict[str, Any]], *, lr: float, noise_varianc
     for group in param_groups:
         group["lr"] = lr * group["lr_scale"]
         group["noise_variance"] = noise_variance
+
+
+def learning_rate(step: int, num_steps: int, peak_lr: float, schedule: ScheduleSection) -> float:
+    """Rate of step 1, 2, ..., num_steps: linear warm-up that reaches the peak at `warmup_steps`, then cosine or constant.
+
+    `cosine_from_start` is ViP's released schedule: the lesser of warm-up and a cosine that began with step 1.
+    """
+    warmup, end = schedule.warmup_steps, schedule.decay_steps or num_steps
+    warmed = min(step / warmup, 1.0) if warmup else 1.0
+    if schedule.decay == "constant" or (schedule.decay == "cosine" and step <= warmup):
+        return peak_lr * warmed
+    if schedule.decay == "cosine_from_start":
+        progress = min((step - 1) / end, 1.0)
+    else:  # to one past the end, so that the last step still moves
+        progress = min((step - warmup) / (end + 1 - warmup), 1.0)
+    final = schedule.final_fraction
+    return peak_lr * min(warmed, final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -11,7 +11,6 @@ from trainer.run.memory_estimate import total_memory
 
 REACHED_BF16, REACHED_FP32, REACHED_BANDWIDTH = 700 / 989, 50 / 67, 3.0 / 3.35
 """Shares of a data sheet that large operations reach; the numbers are an H100's, an assumption until a GPU has measured them."""
-CACHE_TO_MEMORY = 5.5 / 3.35
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class Gpu:
         memory: bytes; None for the memory of this machine, shared by the ranks of a node.
         fp32_peak, bf16_peak: FLOP/s of dense matrix products.
         memory_bandwidth: bytes/s.
+        called_by_torch: `torch.cuda.get_device_name`.
         gpus_per_node: how many the maker's reference system has.
     """
 
@@ -30,6 +30,7 @@ class Gpu:
     fp32_peak: float
     bf16_peak: float
     memory_bandwidth: float
+    called_by_torch: str = ""
     gpus_per_node: int = 8
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -41,16 +42,9 @@ class Gpu:
         """Bytes/s of a kernel that reads and writes large tensors."""
         return REACHED_BANDWIDTH * self.memory_bandwidth
 
-    @property
-    def reached_cache(self) -> float:
-        """Bytes/s from the second cache."""
-        return CACHE_TO_MEMORY * self.memory_bandwidth
-
     def reached_flops(self, dtypes: str) -> float:
         """FLOP/s of large products of such operands: matrix units for bf16 alone. (fp64 has them too, at the rate of fp32.)"""
-        if dtypes == "bfloat16" and self.bf16_peak is not None:
-            return REACHED_BF16 * self.bf16_peak
-        return REACHED_FP32 * self.fp32_peak
+        return REACHED_BF16 * self.bf16_peak if dtypes == "bfloat16" else REACHED_FP32 * self.fp32_peak
 
     def memory_per_rank(self, ranks_on_node: int, proc: Path = Path("/proc")) -> int:
         """Bytes for one rank, one rank per device.
@@ -69,12 +63,12 @@ GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         # A100 data sheet (SXM4): 19.5 TFLOP/s fp32, 312 bf16 dense.
-        Gpu("a100-40gb", 40 * 10**9, 19.5e12, 312e12, 1555e9),
-        Gpu("a100-80gb", 80 * 10**9, 19.5e12, 312e12, 2039e9),
+        Gpu("a100-40gb", 40 * 10**9, 19.5e12, 312e12, 1555e9, "NVIDIA A100-SXM4-40GB"),
+        Gpu("a100-80gb", 80 * 10**9, 19.5e12, 312e12, 2039e9, "NVIDIA A100-SXM4-80GB"),
         # H100 data sheet (SXM5): 67 TFLOP/s fp32, 1,979 bf16 with sparsity, 989 dense; 3.35 TB/s.
-        Gpu("h100-80gb", 80 * 10**9, 67e12, 989e12, 3.35e12),
+        Gpu("h100-80gb", 80 * 10**9, 67e12, 989e12, 3.35e12, "NVIDIA H100 80GB HBM3"),
         # H200 data sheet (SXM): as the H100, 141 GB at 4.8 TB/s.
-        Gpu("h200-141gb", 141 * 10**9, 67e12, 989e12, 4.8e12),
+        Gpu("h200-141gb", 141 * 10**9, 67e12, 989e12, 4.8e12, "NVIDIA H200"),
         # One core of a small x86 server, one rank each: large fp32 products reach 86 to 99 GFLOP/s (benchmarks/README.md), and
         # most gain nothing from bf16.
         Gpu("cpu", None, 90e9, 90e9, 10e9, gpus_per_node=2),
@@ -82,16 +76,18 @@ GPUS: Mapping[str, Gpu] = {
 }
 
 
-_CALLED_BY_TORCH = {
-    "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H200": "h200-141gb",
-}  # fmt: skip
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The accelerator that a device says it is, or a CPU; None for one that is not in the list."""
+    if device.type == "cpu":
+        return GPUS["cpu"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((gpu for gpu in GPUS.values() if name and gpu.called_by_torch == name), None)
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of this device, by the data sheet of the accelerator that it names itself; None for others and for CPUs."""
-    name = _CALLED_BY_TORCH.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return None if name is None else GPUS[name].peak(dtype)
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    return None if gpu is None else gpu.peak(dtype)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -81,7 +81,6 @@ class RankMemory:
         gradient_buffer: what the engine keeps for gradients.
         moments: optimizer states.
         average: the moving average of the weights.
-        noise_history: the past noise of correlated noise.
         sums: clipped gradients: whole sums, or this rank's part of them (sharded accumulation).
         bucket: what sharded accumulation takes during a micro-batch.
         gathered: further weights that exist while a micro-batch runs.
@@ -96,7 +95,6 @@ class RankMemory:
     gradient_buffer: int
     moments: int
     average: int
-    noise_history: int
     sums: int
     bucket: int
     gathered: int
@@ -107,7 +105,7 @@ class RankMemory:
     @property
     def lasting(self) -> int:
         """What is there all the time."""
-        states = self.masters + self.gradient_buffer + self.moments + self.average + self.noise_history
+        states = self.masters + self.gradient_buffer + self.moments + self.average
         return self.weights + states + self.sums
 
     @property
@@ -130,16 +128,6 @@ class RankMemory:
         return int(USABLE * (total - there)) - self.on_top
 
 
-def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int, grid: Grid) -> tuple[int, int]:
-    """(sums, bucket), see `RankMemory`: exactly what `LocalSums` and `ShardedSums` keep."""
-    if accumulation == "local":
-        return sum(num_bytes(size, grid.layout_of(size)) for size in trainable.sizes), 0
-    sizes = [sum(trainable.shapes[name].numel() for name in names) for names in bucket_names(trainable.shapes)]
-    parts = [-(-size // world_size) for size in sizes]
-    # A bucket, and this rank's part of what it is reduced to.
-    return FP64 * sum(parts), max(part * (world_size + 1) * FP64 for part in parts)
-
-
 def rank_memory(
     trainable: Trainable,
     engine: EngineName,
@@ -151,14 +139,12 @@ def rank_memory(
     grid: Grid,
     average: bool = False,
     on_cpu: bool = False,
-    bands: int = 1,
 ) -> RankMemory:
     """Everything but the activations, on the rank that has the most.
 
     Args:
         grid: of the clipper.
-        on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`trainer.ranks.distributed.reduce_scatter_sum`).
-        bands: of correlated noise; the owner of a coordinate keeps its noise of the last `bands` - 1 steps.
+        on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`privacy.step.collectives.reduce_scatter_sum`).
     """
     layout = layout_of(engine, trainable.shapes, optimizer, machine, world_size)
     owned = max(layout.count(rank) for rank in range(world_size))
@@ -189,14 +175,18 @@ def rank_memory(
             stepped = masters = sum(flat_partition(size, world_size) for size in sizes)
             weights, gathered = whole, 0
     compute = machine.compute_dtype.itemsize
-    sums, bucket = accumulator_bytes(trainable, accumulation, world_size, grid)
+    if accumulation == "local":
+        sums, bucket = sum(num_bytes(size, grid.layout_of(size)) for size in trainable.sizes), 0
+    else:  # a bucket, and this rank's part of what it is reduced to
+        buckets = [sum(trainable.shapes[name].numel() for name in names) for names in bucket_names(trainable.shapes)]
+        parts = [-(-size // world_size) for size in buckets]
+        sums, bucket = FP64 * sum(parts), max(part * (world_size + 1) * FP64 for part in parts)
     keeps_gradients = engine == "deepspeed" and (machine.stage == 3 or machine.offload_optimizer)
     states = {
         "masters": FP32 * masters,
         "gradient_buffer": FP32 * stepped if keeps_gradients else 0,
         "moments": FP32 * len(moments(optimizer)) * stepped,
         "average": FP32 * owned if average else 0,
-        "noise_history": FP64 * (bands - 1) * owned,
     }
     kept = compute * weights
     # At the end of a logical batch: the reduction with its packing buffer, which frees sums as it makes the gradient; then, with

@@ -6,16 +6,17 @@ The operations are those of the CPU path, with the fused attention that CPU and 
 bf16 tensors do not exist, so the peak is an upper bound there; scratch memory inside of kernels is not seen.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
@@ -44,70 +45,24 @@ def count_flops(work: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-class _Counter(MemoryTimeline):
-    """Memory and FLOPs in one go. Clipping calls no composite operations, which torch's own counter would take apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        packet = func.overloadpacket
-        if packet in CLIPPING_FORMULAS:
-            self.flops += CLIPPING_FORMULAS[packet](*(x.shape if isinstance(x, Tensor) else x for x in args))
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-class MicroBatch(NamedTuple):
-    """What a micro-batch takes.
-
-    Attributes:
-        peak: bytes alive at its highest point, inputs included, on top of weights and sums.
-        flops: operations of matrix products and attention.
-    """
-
-    peak: int
-    flops: int
-
-
-@contextmanager
-def with_fused_attention() -> Iterator[None]:
+def with_fused_attention() -> AbstractContextManager[object]:
     """Takes the fused kernel of CPU and CUDA, which keeps no attention matrix; for meta tensors torch would write it out.
 
     (A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed blocks run again.)
     """
-    usual = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _fused_attention  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = usual
+    return mock.patch.object(F, "scaled_dot_product_attention", _fused_attention)
 
 
 def _fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     """The kernel that takes every dtype and mask, by its own name: it has a formula for its FLOPs too."""
     bias = None
     if attn_mask is not None:
         bias = torch.empty_like(attn_mask, dtype=query.dtype).expand(*query.shape[:-1], key.shape[-2])
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    out: Tensor = kernel(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    out: Tensor = kernel(query, key, value, bias, True, 0.0, is_causal)[0]
     return out
-
-
-def _unlimited(shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> LocalSums:
-    """Whole sums for any number of rows: micro-batches of every size are tried."""
-    return LocalSums(shapes, replace(grid, rows=None), device)
 
 
 class Probe:
@@ -130,15 +85,14 @@ class Probe:
         self.module = task.skeleton().to(self._dtype)
         # `cpu_checkpointing` copies, which meta tensors cannot do: a block's inputs count as if they stayed.
         checkpoint_blocks(self.module, replace(machine, checkpoint_on_cpu=False))
-        self.clipped = plan.clipped_sum(self.module, accumulator=_unlimited, rows=rows, self_check=False)
-        self.grid = self.clipped.grid
+
+        def unlimited(shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> LocalSums:
+            return LocalSums(shapes, replace(grid, rows=None), device)  # micro-batches of every size are tried
+
+        self.clipped = plan.clipped_sum(self.module, accumulator=unlimited, rows=rows, self_check=False)
         if weights_of_one_pass:
             self.clipped._keeps_graph = False  # two passes take two forwards
-        self.micro_batch = cache(self._micro_batch)
-
-    def rows_at_once(self, size: int) -> int:
-        """Examples that certified arithmetic works off together; otherwise all."""
-        return self.clipped.rows_at_once(size) if isinstance(self.clipped, CertifiedSum) else size
+        self.peak = cache(self._peak)
 
     def inputs(self, size: int) -> dict[str, Tensor]:
         """Inputs of `size` examples on the meta device."""
@@ -147,35 +101,46 @@ class Probe:
             for name, (shape, dtype) in self._rows.items()
         }
 
-    def _micro_batch(self, mode: Mode, size: int) -> MicroBatch:
-        """Above EXAMPLES_PER_PART examples (or `rows_at_once`) clipping goes through parts, and only the inputs grow."""
-        part = self.rows_at_once(min(size, EXAMPLES_PER_PART))
+    def _run(self, mode: Mode, size: int) -> int:
+        """Clips a micro-batch, as many examples of it as clipping works off together, which it returns."""
+        part = min(size, EXAMPLES_PER_PART)
+        if isinstance(self.clipped, CertifiedSum):
+            part = self.clipped.rows_at_once(part)
         self.clipped.mode = mode
+        is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)
+        self.clipped.add_micro_batch(self.module, self.inputs(part), is_padding_B)
+        return part
+
+    def _peak(self, mode: Mode, size: int) -> int:
+        """Bytes alive at the highest point of a micro-batch, inputs included, on top of weights and sums."""
         self.clipped.accumulator.start(0)  # makes the sums, which do not count here
-        with with_fused_attention(), _Counter() as counter:
-            is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)
-            self.clipped.add_micro_batch(self.module, self.inputs(part), is_padding_B)
+        with with_fused_attention(), MemoryTimeline() as timeline:
+            part = self._run(mode, size)
         self.clipped.zero_()
         rest = sum(x.nbytes for x in self.inputs(size - part).values()) if size > part else 0
-        return MicroBatch(max(counter.live_bytes, default=0) + rest, counter.flops * size // part)
+        return max(timeline.live_bytes, default=0) + rest
 
-    def plain_flops(self, size: int) -> tuple[int, int]:
-        """(forward, forward and backward) of a non-private micro-batch without checkpointing."""
+    def flops(self, mode: Mode, size: int) -> int:
+        """Operations of matrix products and attention for one example of a micro-batch; rows of padding take as many."""
+        parts: list[int] = []
+        with with_fused_attention():
+            counted = count_flops(lambda: parts.append(self._run(mode, size)))
+        self.clipped.zero_()
+        return counted // parts[0]
+
+    def plain_flops(self, size: int) -> int:
+        """Forward and backward of a non-private micro-batch without checkpointing."""
         inputs = {n: x.float() if x.is_floating_point() else x for n, x in self.inputs(size).items()}
         return _plain_flops(self.model, inputs)
 
 
 def flops_of_an_example(task: TrainingTask) -> int:
     """Operations of one example's forward and backward without privacy, as model FLOPs utilisation counts them."""
-    rows = task.synthetic_inputs(1).items()
-    return _plain_flops(task.skeleton(), {name: torch.empty_like(x, device=META) for name, x in rows})[1]
+    inputs = {name: torch.empty_like(x, device=META) for name, x in task.synthetic_inputs(1).items()}
+    return _plain_flops(task.skeleton(), inputs)
 
 
-def _plain_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """(forward, forward and backward) of a model on the meta device."""
-    losses: list[Tensor] = []
-    with with_fused_attention():
-        forward = count_flops(lambda: losses.append(model(**inputs)))
+def _plain_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     trained = [p for p in model.parameters() if p.requires_grad]
-    backward = count_flops(lambda: torch.autograd.grad(losses[0].sum(), trained, allow_unused=True))
-    return forward, forward + backward
+    with with_fused_attention():
+        return count_flops(lambda: torch.autograd.grad(model(**inputs).sum(), trained, allow_unused=True))

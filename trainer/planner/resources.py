@@ -1,17 +1,34 @@
-"""Puts together what a recipe takes under an engine, on a number of ranks, on a named accelerator."""
+"""What a recipe takes under an engine, on a number of ranks, on a named accelerator; and what a run takes of an allocation.
 
+A job fails once in `gpu_mtbf_hours` / ranks. Each failure repeats half of the steps between two checkpoints, on average, and one
+restart; each repeated step is charged again (contract 10). Young (1974) and Daly (2006), first order: of the hours without
+failures T, with d for writing a checkpoint, tau between two, R for a restart and M between failures, a run takes
+T (1 + d / tau) / (1 - (tau / 2 + R) / M), least at tau = sqrt(2 d M).
+
+Every rank runs the same number of micro-batches of the same size, whose rows without an example cost as much as examples and
+count for nothing. Every step of a private run takes the micro-batches of the capped batch (privacy/step/batches.py); without
+privacy their number follows the batch, and is planned for the expected one.
+"""
+
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from data.index.shards import find_shards
+from data.index.tar_index import MANIFEST, ExampleTable
 from models.config import captioner_config
 from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
+from privacy.sampling.rows import most_of_share
+from privacy.step.batches import num_micro_batches
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
-from trainer.planner.batches import Examples, micro_batches, padding, padding_note, staged_bytes
+from trainer.optimizers import moments
 from trainer.planner.hardware import Gpu
 from trainer.planner.memory import RankMemory, Trainable, better_mode, largest_that_fits, rank_memory
 from trainer.planner.probe import Probe
@@ -27,6 +44,20 @@ the norm, 76 to scale and round in fp64, 80 for exact squares, 30 to multiply an
 privacy/clipping/integers.py."""
 DECODED_PER_SECOND = 366.0
 """Examples that one core decodes and transforms: JPEGs of 82 kB to 224 pixels (benchmarks/loader.py, 2026-11-22)."""
+GPU_MTBF_HOURS = 50_000.0
+"""Assumed: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv:2407.21783, section 3.3.4)."""
+RESTART_SECONDS = 600.0
+"""Assumed for a failed job to wait for its nodes, and to start again."""
+CHECKPOINT_BYTES_PER_SECOND = 1e9
+"""Assumed of the file system, for all ranks together."""
+WORTH_A_NOTE = 0.05
+"""Padding is noted from this share of the rows on."""
+BYTES_PER_EXAMPLE = 50_000
+"""Assumed where no index says better: a JPEG of some 300 pixels a side and its caption."""
+EXAMPLES_PER_SHARD = 10_000
+"""Assumed where no index says better: what the makers of web-scale sets put into one."""
+SAMPLED = 100_000
+"""Examples whose lengths are averaged."""
 PLAIN_SAMPLE = 64
 """The non-private step, for comparison, has at most this many examples: then the captioner's head works in one piece."""
 
@@ -65,6 +96,86 @@ def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str
     return CaptioningTask(model_config, size, data, root / data.tokenizer), [note]
 
 
+@dataclass(frozen=True)
+class Examples:
+    """The examples of a recipe.
+
+    Attributes:
+        count: how many there are; None where nobody says.
+        mean_bytes: mean size of an example's members in the shard, headers included.
+        source: where the mean is from, in words.
+        num_shards: how many shards they lie in; None where no index says.
+    """
+
+    count: int | None
+    mean_bytes: float
+    source: str
+    num_shards: int | None = None
+
+
+def examples(config: RunConfig, root: Path) -> Examples:
+    """The examples by the recipe's index or that of its folder of shards, else by assumption.
+
+    Raises:
+        DataError: the index is damaged, or that of a folder is of other shards than there are now.
+    """
+    index, own = config.data.index, root / Path(config.data.shards).expanduser() / "index"
+    table = None
+    if index is not None and (root / index / MANIFEST).exists():  # the shards need not be there
+        table = ExampleTable.open(root / index, root, check_shards=False)
+    elif index is None and (own / MANIFEST).exists():  # what `prepare.py index` wrote for this folder
+        shards = find_shards(config.data.shards, root)
+        index, table = str(own), ExampleTable.open(own, shards.root)
+        table.require_shards(shards)
+    if table is None:
+        return Examples(config.data.num_examples, BYTES_PER_EXAMPLE, "assumed: there is no index")
+    lengths = table.extents(np.arange(0, len(table), -(-len(table) // SAMPLED))).lengths
+    return Examples(len(table), float(lengths.mean()), f"index {index}", len(table.entries))
+
+
+def micro_batches(config: RunConfig, count: int, world_size: int, ranks_per_node: int) -> int:
+    """Micro-batches of each rank for `count` examples.
+
+    Where every node reads its own share (`data.staging`), there are rows for the largest share.
+    """
+    size = config.train.micro_batch_size
+    number = num_micro_batches(count, world_size, size)
+    if config.data.staging is None or not config.privacy.enabled or ranks_per_node >= world_size:
+        return number
+    share = min(count, most_of_share(config.privacy.expected_batch_size * ranks_per_node / world_size))
+    return max(number, num_micro_batches(share, ranks_per_node, size))
+
+
+def padding(count: int, world_size: int, size: int) -> float:
+    """Share of the rows that are padding and need not be: those between a small batch and its cap do not count."""
+    return 1 - count / (num_micro_batches(count, world_size, size) * size * world_size)
+
+
+def padding_note(count: int, world_size: int, size: int) -> str | None:
+    """One line where padding wastes more than WORTH_A_NOTE of the rows, and the largest smaller micro-batch that does not."""
+    share = padding(count, world_size, size)
+    if share <= WORTH_A_NOTE:
+        return None
+    step = 8 if size > 8 else 1  # nothing below a quarter is proposed: kernels would be busy with less
+    smaller = range((size - 1) // step * step, max(1, size // 4) - 1, -step)
+    remedy = "no train.micro_batch_size a little below does much better"
+    for better in smaller:
+        if (left := padding(count, world_size, better)) <= WORTH_A_NOTE:
+            remedy = f"train.micro_batch_size={better} leaves {left:.1%}"
+            break
+    rows = math.ceil(count / world_size)
+    return f"padding: {share:.1%} of the rows, {rows:,} examples a rank in micro-batches of {size:,}; {remedy}"
+
+
+def staged_bytes(examples: Examples, count: int, world_size: int, ranks_per_node: int) -> float:
+    """Bytes that staging copies to each node (`data.staging`), of shards that hold `count` examples."""
+    shards = examples.num_shards or math.ceil(count / EXAMPLES_PER_SHARD)
+    # A shard on the border between two nodes is copied to both.
+    borders = 2 if ranks_per_node < world_size else 0
+    per_node = math.ceil(shards * min(1.0, ranks_per_node / world_size)) + borders
+    return min(per_node, shards) * examples.mean_bytes * count / shards
+
+
 def plan_resources(
     config: RunConfig, machine: MachineSettings, cluster: Cluster, examples: Examples, plan: PrivacyPlan, root: Path
 ) -> dict[str, Any]:
@@ -98,9 +209,13 @@ def plan_resources(
     if cluster.gpu is not None:
         available = cluster.gpu.memory_per_rank(cluster.ranks_per_node)
         free = memory.room(available)
-    mode = _mode(config, probe, memory, free)
-    activations, flops = probe.micro_batch(mode, size)
-    flops //= size  # padding rows cost as much as others
+    mode: Mode = "certified" if config.privacy.arithmetic == "certified" else "bookkeeping"
+    if mode != "certified" and config.privacy.clipping_mode != "auto":
+        mode = config.privacy.clipping_mode
+    elif mode != "certified" and free is not None:  # as a start would choose
+        top = memory.on_top
+        mode, _ = better_mode(probe.peak(mode, size) + top, free + top, lambda: probe.peak("two_pass", size) + top)
+    activations, flops = probe.peak(mode, size), probe.flops(mode, size)
     memory = replace(memory, activations=activations)
     sample = min(size, PLAIN_SAMPLE)
     result: dict[str, Any] = {
@@ -123,7 +238,7 @@ def plan_resources(
         "memory": {name: size for name, size in asdict(memory).items() if name != "owned"} | {"peak": memory.peak},
         "compute": {
             "flop_per_example": flops,
-            "clipping_flop_ratio": flops * sample / probe.plain_flops(sample)[1],
+            "clipping_flop_ratio": flops * sample / probe.plain_flops(sample),
             "flop_per_step": flops * number * size * world_size,
         },
         "reading": {
@@ -140,12 +255,13 @@ def plan_resources(
         "device": available,
         "for_activations": free,
         "fits": activations <= free,
-        "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free),
+        "largest_micro_batch": largest_that_fits(lambda n: probe.peak(mode, n), free),
     }
     if cluster.gpu.name != "cpu" and mode != "certified":
         probe.clipped.mode = mode
         part = probe.inputs(min(size, EXAMPLES_PER_PART))
-        result["compute"]["clipping_ratio"] = roofline(probe.clipped, probe.module, part, cluster.gpu).ratio
+        private, plain = roofline(probe.clipped, probe.module, part, cluster.gpu)
+        result["compute"]["clipping_ratio"] = private.total("seconds") / plain.total("seconds")
     lattice = 0.0
     if mode == "certified":
         lattice = LATTICE_BYTES * trainable.count * number * size / cluster.gpu.memory_bandwidth
@@ -167,7 +283,7 @@ def plan_resources(
         "efficiency": cluster.efficiency,
         "peak_flop_per_second": peak_rate,
         "decoded_per_second_and_core": DECODED_PER_SECOND,
-        "left_out": "communication, decoding, noise, optimizer step, checkpoints, held-out evaluation, stragglers, failures",
+        "left_out": "communication, decoding, noise, optimizer step, held-out evaluation, stragglers",
     }
     if cores > config.data.num_workers:
         notes.append(
@@ -186,25 +302,52 @@ def probed(
     probe = Probe(task, machine, plan, rows=rows, weights_of_one_pass=one_pass)
     memory = rank_memory(
         Trainable.of(probe.model), engine, machine, config.optimizer, accumulation=config.train.accumulation,
-        world_size=world_size, grid=probe.grid, average=config.train.ema_decay is not None, on_cpu=on_cpu, bands=plan.bands,
+        world_size=world_size, grid=probe.clipped.grid, average=config.train.ema_decay is not None, on_cpu=on_cpu,
     )  # fmt: skip
     return probe, memory
 
 
-def _mode(config: RunConfig, probe: Probe, memory: RankMemory, free: int | None) -> Mode:
-    """The recipe's mode, or the one that a start would choose.
+def allocation(
+    planned: dict[str, Any], config: RunConfig, plan: PrivacyPlan, gpu_price: float | None, gpu_mtbf_hours: float
+) -> dict[str, Any]:
+    """Hours, GPU-hours and price of a run that fails now and then; JSON-ready.
 
     Args:
-        free: bytes for activations; None, without a device, chooses bookkeeping.
+        planned: `plan_resources`, with a time; notes are added to it.
+        gpu_price: of an hour of one GPU, in any currency.
+        gpu_mtbf_hours: hours of one GPU between failures that end a job.
     """
-    size, stated = config.train.micro_batch_size, config.privacy.clipping_mode
-    if config.privacy.arithmetic == "certified":
-        return "certified"
-    if stated != "auto":
-        return stated
-    mode, _ = better_mode(
-        probe.micro_batch("bookkeeping", size).peak + memory.on_top,
-        None if free is None else free + memory.on_top,
-        lambda: probe.micro_batch("two_pass", size).peak + memory.on_top,
-    )
-    return mode
+    step, ranks, train = planned["time"]["seconds_per_step"], planned["world_size"], config.train
+    hours = plan.num_steps * step / 3600
+    every = train.checkpoint_every or max(1, plan.reserved_attempts // 20)
+    copies = 1 + len(moments(config.optimizer)) + (train.ema_decay is not None)
+    writing = 4 * (copies * planned["parameters"] + planned["frozen_parameters"]) / CHECKPOINT_BYTES_PER_SECOND
+    between = 3600 * gpu_mtbf_hours / ranks
+    left = 1 - (every * step / 2 + RESTART_SECONDS) / between
+    found: dict[str, Any] = {
+        "job_mtbf_hours": between / 3600,
+        "checkpoint_every": every,
+        "checkpoint_seconds": writing,
+        "best_checkpoint_every": max(1, round(math.sqrt(2 * writing * between) / step)),
+        "hours_with_failures": None,
+    }
+    if left <= 0:
+        planned["notes"].append("failures: the job fails sooner than it reaches its next checkpoint: save more often")
+        return found
+    total = hours * (1 + writing / (every * step)) / left
+    failures = 3600 * total / between
+    repeated = failures * (every / 2 + 1)
+    found |= {
+        "hours_with_failures": total,
+        "gpu_hours_with_failures": total * ranks,
+        "price": None if gpu_price is None else gpu_price * total * ranks,
+        "failures": failures,
+        "repeated_steps": repeated,
+        "reserved_attempts": plan.reserved_attempts,
+    }
+    if repeated > plan.reserved_attempts:
+        planned["notes"].append(
+            f"failures: about {repeated:,.0f} repeated steps are charged again, and the reserve is {plan.reserved_attempts:,} "
+            "attempts: the run would stop early; give train.checkpoint_every or a larger privacy.reserved_attempts"
+        )
+    return found

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
@@ -61,9 +61,9 @@ class NoiseToSignal:
 
     @classmethod
     def of(cls, plan: PrivacyPlan, parameters: int, kind: str = "captioner") -> "NoiseToSignal | None":
-        """That of a plan; None where there is no noise, or noise that is correlated over steps, which adds up in another way."""
+        """That of a plan; None where there is no noise."""
         sigma = plan.noise_multiplier
-        if not plan.enabled or sigma == 0 or plan.bands > 1:
+        if not plan.enabled or sigma == 0:
             return None
         if plan.adaptive_clipping is not None:
             sigma = plan.adaptive_clipping.gradient_noise_multiplier(sigma)
@@ -100,13 +100,12 @@ class NoiseToSignal:
         if self.learns:
             return f"as small runs that learned (threshold {self.threshold})"
         if self.learns is None:
-            return (
-                f"open: within a factor of two of the threshold {self.threshold}, or above {MOST_PER_STEP:g} per step, "
-                "small runs do not tell"
-            )
+            if self.accumulated <= self.threshold / 2:
+                return f"open: more than {MOST_PER_STEP:g} per step was not tried with so little accumulated"
+            return f"open: small runs at this noise sometimes learned, sometimes not (threshold {self.threshold})"
         return (
-            f"as runs that learned nothing (threshold {self.threshold}); take fewer parameters, more examples or a larger "
-            "batch"
+            f"as runs that learned nothing (threshold {self.threshold}): take more examples, or train few parameters on an "
+            "encoder (docs/own_pictures.md)"
         )
 
     @property
@@ -123,33 +122,7 @@ class NoiseToSignal:
         return {**asdict(self), **ratios, "learns": self.learns, "sentence": self.sentence}
 
 
-class Choice(NamedTuple):
-    """A batch and steps for a number of examples to compute and an epsilon.
-
-    Attributes:
-        plan: with cap and reserve, as a run would have it.
-        reason: why these, in one sentence.
-    """
-
-    plan: PrivacyPlan
-    signal: NoiseToSignal
-    reason: str
-
-    def as_json(self) -> dict[str, Any]:
-        """What `plan.py --json` has under `choice`."""
-        names = (
-            "expected_batch_size",
-            "num_steps",
-            "noise_multiplier",
-            "target_epsilon",
-            "target_delta",
-            "num_examples",
-        )
-        chosen = {name: getattr(self.plan, name) for name in (*names, "epsilon_with_reserve")}
-        return {**chosen, "noise_to_signal": self.signal.as_json(), "reason": self.reason}
-
-
-def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") -> Choice:
+def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") -> dict[str, Any]:
     """The batch and steps with the least accumulated noise-to-signal for the request's epsilon and examples to compute (B T).
 
     Doubling the batch halves the steps. It lowers the ratio while sigma is small, and then hardly any more; so the answer is the
@@ -159,28 +132,28 @@ def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") ->
     Args:
         request: with a target epsilon; its batch and steps are what the answer is compared with.
 
+    Returns:
+        What `plan.py --json` has under `choice`: the plan with cap and reserve, as a run would have it, its noise-to-signal, and
+        why in one sentence.
+
     Raises:
-        PrivacyConfigError: the request has no target epsilon, makes no claim, is not Poisson sampled, has correlated noise, or
+        PrivacyConfigError: the request has no target epsilon, makes no claim, is not Poisson sampled, or
             cannot be met.
     """
-    if request.bands > 1:
-        raise PrivacyConfigError("a choice of batch and steps is for independent noise: take bands 1")
     is_formal = request.enabled and request.sampling == "poisson" and not request.informal_reasons
     if not is_formal or request.target_epsilon is None:
         raise PrivacyConfigError(
             "a choice of batch and steps needs a private run, Poisson sampling and a target epsilon"
         )
-    computed = request.expected_batch_size * request.num_steps
+    own, computed = request.expected_batch_size, request.expected_batch_size * request.num_steps
     largest = max(1, min(request.num_examples, computed // FEWEST_STEPS))
 
     def resized(size: int) -> PlanRequest:
         adaptive = request.adaptive_clipping
         if adaptive is not None:
-            std = adaptive.unclipped_num_std * size / request.expected_batch_size
-            adaptive = replace(adaptive, unclipped_num_std=std)
-        return replace(
-            request, expected_batch_size=size, num_steps=max(1, round(computed / size)), adaptive_clipping=adaptive
-        )
+            adaptive = replace(adaptive, unclipped_num_std=adaptive.unclipped_num_std * size / own)
+        steps = max(1, round(computed / size))
+        return replace(request, expected_batch_size=size, num_steps=steps, adaptive_clipping=adaptive)
 
     @cache
     def ratio(size: int) -> float:
@@ -191,7 +164,7 @@ def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") ->
     def doubling_is_worth_it(size: int) -> bool:
         return 2 * size <= largest and ratio(2 * size) <= (1 - WORTH_DOUBLING) * ratio(size)
 
-    size = min(request.expected_batch_size, largest)
+    size = min(own, largest)
     while doubling_is_worth_it(size):
         size *= 2
     while size > 1 and not doubling_is_worth_it(size // 2):
@@ -206,16 +179,15 @@ def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") ->
             size *= 2
     signal = NoiseToSignal.of(plan, parameters, kind)
     assert signal is not None
-    own = request.expected_batch_size
-    if size == own:
-        compared = f"the batch of {size:,} stays"
-    else:
-        compared = f"a batch of {size:,} accumulates {ratio(size):.2g}, one of {own:,} {ratio(own):.2g}"
+    reason = f"a batch of {size:,} accumulates {ratio(size):.2g}, the recipe's of {own:,} {ratio(own):.2g}: "
     if 2 * size <= largest:
         gain = max(0.0, 1 - ratio(2 * size) / ratio(size))
-        limit = f"doubling it, with half the steps, lowers the noise by {gain:.1%} only"
-    elif 2 * size > request.num_examples:
-        limit = "twice as many are more than the examples"
+        reason += f"doubling it, with half the steps, lowers the noise by {gain:.1%} only"
     else:
-        limit = f"with twice as many there are fewer than {FEWEST_STEPS} steps"
-    return Choice(plan, signal, f"{compared}: {limit}")
+        reason += f"twice as many are more than the examples, or leave fewer than {FEWEST_STEPS} steps"
+    names = (
+        *("expected_batch_size", "num_steps", "noise_multiplier", "target_epsilon", "target_delta"),
+        *("num_examples", "epsilon_with_reserve"),
+    )
+    chosen = {name: getattr(plan, name) for name in names}
+    return {**chosen, "noise_to_signal": signal.as_json(), "reason": reason}

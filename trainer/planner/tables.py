@@ -28,15 +28,13 @@ def _empty_table(title: str) -> Table:
 
 
 def size_table(plan: PrivacyPlan) -> Table:
-    """What is known before any epsilon is computed, which takes seconds."""
+    """What is known before any epsilon is computed, which takes seconds. The cap follows epsilon, so it comes later."""
     table = _empty_table("Privacy plan")
-    row, bands = table.add_row, plan.bands
-    cap = "no cap" if plan.cap is None else f"batches cut at {plan.cap:,}"
+    row = table.add_row
     row("examples", f"{plan.num_examples:,}", "one example is the unit of privacy")
-    sampling = "Poisson" if bands == 1 else f"Poisson in one of {bands} groups, which take turns"
-    row("expected batch", f"{plan.expected_batch_size:,}", f"{sampling}, {cap}")
+    row("expected batch", f"{plan.expected_batch_size:,}", "Poisson")
     row("sample rate", f"{plan.sample_rate:.6g}", "")
-    row("steps", f"{plan.num_steps:,}", f"{plan.num_steps * plan.sample_rate / bands:.1f} epochs")
+    row("steps", f"{plan.num_steps:,}", f"{plan.num_steps * plan.sample_rate:.1f} epochs")
     return table
 
 
@@ -47,17 +45,11 @@ def privacy_table(result: dict[str, Any]) -> Table:
         return "none" if result[name] is None else rounded(result[name])
 
     table = _empty_table("")
-    row, bands = table.add_row, result["bands"]
+    row = table.add_row
     row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
     row("delta", f"{result['delta']:.4g}", "")
-    if bands > 1:
-        row("bands", str(bands), f"correlated noise; {8 * (bands - 1)} bytes of past noise a coordinate, on its owner")
-    if "running_sums_noise" in result:
-        row(
-            "in running sums",
-            f"{result['running_sums_noise']:.4g}",
-            "root mean square; compare it over bands at one epsilon",
-        )
+    if result["cap"] is not None:
+        row("cap", f"{result['cap']:,}", "larger batches are cut down to it; the claim pays for that")
     for what, value in result["options"]:
         row(what, "", value)
     table.add_section()
@@ -75,7 +67,8 @@ def privacy_table(result: dict[str, Any]) -> Table:
     if "epsilon_owner" in result:
         note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
         row("owner", text("epsilon_owner"), note)
-    row("total amount of noise", text("tan", rounded_down), "TAN = sigma / (q sqrt(T / 2))")
+    note = "TAN = sigma / (q sqrt(T / 2)); equal TAN is equal epsilon while sigma is above about 2"
+    row("total amount of noise", text("tan", rounded_down), note)
     if result.get("noise_to_signal") is not None:
         _add_signal(table, result["noise_to_signal"])
     if result.get("choice") is not None:
@@ -83,7 +76,7 @@ def privacy_table(result: dict[str, Any]) -> Table:
         table.add_section()
         row("chosen batch", f"{chosen['expected_batch_size']:,}", f"privacy.expected_batch_size; {chosen['reason']}")
         row("chosen steps", f"{chosen['num_steps']:,}", "train.num_steps; the learning rate has to follow")
-        note = f"for epsilon {rounded_up(chosen['epsilon_with_reserve'], 3)} with the reserve"
+        note = f"for epsilon {rounded_up(chosen['epsilon_with_reserve'])} with the reserve"
         row("its noise multiplier", f"{chosen['noise_multiplier']:.4f}", note)
         _add_signal(table, chosen["noise_to_signal"])
     if result.get("attack_risk") is not None:
@@ -102,30 +95,6 @@ def _add_signal(table: Table, signal: dict[str, Any]) -> None:
     table.add_row("accumulated", f"{signal['accumulated']:.2g}", f"over all steps: {signal['sentence']}")
 
 
-def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
-    """The scaling rule at this plan; see `trainer.planner.privacy`."""
-    table = _empty_table("Scaling rule (TAN): equal sigma / B and steps, other batch sizes")
-    row = table.add_row
-    row("total amount of noise", f"{rule['tan']:.3f}", "TAN = sigma / (q sqrt(T / 2)), the same in every row")
-    row("epsilon by the rule", rounded_up(rule["epsilon_formula"]), "eta^2 + 2 eta sqrt(log(1 / delta)), eta = 1 / TAN")
-    for other in rule["by_sigma"]:
-        row(
-            f"sigma {other['noise_multiplier']:g}",
-            rounded_up(other["epsilon_rdp"]),
-            f"RDP, B = {other['expected_batch_size']:,}",
-        )
-    smallest = rule["smallest_batch_size"]
-    if rule["holds"]:
-        note = f"epsilon of the rule holds down to B = {smallest:,}"
-    elif smallest is None:
-        note = "broken here, and no batch of these data is large enough"
-    else:
-        note = f"broken here: its epsilon needs B of at least {smallest:,}"
-    row("breaks below sigma 2", f"{noise_multiplier:.3f}", note)
-    row("simulation", "not private", "any smaller batch shows the training curve; what it trains has no guarantee")
-    return table
-
-
 def resource_table(plan: dict[str, Any]) -> Table:
     """What `plan.py --json` has under `resources`, row by row; see `trainer.planner.resources`."""
     where = f", {plan['gpu']}" if plan["gpu"] else ""
@@ -134,7 +103,7 @@ def resource_table(plan: dict[str, Any]) -> Table:
     frozen = f"and {plan['frozen_parameters']:,} frozen" if plan["frozen_parameters"] else ""
     table.add_row("trainable parameters", f"{plan['parameters']:,}", frozen)
     table.add_row("clipping mode", plan["clipping_mode"], f"{plan['accumulation']} accumulation")
-    for section in ("batch", "memory", "compute", "reading", "time", "assumptions"):
+    for section in ("memory", "time", "allocation", "batch", "compute", "reading", "assumptions"):
         table.add_section()
         for key, value in plan.get(section, {}).items():
             if value is not None and (value or key == "fits"):
@@ -152,7 +121,6 @@ _NOTES = {
     "gradient_buffer": "the engine's",
     "moments": "optimizer states",
     "average": "moving average of the weights",
-    "noise_history": "past noise of correlated noise, fp64",
     "sums": "clipped sums",
     "bucket": "of sharded accumulation",
     "gathered": "weights while a micro-batch runs",
@@ -169,6 +137,12 @@ _NOTES = {
     "lattice_seconds_per_step": "to round and to check whole numbers",
     "examples_per_second": "random reads that storage must deliver",
     "gpu_hours": "ranks times hours",
+    "job_mtbf_hours": "until one of the ranks fails, by --gpu_mtbf_hours",
+    "checkpoint_every": "steps",
+    "best_checkpoint_every": "steps, by Young and Daly: least time lost",
+    "hours_with_failures": "and with checkpoints and restarts: ask for this",
+    "price": "by --gpu_price",
+    "repeated_steps": "after failures; each is charged again, out of the reserve",
     "decoding_cores_per_rank": "Slurm: --cpus-per-task",
     "efficiency": "share of the peak that is reached",
     "left_out": "and not planned",

@@ -7,57 +7,26 @@ destroy_process_group, flush and `os._exit`.
 
 import contextlib
 import os
-import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from privacy.step.collectives import (
-    agree,
-    all_gather_rows,
-    all_reduce_sum,
-    broadcast_object,
-    exchange,
-    first_on_main,
-    gather_objects,
-    on_main,
-    rank,
-    reduce_scatter_sum,
-    traffic,
-    world_size,
-)
+from privacy.step.collectives import gather_objects
 from trainer.errors import ConfigError, HostError, RemoteError, Said, in_one_line
 from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks
 from trainer.ranks.heartbeat import Heartbeat, Timing, end_process
-from trainer.ranks.rendezvous import Introduction, connect, find_store, meet
-
-__all__ = ["abandon", "agree", "all_gather_rows", "all_reduce_sum", "broadcast_object", "choose_device", "exchange"]
-__all__ += [
-    "export_ranks",
-    "fail",
-    "finish",
-    "first_on_main",
-    "gather_objects",
-    "host_name",
-    "note_progress",
-    "on_main",
-]
-__all__ += ["quit_now", "rank", "reading", "reduce_scatter_sum", "refuse_shared_gpus", "start", "traffic", "where"]
-__all__ += ["world_size"]
-"""What ranks say to one another is the library's (privacy/step/collectives.py); callers find all of it here."""
+from trainer.ranks.rendezvous import connect, find_store, meet
 
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 """Ranks wait while one hashes its shards for hours; the heartbeat notices who is dead, and that nobody moves, not this."""
-
 SPARE_THREADS = 8
 """More than the process group and its store start."""
 _heartbeat: Heartbeat | None = None
@@ -67,8 +36,9 @@ _hosts: list[str] = []
 def start(
     ranks: Ranks,
     rendezvous_seconds: float = RENDEZVOUS_SECONDS,
-    introduction: Introduction | None = None,
+    settings: Mapping[str, str] | None = None,
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    may_differ: Sequence[str] = (),
 ) -> torch.device:
     """Joins the process group (nccl and gloo on GPUs, gloo on CPUs) and returns this rank's device.
 
@@ -76,7 +46,7 @@ def start(
     (trainer/ranks/heartbeat.py).
 
     Args:
-        introduction: the settings that ranks compare first (trainer/ranks/agreement.py).
+        settings, may_differ: what ranks compare first, and what of it they do not (trainer/ranks/rendezvous.py).
         heartbeat_seconds: how long a rank may be silent (`Timing.dead_after`).
 
     Raises:
@@ -89,26 +59,21 @@ def start(
         torch.cuda.set_device(device)
     # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults.
     torch.set_float32_matmul_precision("highest")
-    introduction = introduction or Introduction()
-    introduction = introduction._replace(settings={**introduction.settings, "accelerator": device.type})
     global _heartbeat, _hosts
     store, place = find_store(ranks.address, ranks.port, ranks.rank, ranks.world_size, rendezvous_seconds)
     if ranks.world_size == 1:
-        _hosts = [host_name()]
-        introduction.judge([introduction.settings], _hosts)
+        _hosts = [socket.gethostname()]
     else:
-        _hosts = meet(store, ranks.rank, ranks.world_size, place, rendezvous_seconds, introduction)
+        compared = {**(settings or {}), "accelerator": device.type}
+        _hosts = meet(store, ranks.rank, ranks.world_size, place, rendezvous_seconds, compared, may_differ)
         guest = place._replace(is_host=False)
-        speaks = ranks.rank == 1 or ranks.local_rank == 0
-        processes = [found.decode() for found in store.multi_get([f"process/{r}" for r in range(ranks.world_size)])]
-        timing = Timing(dead_after=heartbeat_seconds, late_after=20 * heartbeat_seconds)
         _heartbeat = Heartbeat(
             lambda: connect(guest, rendezvous_seconds),
             ranks.rank,
             _hosts,
-            processes=processes,
-            speaks=speaks,
-            timing=timing,
+            processes=[found.decode() for found in store.multi_get([f"process/{r}" for r in range(ranks.world_size)])],
+            speaks=ranks.rank == 1 or ranks.local_rank == 0,
+            timing=Timing(dead_after=heartbeat_seconds, late_after=20 * heartbeat_seconds),
         )
         _heartbeat.start()
     export_ranks(ranks, device)
@@ -122,7 +87,7 @@ def start(
     )
     if device.type == "cuda":
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        refuse_shared_gpus(gather_objects((host_name(), uuid)))
+        refuse_shared_gpus(gather_objects((socket.gethostname(), uuid)))
     return device
 
 
@@ -130,7 +95,7 @@ def _require_threads(number: int) -> None:
     """Starts as many threads at once as gloo could need, whose constructor waits forever where one of its own cannot start.
 
     Raises:
-        RuntimeError: a thread cannot be started, for want of memory or by a limit.
+        RuntimeError: a thread cannot be started, for want of memory or by a limit, such as a container's.
     """
     release, started = threading.Event(), []
     try:
@@ -183,20 +148,11 @@ def choose_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise HostError(
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no usable GPU on host {host_name()}: "
-            f"the NVIDIA driver is {nvidia_driver()} (CUDA 13 needs 580 or newer), CUDA_VISIBLE_DEVICES is "
-            f"{'not set' if visible is None else repr(visible)}; mend that, or train on the CPU with DS_ACCELERATOR=cpu"
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no usable GPU on host "
+            f"{socket.gethostname()}: look at nvidia-smi (CUDA 13 needs a driver of 580 or newer) and CUDA_VISIBLE_DEVICES "
+            f"({'not set' if visible is None else repr(visible)}), or train on the CPU with DS_ACCELERATOR=cpu"
         )
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of the driver that the kernel has loaded; "none" where it has loaded none."""
-    try:
-        found = re.search(r"\b\d{3,}\.[\d.]*\d", file.read_text())
-    except OSError:
-        return "none"
-    return found[0] if found else "unknown"
 
 
 def where(world_size: int, device: torch.device) -> str:
@@ -204,9 +160,7 @@ def where(world_size: int, device: torch.device) -> str:
     hosts, words = list(dict.fromkeys(_hosts)), f"{world_size} rank{'s' if world_size > 1 else ''}"
     if len(hosts) > 1:
         words += f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})"
-    if device.type == "cuda":
-        return f"{words}, cuda ({torch.cuda.get_device_name(device)}, driver {nvidia_driver()})"
-    return f"{words}, {device.type}"
+    return f"{words}, {device.type}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "")
 
 
 def export_ranks(ranks: Ranks, device: torch.device) -> None:
@@ -305,7 +259,3 @@ def quit_now(exit_code: int) -> NoReturn:
         with contextlib.suppress(OSError):  # a full disk, or a reader that is gone: nothing is left to print to
             stream.flush()
     os._exit(exit_code)
-
-
-def host_name() -> str:
-    return socket.gethostname()

@@ -29,8 +29,7 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from trainer.ranks.discovery import HEARTBEAT_SECONDS
-from trainer.ranks.launcher import process_state
+from trainer.ranks.discovery import HEARTBEAT_SECONDS, process_state
 
 LINGER = 3.0
 """Seconds that the store's host gives the others to read a verdict, and that a lost store may be a normal end."""

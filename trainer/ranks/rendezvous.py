@@ -1,39 +1,61 @@
-"""How ranks meet: rank 0 keeps a store, all come to it, and who does not come is named."""
+"""How ranks meet: rank 0 keeps a store, all come to it, who does not come is named, and so is who differs.
 
+Launchers carry little to other hosts (docs/running.md), so a rank may run with other code, another configuration, or without a
+variable that was set where the job was started. That would hang, slow down or, worst, change what is computed. Each rank reports
+its settings; rank 0 compares, before anything is trained. No secret takes part: only whether credentials are set is compared.
+"""
+
+import contextlib
+import hashlib
 import json
 import os
+import secrets
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from trainer.errors import RemoteError
-from trainer.ranks.launcher import process_identity
+from data.files import write_durably
+from privacy.step import collectives
+from privacy.step.collectives import broadcast_object, gather_objects, on_main
+from privacy.step.folder import RunFolder
+from trainer.config.machine import MachineSettings
+from trainer.config.recipe import RunConfig
+from trainer.errors import ConfigError, RemoteError
+from trainer.ranks.discovery import process_identity
+from trainer.ranks.heartbeat import named_ranks
 
 _POLL = 0.1
 ANSWER_SECONDS = 10.0
 """A store answers within milliseconds, so after this what listens is none; longer where more runs than there are CPUs."""
+CODE = ("trainer", "privacy", "models", "data", "launch_scripts")
+PACKAGES = ("torch", "deepspeed", "numpy")
+EQUAL_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUBLAS_")
+EQUAL = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "DS_ACCELERATOR", "NVIDIA_TF32_OVERRIDE"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+)
+"""Variables whose value must be the same on all ranks: they change how ranks compute or talk."""
+SET_SUFFIXES = ("_SOCKET_IFNAME", "_IB_HCA", "_NET_DEVICES", "_proxy", "_PROXY")
+SET_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
+SET = ("HF_TOKEN",)
+"""Variables that must be set on all ranks or none; hosts may differ in their values, and some are secret."""
+MOST_SHOWN = 4
+VISIBLE_SECONDS = 10.0
+"""A network file system may take so long to show what another host has just written."""
 
 
 class RendezvousError(RuntimeError):
     """The ranks did not meet; the message says who is missing, or which address does not answer."""
 
     exit_code = 2
-
-
-class Introduction(NamedTuple):
-    """What a rank reports of itself when all meet.
-
-    Attributes:
-        judge: called on rank 0 with the settings and host names of all ranks, in their order; what it raises ends them all.
-    """
-
-    settings: Mapping[str, str] = {}
-    judge: Callable[[Sequence[Mapping[str, str]], Sequence[str]], None] = lambda settings, hosts: None
 
 
 class Place(NamedTuple):
@@ -63,34 +85,29 @@ def find_store(address: str, port: int, rank: int, world_size: int, seconds: flo
     Raises:
         RendezvousError: no store, or no rank 0, within `seconds`.
     """
-    prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    place = Place(address, port, rank == 0, f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
     if world_size == 1:  # wherever rank 0 is said to be
-        place = Place("127.0.0.1", 0, True, prefix)
-        return connect(place, seconds), place
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        place = Place(address, port, rank == 0, prefix)
-        return connect(place, seconds), place
-    agents_place = Place(address, port, False, prefix)
-    agents = connect(agents_place, seconds)
-    if rank == 0:
-        try:  # this host's address, as others that reach the agent reach it
+        place = place._replace(address="127.0.0.1", port=0)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        agents_place = place._replace(is_host=False)
+        agents = connect(agents_place, seconds)
+        if rank == 0:
             with socket.create_connection((address, port), timeout=seconds) as probe:
                 mine, theirs = str(probe.getsockname()[0]), probe.getpeername()[0]
-        except OSError as error:
-            raise RendezvousError(f"no rendezvous at {agents_place}: {error.strerror}") from error
-        place = Place(address if mine == theirs else mine, 0, True, prefix)
-        store = connect(place, seconds)
-        inner = store.underlying_store
-        assert isinstance(inner, dist.TCPStore)
-        agents.set("store", json.dumps([place.address, inner.port]))
-        return store, place._replace(port=inner.port)
-    deadline = time.monotonic() + seconds
-    while not agents.check(["store"]):
-        if time.monotonic() > deadline:
-            raise RendezvousError(f"rank 0 did not come to {agents_place} within {seconds:.0f} s; see its own output")
-        time.sleep(_POLL)
-    host, chosen = json.loads(agents.get("store"))
-    place = Place(host, chosen, False, prefix)
+            # This host's address, as others that reach the agent reach it.
+            place = place._replace(address=address if mine == theirs else mine, port=0)
+            store = connect(place, seconds)
+            inner = store.underlying_store
+            assert isinstance(inner, dist.TCPStore)
+            agents.set("store", json.dumps([place.address, inner.port]))
+            return store, place._replace(port=inner.port)
+        try:
+            agents.wait(["store"], timedelta(seconds=seconds))
+        except dist.DistError as error:
+            raise RendezvousError(
+                f"rank 0 did not come to {agents_place} within {seconds:.0f} s; see its own output"
+            ) from error
+        place = agents_place._replace(**dict(zip(("address", "port"), json.loads(agents.get("store")), strict=True)))
     return connect(place, seconds), place
 
 
@@ -101,53 +118,41 @@ def connect(place: Place, seconds: float) -> dist.PrefixStore:
         RendezvousError: the port is taken, or nothing that is a store answers within `seconds`; ANSWER_SECONDS after something
             else has answered there.
     """
-    made: list[dist.TCPStore] = []
-    failed: list[str] = []
-
-    def attempt() -> None:
+    deadline, answers = time.monotonic() + seconds, list[dist.TCPStore | str]()
+    while not place.is_host:  # until something listens there
         try:
-            made.append(
-                dist.TCPStore(
-                    place.address,
-                    place.port,
-                    is_master=place.is_host,
-                    timeout=timedelta(seconds=seconds),
-                    wait_for_workers=False,
-                )
-            )
-        except Exception as error:  # of several kinds; one line below names it
-            failed.append(str(error).split("\n")[0])
-
-    deadline = time.monotonic() + seconds
-    reason = "" if place.is_host else _wait_for_listener(place, deadline)
-    patience = deadline - time.monotonic()
-    if not place.is_host:  # a machine with too much to do answers late
-        patience = min(ANSWER_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), patience)
-    if not reason:
-        # Its own timeouts are not kept where something else listens on that port, or where an address never answers.
-        thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
-        thread.start()
-        thread.join(max(patience, 0.0))
-    if made:
-        return dist.PrefixStore(place.prefix, made[0])
-    if not reason:
-        reason = failed[0] if failed else f"no answer within {patience:.0f} s"
-        taken = "EADDRINUSE" in reason if place.is_host else True
-        reason = f"something else has that port; choose another MASTER_PORT ({reason})" if taken else reason
-    raise RendezvousError(f"no rendezvous at {place}: {reason}")
-
-
-def _wait_for_listener(place: Place, deadline: float) -> str:
-    """Waits until something listens at the place; returns why nothing does, or nothing."""
-    while True:
-        try:
-            remaining = max(_POLL, deadline - time.monotonic())
-            socket.create_connection((place.address, place.port), timeout=remaining).close()
-            return ""
+            socket.create_connection(
+                (place.address, place.port), timeout=max(_POLL, deadline - time.monotonic())
+            ).close()
+            break
         except (OSError, UnicodeError, OverflowError) as error:
             if time.monotonic() + _POLL > deadline:
-                return str(error)
+                raise RendezvousError(f"no rendezvous at {place}: {error}") from error
         time.sleep(_POLL)
+
+    def attempt() -> None:
+        limit = timedelta(seconds=seconds)
+        try:
+            store = dist.TCPStore(
+                place.address, place.port, is_master=place.is_host, timeout=limit, wait_for_workers=False
+            )
+            answers.append(store)
+        except Exception as error:  # of several kinds; one line below names it
+            answers.append(str(error).split("\n")[0])
+
+    # Its own timeouts are not kept where something else listens on that port, or where an address never answers.
+    patience = max(deadline - time.monotonic(), 0.0)
+    if not place.is_host:  # a machine with too much to do answers late
+        patience = min(ANSWER_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), patience)
+    thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(patience)
+    found = answers[0] if answers else f"no answer within {patience:.0f} s"
+    if isinstance(found, dist.TCPStore):
+        return dist.PrefixStore(place.prefix, found)
+    if not place.is_host or "EADDRINUSE" in found:
+        found = f"something else has that port; choose another MASTER_PORT ({found})"
+    raise RendezvousError(f"no rendezvous at {place}: {found}")
 
 
 def meet(
@@ -156,21 +161,22 @@ def meet(
     world_size: int,
     place: Place,
     seconds: float,
-    introduction: Introduction = Introduction(),  # noqa: B008 - never changed
+    settings: Mapping[str, str] | None = None,
+    may_differ: Sequence[str] = (),
 ) -> list[str]:
-    """Waits until all ranks are here; returns their host names.
+    """Waits until all ranks are here and have compared their settings (`refuse_differences`); returns their host names.
 
     Raises:
         RendezvousError: on rank 0, naming who is missing after `seconds`; on any rank, if the store's host is gone.
+        ConfigError: on rank 0, since the ranks do not fit together.
         RemoteError: rank 0 gave up, or refused somebody.
-        Exception: on rank 0, what its judge raises.
     """
     deadline = time.monotonic() + seconds
     if store.check([f"here/{rank}"]):
         raise RendezvousError(f"another run is at {place}, and has a rank {rank} already; choose another MASTER_PORT")
     store.set(f"beat/{rank}", "[]")  # see trainer/ranks/heartbeat.py
     store.set(f"process/{rank}", process_identity(os.getpid()))
-    store.set(f"settings/{rank}", json.dumps(dict(introduction.settings)))
+    store.set(f"settings/{rank}", json.dumps(dict(settings or {})))
     store.set(f"here/{rank}", socket.gethostname())
     ranks = [f"here/{r}" for r in range(world_size)]
     try:
@@ -185,8 +191,8 @@ def meet(
                             "--rendezvous_seconds"
                         )
                     time.sleep(_POLL)
-                settings = [json.loads(text) for text in store.multi_get([f"settings/{r}" for r in range(world_size)])]
-                introduction.judge(settings, [host.decode() for host in store.multi_get(ranks)])
+                every = [json.loads(text) for text in store.multi_get([f"settings/{r}" for r in range(world_size)])]
+                refuse_differences(every, [host.decode() for host in store.multi_get(ranks)], may_differ)
             except Exception as error:
                 store.set("refused", str(error))
                 time.sleep(1.0)  # for the others to read it
@@ -201,3 +207,93 @@ def meet(
         return [host.decode() for host in store.multi_get(ranks)]
     except dist.DistError as error:
         raise RendezvousError(f"rank 0 ended before all ranks were at {place}") from error
+
+
+def settings_of(
+    environ: Mapping[str, str], root: Path, config: RunConfig, machine: MachineSettings, chosen: Mapping[str, str]
+) -> dict[str, str]:
+    """This rank's settings by name. Variables are named `$NAME`, and are left out where they are not set.
+
+    Args:
+        root: the project's root.
+        chosen: further options of the command, by name.
+    """
+
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+    settings = {name: version(name) for name in PACKAGES} | {
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        **chosen,
+    }
+    for name in CODE:
+        files = sorted((root / name).rglob("*.py"))
+        settings[f"the code in {name}/"] = digest([(str(f.relative_to(root)), f.read_bytes().hex()) for f in files])
+    settings |= {f"the recipe's {name}": digest(section) for name, section in config.model_dump(mode="json").items()}
+    settings["the ds_config"] = digest(dict(machine.raw))
+    for name, value in environ.items():
+        if name in SET or name.startswith(SET_PREFIXES) or name.endswith(SET_SUFFIXES):
+            settings[f"${name}"] = "set"
+        elif name in EQUAL or name.startswith(EQUAL_PREFIXES):
+            settings[f"${name}"] = value
+    return settings
+
+
+def refuse_differences(
+    ranks: Sequence[Mapping[str, str]], hosts: Sequence[str], may_differ: Sequence[str] = ()
+) -> None:
+    """Compares all ranks with rank 0.
+
+    Args:
+        ranks, hosts: settings and host name of each rank.
+        may_differ: names of variables that nobody compares.
+
+    Raises:
+        ConfigError: naming the first rank that differs, its host, and what differs.
+    """
+    for rank, settings in enumerate(ranks):
+        lines, way_out = [], "start all ranks alike"
+        for name in sorted({*ranks[0], *settings}):
+            variable = name.removeprefix("$")
+            mine, main = (one.get(name, "not set") for one in (settings, ranks[0]))
+            if mine == main or variable in may_differ:
+                continue
+            is_digest = name.startswith("the ")
+            lines.append(f"{name} differs" if is_digest else f"{variable} is {mine}, but {main} on rank 0")
+            if variable != name:
+                way_out = (
+                    "launchers carry few variables to other hosts: put it in .deepspeed_env, or pass it as docs/running.md says "
+                    "for this launcher (--may_differ NAME takes a variable out of the comparison)"
+                )
+        if lines:
+            rest = f" and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
+            raise ConfigError(
+                f"{named_ranks([rank], hosts)} differs from {named_ranks([0], hosts)}: {'; '.join(lines[:MOST_SHOWN])}{rest}; "
+                f"{way_out}"
+            )
+
+
+def require_shared(folder: RunFolder, seconds: float = VISIBLE_SECONDS) -> None:
+    """Refuses a run folder that rank 0 has just made and another rank does not see. Collective.
+
+    Raises:
+        ConfigError: on all ranks, naming who does not.
+    """
+    if collectives.world_size() == 1:
+        return
+    sign, token, sees = folder.private / "visible", broadcast_object(secrets.token_hex(8)), False
+    on_main(lambda: write_durably(sign, token))
+    deadline = time.monotonic() + seconds
+    while not sees and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # not there, or not yet
+            sees = sign.read_text() == token
+        time.sleep(0 if sees else 0.1)
+    every = gather_objects((sees, socket.gethostname()))
+    blind = [rank for rank, (rank_sees, _) in enumerate(every) if not rank_sees]
+    if blind:
+        hosts = [host for _, host in every]
+        raise ConfigError(
+            f"run folder {folder.root}: {named_ranks(blind, hosts)} did not see within {seconds:.0f} s what "
+            f"{named_ranks([0], hosts)} wrote there; --run_dir must lie on a file system that all hosts share (docs/running.md)"
+        )
+    on_main(lambda: sign.unlink(missing_ok=True))

@@ -1,6 +1,6 @@
 """What the trainer prints before its first step and after its last."""
 
-import os
+import shlex
 import sys
 
 from privacy.accounting.rounding import rounded_up, useless_delta
@@ -9,7 +9,6 @@ from privacy.run.run import Run
 from trainer.config.machine import MachineSettings
 from trainer.loop.reporting import Training
 from trainer.planner.signal import NoiseToSignal
-from trainer.ranks import distributed
 from trainer.run.clipping_mode import ModeChoice
 from trainer.weights.provenance import initialisation_statement
 
@@ -25,11 +24,6 @@ def announce(training: Training, engine_name: str, machine: MachineSettings, cho
         f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
         f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
     )
-    if plan.bands > 1:
-        print(
-            f"correlated noise of {plan.bands} bands ({plan.strategy}): {plan.bands} groups of up to {plan.group_size} examples "
-            "take turns; past noise stays in memory, and every start begins without it"
-        )
     signal = NoiseToSignal.of(plan, count, config.model.kind)
     if signal is not None:
         print(signal.line)
@@ -67,45 +61,25 @@ def announce(training: Training, engine_name: str, machine: MachineSettings, cho
     sys.stdout.flush()
 
 
-def warn_of_few_cpus(num_workers: int) -> None:
-    """Warns on rank 0 where a rank may use fewer CPUs than it has data workers. Collective."""
-    # Launchers and schedulers set this process's affinity; some systems know no such thing.
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    every = distributed.gather_objects((mine, distributed.host_name()))
-    rank = min(range(len(every)), key=lambda number: every[number][0])
-    count, host = every[rank]
-    if count < num_workers and distributed.rank() == 0:
-        print(
-            f"warning: rank {rank} on {host} may use {count} CPU{'s' if count > 1 else ''} for its {num_workers} data workers: "
-            f"give each rank {num_workers} CPUs (Slurm: --cpus-per-task={num_workers}), or lower data.num_workers",
-            flush=True,
-        )
-
-
-def _claim(run: Run) -> str:
-    """What the weights carry for everything charged, rounded up."""
-    claim, own = run.ledger.claim(), run.ledger.epsilon()
-    if claim is None or own is None:
-        return "no formal guarantee"
-    delta, words = run.plan.target_delta, f"epsilon {rounded_up(claim[0], 4)} at delta {claim[1]:g}"
-    if useless := useless_delta(claim[1], run.plan.num_examples):
-        words += f" ({useless})"
-    if claim == (own, delta):
-        return words
-    alone = f"epsilon {rounded_up(own, 4)} at delta {delta:g} for this run alone"
-    return f"{words} with what the initial weights had spent ({alone})"
-
-
 def conclude(run: Run, outcome: int) -> None:
-    """Prints how the run ended, and what recognises its ledger; on the main rank."""
-    claim = _claim(run)
+    """Prints how the run ended, what recognises its ledger, its folder and what comes next; on the main rank."""
+    claim, own, words = run.ledger.claim(), run.ledger.epsilon(), "no formal guarantee"
+    if claim is not None and own is not None:
+        words = f"epsilon {rounded_up(claim[0])} at delta {claim[1]:g}"
+        if useless := useless_delta(claim[1], run.plan.num_examples):
+            words += f" ({useless})"
+        if claim != (own, run.plan.target_delta):
+            alone = f"epsilon {rounded_up(own)} at delta {run.plan.target_delta:g} for this run alone"
+            words += f" with what the initial weights had spent ({alone})"
     ending = {
-        DONE: f"done: {run.plan.num_steps} steps, {claim}",
-        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {claim}",
-        STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
+        DONE: f"done: {run.plan.num_steps} steps, {words}",
+        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {words}",
+        STOPPED_EARLY: f"stopped on request; the same command resumes; {words}",
     }
-    line = run.ledger.position()["hash"]
+    print(ending[outcome])
     print(
-        f"the ledger's last line is {line}: keep it elsewhere, and `verify.py --head` notices a ledger that was cut or replaced"
+        "last line of the ledger, to be kept elsewhere (verify.py --head):", run.ledger.position()["hash"], sep="\n  "
     )
-    print(f"{ending[outcome]}; run folder {run.folder.root}", flush=True)
+    print(f"run folder: {run.folder.root}")
+    if outcome != STOPPED_EARLY:
+        print(f"next: python launch_scripts/report.py --run_dir {shlex.quote(str(run.folder.root))}", flush=True)

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,10 +21,10 @@ from data.reading.records import RemoteOptions
 from data.reading.staging import Staging, is_at_work, open_folder, require_room
 from data.reading.workers import copy_shards, worker_context
 from privacy.sampling.rows import shares_of_nodes
+from privacy.step.collectives import first_on_main, gather_objects, rank
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import RunConfig
 from trainer.errors import RemoteError
-from trainer.ranks.distributed import first_on_main, gather_objects, host_name, rank
 
 T = TypeVar("T")
 
@@ -40,13 +41,18 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
         DataError: no shards, no examples, an index of other shards, or one shard twice, in a run with privacy.
         ReadError: remote shards cannot be read.
     """
-    shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config)
-    given = config.data.index
-    table = _open_table(folder.index if given is None else root / given, shards, remote, make=given is None)
+    shards, given = first_on_main(lambda: find_shards(config.data.shards, root)), config.data.index
+    table = _open_table(folder.index if given is None else root / given, shards, config, make=given is None)
     if len(table) == 0:
         raise DataError(f"{config.data.shards} holds no examples")
     if config.privacy.enabled:
-        _require_distinct(table)
+        first: dict[str, str] = {}
+        for entry in table.entries:
+            if (other := first.setdefault(entry.sha256, entry.name)) != entry.name:
+                raise DataError(
+                    f"shards {other} and {entry.name} hold the same bytes, so each of their examples would count twice and be "
+                    "protected as two are: take one of them away from data.shards"
+                )
     stated = config.data.num_examples
     if stated is not None and stated != len(table):
         raise DataError(
@@ -81,7 +87,7 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
     def open_store() -> str:
         if "$" in text:
             raise DataError(
-                f"data.staging: {text} has a variable that is not set on {host_name()}; set it on every node"
+                f"data.staging: {text} has a variable that is not set on {socket.gethostname()}; set it on every node"
             )
         return open_folder(folder)
 
@@ -136,11 +142,11 @@ def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTa
     if config.heldout is None:
         return None
     pattern = config.heldout.shards
-    shards, remote = first_on_main(lambda: find_shards(pattern, root)), remote_options(config)
+    shards = first_on_main(lambda: find_shards(pattern, root))
     private = first_on_main(lambda: find_shards(config.data.shards, root)).locations()
     if config.heldout.is_public and not set(private).isdisjoint(shards.locations()):
         raise DataError("heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)")
-    return _open_table(folder.private / "heldout-index", shards, remote, make=True)
+    return _open_table(folder.private / "heldout-index", shards, config, make=True)
 
 
 def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
@@ -155,21 +161,6 @@ def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
             raise DataError(
                 f"held-out shard {entry.name} has the bytes of a training shard, so it cannot be declared public "
                 "(heldout.is_public)"
-            )
-
-
-def _require_distinct(table: ExampleTable) -> None:
-    """Refuses a shard that is there twice, under two names: each of its examples would be two, with half of the protection.
-
-    Raises:
-        DataError: one is.
-    """
-    first: dict[str, str] = {}
-    for entry in table.entries:
-        if (other := first.setdefault(entry.sha256, entry.name)) != entry.name:
-            raise DataError(
-                f"shards {other} and {entry.name} hold the same bytes, so each of their examples would count twice and be "
-                "protected as two are: take one of them away from data.shards"
             )
 
 
@@ -231,17 +222,13 @@ def require_usable(
         print(f"{'warning: ' if reasons else ''}{key}: a look at {len(ids)} examples: {found}", flush=True)
 
 
-def remote_options(config: RunConfig) -> RemoteOptions:
-    """How the recipe wants shards to be read over the network."""
-    return RemoteOptions(**config.data.remote.model_dump())
-
-
-def _open_table(index: Path, shards: ShardSet, remote: RemoteOptions, *, make: bool) -> ExampleTable:
+def _open_table(index: Path, shards: ShardSet, config: RunConfig, *, make: bool) -> ExampleTable:
     """The index of exactly these shards. Rank 0 looks at every shard; every read is checked by itself. Collective.
 
     Args:
         make: builds the index where there is none; shards that an interrupted start has finished are kept.
     """
+    remote = RemoteOptions(**config.data.remote.model_dump())
 
     def open_table() -> ExampleTable:
         if make and rank() == 0 and not (index / MANIFEST).exists():

@@ -1,7 +1,6 @@
 """Where configuration, data, key and ledger of a run folder meet."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ from privacy.ledger.claim import LedgerBehind, keep_copies, require_kept, states
 from privacy.ledger.durable import require_apart
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
-from privacy.options import OPTIONS
 from privacy.plan import PrivacyPlan
 from privacy.plan_request import PlanRequest
 from privacy.run.ledger import Opening, Recorded, open_ledger
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import PrivacySection, RunConfig
-from trainer.planner.privacy import with_coefficients
 
 
 def require_places(folder: RunFolder, privacy: PrivacySection) -> None:
@@ -48,14 +45,7 @@ def open_run_ledger(
     def asked(recorded: Recorded | None) -> PlanRequest:
         if recorded is None and privacy.target_epsilon is not None:
             print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
-        request = privacy.request(config.train.num_steps, len(table))
-        if request.strategy != "optimised":
-            return request
-        frozen = {} if recorded is None else OPTIONS["noise"]["correlated"].recorded(recorded["plan"])
-        is_the_same = (frozen.get("bands"), frozen.get("strategy")) == (request.bands, request.strategy)
-        return (
-            replace(request, coefficients=frozen["coefficients"]) if is_the_same else with_coefficients(request, config)
-        )
+        return privacy.request(config.train.num_steps, len(table))
 
     def described(recorded: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
         fields: dict[str, Any] = {"unit": unit, **({"max_examples_per_owner": limit} if limit else {})}
@@ -64,24 +54,22 @@ def open_run_ledger(
                 fields["behind"] = keep_copies(folder.root, behind)
                 fields |= {"disjoint_from_start": True} if disjoint else {}
             return fields
-        # The card computes an owner's epsilon from the recorded limit, so a resume cannot state another one.
-        if recorded.get("max_examples_per_owner") != limit:
-            raise PrivacyConfigError(
-                f"privacy.max_examples_per_owner is {limit}, but {folder.ledger} was opened with "
-                f"{recorded.get('max_examples_per_owner')}; it is part of the claim: set it back, or start another run folder"
-            )
+        # The card computes an owner's epsilon from the recorded limit, and its first number relies on the declaration, so a
+        # resume cannot state another one.
+        stated = {"privacy.max_examples_per_owner": (limit, recorded.get("max_examples_per_owner"))}
+        if "behind" in recorded:
+            stated["init.disjoint_data"] = (disjoint, recorded.get("disjoint_from_start", False))
+        for key, (now, before) in stated.items():
+            if now != before:
+                raise PrivacyConfigError(
+                    f"{key} is {now}, but {folder.ledger} was opened with {before}; it is part of the claim: set it back, or "
+                    "start another run folder"
+                )
         if behind:
             require_kept(folder.root, recorded, behind)
-        if "behind" in recorded:
-            # The card's first number relies on the declaration, so a resume cannot state another one.
-            if recorded.get("disjoint_from_start", False) != disjoint:
-                raise PrivacyConfigError(
-                    f"init.disjoint_data is {disjoint}, and {folder.ledger} was opened with the opposite; it is part "
-                    "of the claim: set it back, or start another run folder"
-                )
-            if plan.formal_guarantee:
-                # Every claim needs the copies, which are judged before anything is written.
-                states_behind(folder.root, recorded)
+        if "behind" in recorded and plan.formal_guarantee:
+            # Every claim needs the copies, which are judged before anything is written.
+            states_behind(folder.root, recorded)
         return fields
 
     shared = privacy.shared_ledger

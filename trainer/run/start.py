@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,13 +28,20 @@ from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
+from privacy.step import collectives
 from privacy.step.allocator import keep_freed_memory
 from privacy.step.averaging import WeightAverage
 from privacy.step.batches import Dealt
-from privacy.step.collectives import refuse_together
-from privacy.step.engine import Engine, to_device
+from privacy.step.collectives import first_on_main, on_main, refuse_together
+from privacy.step.engine import (
+    Engine,
+    ShardState,
+    even_layout,
+    flat_part,
+    require_neighbours_apart,
+    to_device,
+)
 from privacy.step.folder import RunFolder
-from privacy.step.neighbours import require_neighbours_apart
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
 from trainer.engines import build_engine, sharder
@@ -43,24 +51,26 @@ from trainer.loop.fit import fit
 from trainer.loop.heldout import Heldout
 from trainer.loop.reporting import Training
 from trainer.loop.sanity import SanityChecks
-from trainer.loop.schedule import learning_rate
-from trainer.optimizers import moments
+from trainer.optimizers import learning_rate, moments
 from trainer.planner.probe import flops_of_an_example
 from trainer.ranks import distributed
-from trainer.ranks.agreement import require_shared
 from trainer.ranks.discovery import Ranks
-from trainer.ranks.distributed import first_on_main, on_main
-from trainer.run.announce import announce, conclude, warn_of_few_cpus
-from trainer.run.certified import allow_deterministic_kernels, use_deterministic_kernels
-from trainer.run.clipping_mode import ModeChoice, made_clipper
+from trainer.ranks.rendezvous import require_shared
+from trainer.run.announce import announce, conclude
+from trainer.run.clipping_mode import CUBLAS_REPEATS, ModeChoice, made_clipper, use_deterministic_kernels
 from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, stage, training_table
-from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.ledger import open_run_ledger, require_places
 from trainer.run.memory_estimate import total_memory
 from trainer.tasks import TrainingTask, make_task
-from trainer.weights.parent_ledgers import ledgers_behind, require_disjoint
 from trainer.weights.provenance import Start
-from trainer.weights.start import find_checkpoint, initialisation_facts, load_start, training_data_facts
+from trainer.weights.start import (
+    find_checkpoint,
+    initialisation_facts,
+    ledgers_behind,
+    load_start,
+    require_disjoint,
+    training_data_facts,
+)
 
 
 def train(
@@ -82,12 +92,7 @@ def train(
         may_restart: a run that has lost all its checkpoints may begin again at step 0, charging its steps once more.
         noise: tests inject their own source; a real run draws from the operating system.
     """
-    if device.type == "cpu":
-        keep_freed_memory()
-    if config.privacy.arithmetic == "certified":
-        use_deterministic_kernels()
-    elif device.type == "cuda" and config.privacy.clipping_mode != "bookkeeping":
-        allow_deterministic_kernels()  # two passes may come (trainer/run/clipping_mode.py)
+    prepare_process(config, device)
     start = TrainerStart(config, machine, engine_name, RunFolder(run_dir), root, ranks, device, noise, may_restart)
     run = open_run(start)
     if isinstance(run, Finished):
@@ -95,13 +100,22 @@ def train(
             print(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do", flush=True)
         return DONE
     training = start.training(run)
-    warn_of_few_cpus(config.data.num_workers)
     if ranks.is_main:
         announce(training, engine_name, machine, start.choice)
     outcome = fit(training)
     if ranks.is_main:
         conclude(run, outcome)
     return outcome
+
+
+def prepare_process(config: RunConfig, device: torch.device) -> None:
+    """What has to be set before anything is computed."""
+    if device.type == "cpu":
+        keep_freed_memory()
+    if config.privacy.arithmetic == "certified":
+        use_deterministic_kernels()
+    elif device.type == "cuda" and config.privacy.clipping_mode != "bookkeeping":
+        os.environ.setdefault(*CUBLAS_REPEATS)  # two passes may come, and this is read once, at the first product
 
 
 @dataclass
@@ -136,9 +150,7 @@ class TrainerStart:
             self.take_folder,
             self.require_shared_folder,
             self.make_task,
-            self.require_shards,
             self.require_initial_weights,
-            self.require_room_for_weights,
             self.build_model,
             self.require_sums_of_autograd,
             self.open_heldout,
@@ -161,11 +173,8 @@ class TrainerStart:
         require_shared(self.folder)
 
     def make_task(self) -> None:
-        """Recipe, tokenizer and fields fit each other."""
+        """Recipe, tokenizer and fields fit each other; a misspelt name of shards is answered before anything that takes long."""
         self.task = first_on_main(lambda: make_task(self.config, self.root))
-
-    def require_shards(self) -> None:
-        """A misspelt name of shards is answered before anything that takes long."""
         first_on_main(lambda: require_a_shard(self.config.data.shards, self.root))
 
     def require_initial_weights(self) -> None:
@@ -179,24 +188,25 @@ class TrainerStart:
                 f"ds_config {machine.path}: zero_optimization.zero_init cannot be combined with [init]: remove one"
             )
 
-    def require_room_for_weights(self) -> None:
-        """Before the weights are made: Linux grants memory that it does not have, and then kills whoever touches it."""
+    def build_model(self) -> None:
+        """The model with fresh weights, and what can be refused by looking at it alone."""
+        config = self.config
+        # Linux grants memory that it does not have, and then kills whoever touches it.
         room = None if self.machine.zero_init else total_memory()
-        if room is None:
-            return
         needed = sum(weight.numel() * weight.element_size() for weight in self.task.skeleton().parameters())
-        if needed > room:
+        if room is not None and needed > room:
             raise ConfigError(
                 f"model: its weights alone take {needed / 2**30:.3g} GiB, and this machine has {room / 2**30:.3g} GiB: take a "
                 "smaller size, or zero_optimization.zero_init in the ds_config"
             )
-
-    def build_model(self) -> None:
-        """The model with fresh weights, and what can be refused by looking at it alone."""
-        config = self.config
         self.shard = sharder(self.engine_name, self.machine, self.device, config.train.micro_batch_size)
         self.model = self.task.build(torch.Generator().manual_seed(config.train.seed), after=self.shard)
-        require_start(self.model, config)
+        frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
+        if frozen and config.init is None:
+            raise ConfigError(
+                f"the recipe trains only a part of the model, and the rest ({frozen[0]}, ...) would stay at random: give "
+                "init.checkpoint, a run whose encoder is trained"
+            )
         if config.train.compile:
             require_compilable(self.model, self.engine_name, self.machine, self.device)
 
@@ -302,7 +312,7 @@ class TrainerStart:
         start = self.initial if resumed is None else resumed.manifest["initialisation"]
         training_data = training_data_facts(config, self.table, resumed)
         self.model_facts = {**task.facts(), "initialisation": start, "training_data": training_data}
-        frozen = FrozenWeights(self.model)
+        frozen, shapes_of_frozen = frozen_weights(self.model)
         engine = build_engine(
             self.engine_name, self.model, config.optimizer, machine, self.device, train.micro_batch_size
         )
@@ -321,11 +331,11 @@ class TrainerStart:
 
         def stored() -> Stored:
             states = average.states() if average is not None else engine.state()
-            facts = {"run": config.name, **frozen.facts(), **self.model_facts}
-            return Stored(itertools.chain(states, frozen.states()), {**engine.shapes, **frozen.shapes}, facts)
+            named = {"frozen": sorted(shapes_of_frozen)} if shapes_of_frozen else {}
+            facts = {"run": config.name, **named, **self.model_facts}
+            return Stored(itertools.chain(states, frozen), {**engine.shapes, **shapes_of_frozen}, facts)
 
         chosen = {"clipping_mode": asdict(self.choice)} if self.choice is not None else {}
-        offloads = machine.offload_optimizer or (self.engine_name == "fsdp" and machine.offload_param)
         return Parts(
             engine=engine,
             task=engine.module,
@@ -337,7 +347,6 @@ class TrainerStart:
             learning_rate=lambda step: learning_rate(step, train.num_steps, config.optimizer.peak_lr, config.schedule),
             beta2=config.optimizer.betas[1],
             note_charge=lambda step: distributed.note_progress(step, charged=True),
-            keep_noise_on=torch.device("cpu") if offloads else None,
             save_every=train.checkpoint_every,
             retention=Retention(train.keep_checkpoints, train.keep_every),
             in_background=train.async_checkpoints,
@@ -374,6 +383,21 @@ class TrainerStart:
             memory_limit_mib=config.data.memory_limit_mib,
             pin_memory=pin_memory,
         )
+
+
+def frozen_weights(module: nn.Module) -> tuple[list[ShardState], dict[str, torch.Size]]:
+    """This rank's even share of the weights that a recipe does not train, in CPU memory, and the shapes of all of them.
+
+    They get no gradient, no noise, no optimizer state and no weight decay, and engines return none of them. A checkpoint holds
+    them nevertheless, so that it is a whole model: as they were before any engine cast or sharded them.
+    """
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    shapes = {name: p.shape for name, p in frozen.items()}
+    states = []
+    for piece in even_layout(shapes, collectives.world_size()).owned_by(collectives.rank()):
+        part = flat_part(frozen[piece.name].contiguous(), piece.offset, piece.length)
+        states.append(ShardState(piece, {"param": part.to("cpu", torch.float32, copy=True)}))
+    return states, shapes
 
 
 def kinds(model: nn.Module) -> set[object]:

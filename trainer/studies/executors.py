@@ -1,6 +1,5 @@
 """How the points of a study come to run: here, several at a time, or as an array job of Slurm."""
 
-import ctypes
 import hashlib
 import os
 import shlex
@@ -9,20 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_durably
-from privacy.checkpoints.read import has_checkpoints
 from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY
-from privacy.step.folder import RunFolder
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.studies.folder import StudyFolder
-from trainer.weights.start import find_checkpoint
 
 _POLL_SECONDS = 0.2
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _ARRAY_JOB = "launch_scripts/cluster/slurm_array.sbatch"
 _ENDINGS = {
     DONE: "done",
@@ -57,11 +53,9 @@ def run_local(
     Returns:
         The exit code of every point that was started, or had nothing to start for.
     """
-    codes: dict[str, int] = {}
     running: dict[str, subprocess.Popen[bytes]] = {}
-    waiting, stopped = [], False
+    stopped = False
     threads = str(max(1, (os.cpu_count() or 1) // workers))
-    libc, parent = ctypes.CDLL(None), os.getpid()
 
     def request_stop(*_: object) -> None:
         nonlocal stopped
@@ -69,15 +63,21 @@ def run_local(
         for process in list(running.values()):
             process.terminate()
 
-    def end_with_parent() -> None:  # by SIGTERM, so that the run saves and exits 7
-        libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before we could ask
-            os._exit(STOPPED_EARLY)
-
-    def start(name: str) -> subprocess.Popen[bytes]:
-        say(f"{name}: {'starts' if folder.progress(name) == 'new' else 'resumes'}")
+    def train(name: str) -> int:
+        if folder.in_use(name):  # by a trainer of a study that was killed
+            say(f"{name}: another trainer has it; waiting for its end")
+        while folder.in_use(name) and not stopped:
+            time.sleep(_POLL_SECONDS)
+        if (progress := folder.progress(name)) == "finished":
+            return DONE
+        if progress == "budget spent":
+            say(f"{name}: the budget is spent and steps remain; not started again")
+            return BUDGET_SPENT
+        if stopped:
+            return STOPPED_EARLY
+        say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
         with folder.log(name).open("ab") as log:
-            return subprocess.Popen(
+            running[name] = process = subprocess.Popen(
                 trainer.command(folder, name),
                 cwd=trainer.root,
                 env={"OMP_NUM_THREADS": threads, **os.environ},
@@ -85,43 +85,29 @@ def run_local(
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us alone; we pass it on as SIGTERM
-                preexec_fn=end_with_parent,
             )
+        if stopped:  # meanwhile
+            process.terminate()
+        code = process.wait()
+        del running[name]
+        if stopped and code == -signal.SIGTERM:
+            code = STOPPED_EARLY  # before it could listen: nothing was begun
+        ending = _ENDINGS.get(code)
+        if ending is None:  # the trainer's last error says what and where, if a user can mend it
+            lines = [line for line in folder.log(name).read_text(errors="replace").splitlines() if line.strip()]
+            errors = [line for line in lines if line.startswith("error")]
+            last = (errors or lines or ["nothing was printed"])[-1]
+            ending = f"failed with exit code {code}: {last} (log: {folder.log(name)})"
+        say(f"{name}: {ending}")
+        return code
 
-    for name in names:
-        if (progress := folder.progress(name)) == "finished":
-            codes[name] = DONE
-        elif progress == "budget spent":
-            codes[name] = BUDGET_SPENT
-            say(f"{name}: the budget is spent and steps remain; not started again")
-        else:
-            waiting.append(name)
-            if folder.in_use(name):  # by a trainer of a study that was killed: it saves, and ends by itself
-                say(f"{name}: another trainer has it; waiting for its end")
     handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        while running or (waiting and not stopped):
-            for name in [name for name in waiting if not folder.in_use(name)][: workers - len(running)]:
-                if not stopped:
-                    waiting.remove(name)
-                    running[name] = start(name)
-            for name in [name for name, process in running.items() if process.poll() is not None]:
-                code = running.pop(name).returncode
-                if stopped and code == -signal.SIGTERM:
-                    code = STOPPED_EARLY  # before it could listen: nothing was begun
-                codes[name] = code
-                ending = _ENDINGS.get(code)
-                if ending is None:  # the trainer's last error says what and where, if a user can mend it
-                    lines = [line for line in folder.log(name).read_text(errors="replace").splitlines() if line.strip()]
-                    errors = [line for line in lines if line.startswith("error")]
-                    last = (errors or lines or ["nothing was printed"])[-1]
-                    ending = f"failed with exit code {code}: {last} (log: {folder.log(name)})"
-                say(f"{name}: {ending}")
-            time.sleep(_POLL_SECONDS)
+        with ThreadPoolExecutor(workers) as pool:
+            return dict(zip(names, pool.map(train, names), strict=True))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return codes | dict.fromkeys(waiting, STOPPED_EARLY)
 
 
 def exit_code(codes: Mapping[str, int]) -> int:
@@ -149,7 +135,7 @@ def submit_array(
             cpus_per_task the largest number of data workers of the points.
 
     Raises:
-        ConfigError: the checkpoint that a point starts from is missing, Slurm's commands are, or one of them refuses.
+        ConfigError: Slurm's commands are missing, or one of them refuses.
     """
 
     def slurm(*command: str) -> str:
@@ -183,16 +169,9 @@ def submit_array(
         said.append(f"the budget is spent and steps remain; not submitted again: {', '.join(spent)}")
     if not left:
         return [*said, "nothing to submit" if waiting or spent else "all points are done; nothing to submit"]
-    configs = {name: load_config(folder.recipe(name)) for name in left}
-    for name, config in configs.items():
-        if config.init is not None and not has_checkpoints(RunFolder(folder.run(name)).checkpoints):
-            try:
-                find_checkpoint(config.init, trainer.root)
-            except ConfigError as error:
-                raise ConfigError(f"point {name}, so nothing is submitted: {error}") from error
     wanted = dict(allocation)
     if wanted.get("cpus_per_task") is None:
-        wanted["cpus_per_task"] = max(1, *(config.data.num_workers for config in configs.values()))
+        wanted["cpus_per_task"] = max(1, *(load_config(folder.recipe(name)).data.num_workers for name in left))
     submitted = slurm(
         "sbatch", f"--job-name={job_name}",
         *(f"--{key.replace('_', '-')}={value}" for key, value in wanted.items() if value is not None),

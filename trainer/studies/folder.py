@@ -24,8 +24,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.step.folder import RunFolder, try_lock
 from trainer.config.recipe import to_toml
 from trainer.errors import ConfigError
-from trainer.studies.grid import StudyConfig
-from trainer.studies.points import PlannedPoint, changed_keys, recipe_digest, with_privacy
+from trainer.studies.grid import Point, StudyConfig, recipe_digest, trained_keys, with_privacy
 
 Progress = Literal["new", "begun", "finished", "budget spent"]
 
@@ -67,7 +66,7 @@ class StudyFolder:
         finally:
             os.close(lock)
 
-    def prepare(self, study: StudyConfig, definition: str, planned: Sequence[PlannedPoint]) -> list[str]:
+    def prepare(self, study: StudyConfig, definition: str, planned: Sequence[Point]) -> list[str]:
         """Writes the definition, the recipes of points that have not begun, and the grid into the shared ledger.
 
         Returns:
@@ -82,12 +81,12 @@ class StudyFolder:
                 continue
             recipe = self.recipe(one.name)
             try:
-                keys = changed_keys(recipe.read_text(), to_toml(one.config))
+                then, now = trained_keys(recipe.read_text()), trained_keys(to_toml(one.config))
             except OSError as error:
                 raise ConfigError(f"{recipe}: {error.strerror}; its run is there, but not its recipe") from error
-            if keys:
+            if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
                 raise ConfigError(
-                    f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
+                    f"point {one.name} of {self.root} began with another {changed[0]}; set it back, or choose another --study_dir"
                 )
         new = {one.name for one in planned if self.progress(one.name) == "new"}
         begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
@@ -135,7 +134,7 @@ class StudyFolder:
             raise ConfigError(f"study folder {folder}: {error.strerror}") from error
 
 
-def fixed_in_advance(study: StudyConfig, planned: Sequence[PlannedPoint], new: set[str], *, begun: bool) -> set[str]:
+def fixed_in_advance(study: StudyConfig, planned: Sequence[Point], new: set[str], *, begun: bool) -> set[str]:
     """The points that are charged as fixed in advance, of those whose owner says so (`privacy.fixed_in_advance`).
 
     Their grid is frozen in their shared ledger until a run has begun.
@@ -144,12 +143,12 @@ def fixed_in_advance(study: StudyConfig, planned: Sequence[PlannedPoint], new: s
         new: points without a ledger of their own.
         begun: whether any run of the study has a ledger.
     """
-    groups: dict[str, list[PlannedPoint]] = {}
+    groups: dict[str, list[Point]] = {}
     for one in planned:
         if one.config.privacy.shared_ledger is not None:
             groups.setdefault(one.config.privacy.shared_ledger, []).append(one)
     for path in groups:
-        SharedLedger(path).read(mended=False)  # all of them, before a grid is written into one
+        SharedLedger(path).read()  # all of them, before a grid is written into one
     fixed: set[str] = set()
     for path, group in groups.items():
         if not any(one.config.privacy.fixed_in_advance for one in group):
@@ -158,5 +157,5 @@ def fixed_in_advance(study: StudyConfig, planned: Sequence[PlannedPoint], new: s
         shared = SharedLedger(path)
         frozen = shared.freeze_grid(study.name, points, begun=begun)
         if all(points.get(name) == digest for name, digest in frozen.items()):
-            fixed |= frozen.keys() - (shared.read(mended=False).names & new)
+            fixed |= frozen.keys() - (shared.read().names & new)
     return fixed

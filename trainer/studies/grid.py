@@ -1,4 +1,4 @@
-"""What a study varies: a TOML file with a base recipe and axes, expanded into points.
+"""What a study varies: a TOML file with a base recipe and axes, expanded into points, each with the recipe that it trains.
 
 name = "batch_size"
 recipe = "recipes/quickstart.toml"       # relative to the project root
@@ -13,25 +13,34 @@ train.num_steps = [256, 64]
 init.checkpoint = "runs/synthetic"
 """
 
+import functools
+import hashlib
 import itertools
 import json
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from privacy.checkpoints.read import MANIFEST
 from privacy.files.toml_text import read_toml
+from privacy.plan import make_plan
 from trainer.config.optimizer import Section
-from trainer.config.recipe import EngineName, RunConfig, validated
+from trainer.config.recipe import EngineName, PrivacySection, RunConfig, load_config, to_toml, validated
 from trainer.errors import ConfigError
 
 Label = str | int | float | bool
 _NAME = r"^[A-Za-z0-9_.-]+$"
 _LONGEST_NAME = 150  # of a point: it becomes a file name
 SECTIONS = frozenset(RunConfig.model_fields)
+HELDOUT = "evaluation/heldout.jsonl"
+_OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
+"""Keys that depend on the other points; a point that began keeps those it began with."""
 
 
 class TanSection(Section):
@@ -62,7 +71,7 @@ class ReportSection(Section):
 
 
 class StudyConfig(Section):
-    """A study's file. `axis` is checked by `expand`."""
+    """A study's file. `axis` is checked by `plan_points`."""
 
     name: str = Field(pattern=_NAME)
     title: str = ""
@@ -84,13 +93,20 @@ class Point:
     Attributes:
         name: name of its run folder, made of the values.
         labels: axis -> the first key's value, or the variant's name.
-        overrides: dotted recipe key -> value.
+        config: the recipe that it trains.
     """
 
     name: str
     labels: Mapping[str, Label]
     seed: int
-    overrides: Mapping[str, Any]
+    config: RunConfig
+
+    @property
+    def claims(self) -> bool:
+        """Whether the run can have a guarantee; what the run's own plan says decides in the end."""
+        privacy = self.config.privacy
+        is_private = privacy.enabled and not privacy.simulation and privacy.noise_multiplier != 0
+        return is_private and privacy.sampling == "poisson"
 
 
 def load_study(path: Path) -> StudyConfig:
@@ -107,36 +123,59 @@ def load_study(path: Path) -> StudyConfig:
     return study
 
 
-def expand(study: StudyConfig, where: str = "study") -> list[Point]:
-    """All points: the axes crossed in their order, then the seeds.
+def plan_points(study: StudyConfig, where: str, root: Path) -> list[Point]:
+    """All points with their recipes: the axes crossed in their order, then the seeds.
+
+    Args:
+        where: the study in an error.
+        root: the project's root, which the study's paths are relative to.
 
     Raises:
-        ConfigError: an axis is neither lists of one length nor named variants, or two points would be the same run.
+        ConfigError: an axis is neither lists of one length nor named variants, two points would be the same run, a point's recipe
+            is wrong, or its runs on private data are not charged together.
     """
     base = flat(study.base, where)
     if "train.seed" in base:
         raise ConfigError(f"{where}: base.train.seed would be overwritten; list it in seeds")
     axes = {name: _steps(name, table, f"{where}: axis.{name}") for name, table in study.axis.items()}
-    points: list[Point] = []
+    points: dict[str, Point] = {}
     for steps in itertools.product(*axes.values()):
         labels = {name: label for name, (label, _) in zip(axes, steps, strict=True)}
         values: dict[str, Any] = {}
         for name, (_, overrides) in zip(axes, steps, strict=True):
-            twice = values.keys() & overrides.keys()
-            if twice:
+            if twice := values.keys() & overrides.keys():
                 raise ConfigError(f"{where}: axis.{name} sets {min(twice)}, and so does an axis before it")
             values |= overrides
         parts = [f"{axis}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', str(label))}" for axis, label in labels.items()]
         for seed in study.seeds:
-            overrides = {**base, **values, "train.seed": seed}
-            points.append(Point("_".join([*parts, f"seed-{seed}"]), labels, seed, overrides))
-    names = [point.name for point in points]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{where}: two points are both called {name}; values and seeds must differ")
-        if len(name) > _LONGEST_NAME:
-            raise ConfigError(f"{where}: the point's name {name} is longer than {_LONGEST_NAME}; use named variants")
-    return points
+            name = "_".join([*parts, f"seed-{seed}"])
+            if name in points:
+                raise ConfigError(f"{where}: two points are both called {name}; values and seeds must differ")
+            if len(name) > _LONGEST_NAME:
+                raise ConfigError(
+                    f"{where}: the point's name {name} is longer than {_LONGEST_NAME}; use named variants"
+                )
+            config = _resolved(study, root, name, {**base, **values, "train.seed": seed})
+            # Runs on private data compose: one ledger charges their total, and permits or refuses those without a guarantee.
+            if config.data.provenance == "private" and config.privacy.shared_ledger is None:
+                raise ConfigError(
+                    f"study {study.name}: its runs are on private data and compose. Make a ledger of what they may spend "
+                    "together (launch_scripts/shared_ledger.py create) and name it in [base] privacy.shared_ledger; or declare "
+                    "data.provenance"
+                )
+            points[name] = Point(name, labels, seed, config)
+    # What the privacy card needs to know: siblings and tuning on the same data.
+    informal = sum(not one.claims for one in points.values())
+    words = (
+        f"one of {len(points)} runs of study {study.name}; {len(points) - informal} claim a guarantee of their own, "
+        f"{informal} have none (TAN simulations, or privacy.enabled = false) and are charged nowhere; "
+        f"varied: {', '.join([*study.axis, 'seed'])}"
+    )
+    planned = []
+    for one in points.values():
+        own = one.config.privacy.tuning
+        planned.append(replace(one, config=with_privacy(one.config, {"tuning": f"{own}; {words}" if own else words})))
+    return planned
 
 
 def flat(tree: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
@@ -174,3 +213,76 @@ def _steps(name: str, table: Mapping[str, Any], where: str) -> list[tuple[Label,
         if not isinstance(overrides, dict):
             raise ConfigError(f"{where}: {variant} is neither a key of a recipe nor a table of overrides")
     return [(variant, flat(overrides, f"{where}.{variant}")) for variant, overrides in table.items()]
+
+
+def _resolved(study: StudyConfig, root: Path, name: str, values: Mapping[str, Any]) -> RunConfig:
+    """The recipe of a point; under [tan] with sigma in proportion to the batch, a simulation unless that is the reference's."""
+    tan = study.tan
+    noise = {"privacy.target_epsilon", "privacy.noise_multiplier", "privacy.simulation"} & values.keys()
+    if tan is not None and noise:
+        raise ConfigError(f"study {study.name}: {min(noise)} would be overwritten by [tan]; remove one of the two")
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    try:
+        config = load_config(root / study.recipe, [*overrides, f'name="{name}"'])
+        if tan is None or not config.privacy.enabled:  # that is the curve without noise, to compare with
+            return config
+        scale, sigma = config.privacy.expected_batch_size / tan.reference_batch_size, tan.reference_noise_multiplier
+        if sigma is None:
+            if config.data.num_examples is None:
+                raise ConfigError(
+                    "tan.reference_epsilon needs data.num_examples in the recipe: sigma belongs to a number of examples"
+                )
+            aim = {"target_epsilon": tan.reference_epsilon, "noise_multiplier": None}
+            privacy = with_privacy(config, {"expected_batch_size": tan.reference_batch_size, **aim}).privacy
+            sigma = _sigma(privacy, config.train.num_steps, config.data.num_examples)
+        own = {"noise_multiplier": sigma * scale, "target_epsilon": None, "simulation": scale != 1}
+        return with_privacy(config, own)
+    except ConfigError as error:
+        raise ConfigError(f"point {name}: {error}") from error
+
+
+def require_useful_starts(planned: Sequence[Point], root: Path) -> None:
+    """Refuses points whose start knows less of its public held-out examples than what one gets without looking at them.
+
+    The last line of `evaluation/heldout.jsonl` in its run folder says so. A start without that file is taken as it is.
+
+    Raises:
+        ConfigError: naming the point, the start and both losses.
+    """
+    for one in planned:
+        run = root / one.config.init.checkpoint if one.config.init is not None else None
+        if run is not None and (run / MANIFEST).is_file():
+            run = run.parent.parent
+        if run is None or not (run / HELDOUT).is_file():
+            continue
+        *_, last = (json.loads(line) for line in (run / HELDOUT).read_text().splitlines())
+        loss, blind = last["loss"], last.get("blind_loss", math.inf)
+        if not loss < blind:
+            raise ConfigError(
+                f"point {one.name}: its start {run} has a held-out loss of {loss:.4f}, and {blind:.4f} is had without looking at "
+                "the pictures, so it is worse than none: train it longer or on other pictures, or start at random"
+            )
+
+
+@functools.cache
+def _sigma(privacy: PrivacySection, num_steps: int, num_examples: int) -> float:
+    return make_plan(privacy.request(num_steps, num_examples)).noise_multiplier
+
+
+def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
+    """`config` with other values in [privacy]; None removes a key."""
+    tree = tomllib.loads(to_toml(config))
+    merged = {**tree["privacy"], **privacy}
+    tree["privacy"] = {key: value for key, value in merged.items() if value is not None}
+    return validated(RunConfig, tree, "the recipe")
+
+
+def trained_keys(recipe: str) -> dict[str, Any]:
+    """Dotted keys of a resolved recipe, without what it says of other points."""
+    leaves = flat(tomllib.loads(recipe), "recipe")
+    return {key: value for key, value in leaves.items() if key not in _OF_OTHERS}
+
+
+def recipe_digest(config: RunConfig) -> str:
+    """SHA-256 of everything that a point trains, in hex."""
+    return hashlib.sha256(json.dumps(trained_keys(to_toml(config)), sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,5 @@
-"""The report of a study: CSV, and Markdown with plots of curves and of the final loss over an axis.
+"""The report of a study: what its runs show in their public files, as CSV, and as Markdown with plots of curves and of the
+final loss over an axis. Epsilon is from the ledgers, held-out losses from evaluation/.
 
 Plots always have the seeds' spread and the blind line.
 """
@@ -8,16 +9,20 @@ from __future__ import annotations
 import csv
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import write_durably
 from privacy.accounting.rounding import rounded_up
-from privacy.card.text import cell, table_of
+from privacy.card.folder import read_utility
+from privacy.card.render import cell, table_of
+from privacy.card.report import read_snapshot
+from privacy.ledger.claim import claim_of
+from privacy.plan import PrivacyPlan
 from trainer.errors import ConfigError
-from trainer.studies.collect import Group, Result, axis_columns, grouped
-from trainer.studies.folder import StudyFolder
-from trainer.studies.grid import ReportSection, StudyConfig
+from trainer.studies.folder import Progress, StudyFolder
+from trainer.studies.grid import Label, Point, ReportSection, StudyConfig
 from trainer.tasks.blind import BLIND_LINE
 
 if TYPE_CHECKING:
@@ -29,6 +34,170 @@ _COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Result:
+    """One point.
+
+    Attributes:
+        labels: axis -> value.
+        kind: what the model does, by its name in recipes.
+        plan: frozen in the run's ledger.
+        epsilon, delta: what the weights carry for everything charged so far, private runs that they started from included; None
+            without a formal guarantee, whatever the recipe says.
+        losses: step -> held-out loss, as far as the held-out data are public.
+        blind_loss: what one gets on the same held-out data without looking at them (`trainer.tasks.blind`).
+        shuffled_loss: the last held-out loss with another example's picture for every caption; captioners only.
+    """
+
+    name: str
+    labels: dict[str, Label]
+    seed: int
+    kind: str
+    progress: Progress
+    simulation: bool
+    plan: PrivacyPlan
+    charged: int
+    epsilon: float | None
+    delta: float | None
+    losses: dict[int, float]
+    blind_loss: float | None
+    shuffled_loss: float | None
+
+    @property
+    def final_loss(self) -> float | None:
+        """Held-out loss after the last step; None for a run that is not done."""
+        return self.losses.get(self.plan.num_steps) if self.progress == "finished" else None
+
+    def row(self) -> dict[str, Any]:
+        """A row of a table. Without a formal guarantee it holds neither epsilon nor delta."""
+        names = ("num_examples", "expected_batch_size", "num_steps", "noise_multiplier", "max_grad_norm")
+        return {
+            "point": self.name,
+            **axis_columns(self.labels),
+            "seed": self.seed,
+            "status": self.progress,
+            "formal_guarantee": self.plan.formal_guarantee,
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "why_no_guarantee": "; ".join(self.plan.reasons),
+            "attempts_charged": self.charged,
+            **{name: getattr(self.plan, name) for name in names},
+            "noise_over_batch": self.plan.noise_multiplier / self.plan.expected_batch_size,
+            "first_heldout_loss": self.losses.get(0),
+            "final_heldout_loss": self.final_loss,
+            "blind_loss": self.blind_loss,
+            "shuffled_loss": self.shuffled_loss,
+        }
+
+
+def axis_columns(labels: Mapping[str, Label]) -> dict[str, Label]:
+    """Labels as columns of a table: an axis called epsilon is not the epsilon that was spent."""
+    return {f"axis/{name}": label for name, label in labels.items()}
+
+
+def collect(folder: StudyFolder, planned: Sequence[Point]) -> tuple[list[Result], list[str]]:
+    """The results of all points that began, and the names of those that did not."""
+    results, missing = [], []
+    claims: dict[str, tuple[float, float] | None] = {}
+    for one in planned:
+        progress = folder.progress(one.name)
+        if progress == "new":
+            missing.append(one.name)
+            continue
+        state = read_snapshot(folder.run(one.name) / "ledger.jsonl").state
+        # What a claim is a function of: runs that differ by their seed alone have one, which takes seconds.
+        before = (state.opened.get("behind"), state.opened.get("disjoint_from_start"))
+        known = repr((state.charged_groups(), state.plan.target_delta, state.plan.accounted_delta, before))
+        if known not in claims:
+            claims[known] = claim_of(folder.run(one.name), state)
+        losses = read_utility(folder.run(one.name)).heldout_loss
+        epsilon, delta = claims[known] or (None, None)
+        results.append(
+            Result(
+                name=one.name,
+                labels=dict(one.labels),
+                seed=one.seed,
+                kind=one.config.model.kind,
+                progress=progress,
+                simulation=one.config.privacy.simulation,
+                plan=state.plan,
+                charged=state.num_charged,
+                epsilon=epsilon,
+                delta=delta,
+                losses={point.step: point.loss for point in losses if point.loss is not None},
+                blind_loss=losses[-1].blind_loss if losses else None,
+                shuffled_loss=losses[-1].shuffled_loss if losses else None,
+            )
+        )
+    return results, missing
+
+
+@dataclass(frozen=True)
+class Group:
+    """All seeds of one combination of values."""
+
+    labels: dict[str, Label]
+    results: list[Result]
+
+    @property
+    def final_losses(self) -> list[float]:
+        return [loss for result in self.results if (loss := result.final_loss) is not None]
+
+    @property
+    def blind_loss(self) -> float | None:
+        """The lowest of the seeds' blind losses, which are equal where all of them see the same held-out data."""
+        return min((result.blind_loss for result in self.results if result.blind_loss is not None), default=None)
+
+    @property
+    def below_blind(self) -> float | None:
+        """By how much the mean of the final losses is below the blind line; negative above it."""
+        if self.blind_loss is None or not self.final_losses:
+            return None
+        return self.blind_loss - statistics.fmean(self.final_losses)
+
+    def row(self) -> list[str]:
+        """Cells of the page's table: mean and spread over the seeds; epsilon only where every seed has a guarantee."""
+        losses, plan, below = self.final_losses, self.results[0].plan, ""
+        epsilons = [result.epsilon for result in self.results if result.epsilon is not None]
+        spent = rounded_up(max(epsilons)) if len(epsilons) == len(self.results) else "none (no guarantee)"
+        if any(result.simulation for result in self.results):  # then nothing of the group is private
+            spent = "none (simulation, not private)"
+        if self.blind_loss is not None and self.below_blind is not None:
+            above = sum(loss >= self.blind_loss for loss in losses)
+            seeds = f" ({above} of {len(losses)} seeds above it)" if above else ""
+            is_below = self.below_blind > 0
+            below = f"{self.below_blind:.4f}{seeds}" if is_below else f"**above it** by {-self.below_blind:.4f}"
+        spread = (statistics.fmean(losses), min(losses), max(losses)) if losses else (None, None, None)
+        return [
+            *(cell(label) for label in self.labels.values()),
+            str(plan.expected_batch_size),
+            str(plan.num_steps),
+            f"{plan.noise_multiplier:.4g}",
+            f"{plan.noise_multiplier / plan.expected_batch_size:.3g}",
+            spent,
+            *map(_loss, spread),
+            _loss(self.blind_loss),
+            below,
+            str(len(losses)),
+        ]
+
+    def curve(self) -> list[tuple[int, float, float, float]]:
+        """(step, mean, least, largest) of the held-out loss at the steps that every seed evaluated."""
+        shared = set.intersection(*(set(result.losses) for result in self.results))
+        seeds = {step: [result.losses[step] for result in self.results] for step in sorted(shared)}
+        return [(step, statistics.fmean(values), min(values), max(values)) for step, values in seeds.items()]
+
+    def words(self, color: str | None) -> str:
+        """The values of the axes that have no colour, and whether the group is private."""
+        rest = [f"{name} {label}" for name, label in self.labels.items() if name != color]
+        is_simulated = any(result.simulation for result in self.results)
+        return ", ".join([*rest, *(["simulated, not private"] if is_simulated else [])])
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
 def write_report(folder: StudyFolder, study: StudyConfig, results: Sequence[Result], missing: Sequence[str]) -> Path:
     """Writes study_dir/report/; returns its page.
 
@@ -37,7 +206,10 @@ def write_report(folder: StudyFolder, study: StudyConfig, results: Sequence[Resu
     """
     if not results:
         raise ConfigError(f"study folder {folder.root}: no point has begun; start it with study.py run")
-    groups, target = grouped(results), folder.report
+    together: dict[tuple[Label, ...], list[Result]] = {}
+    for result in results:
+        together.setdefault(tuple(result.labels.values()), []).append(result)
+    groups, target = [Group(of_seeds[0].labels, of_seeds) for of_seeds in together.values()], folder.report
     curves = [
         {"point": result.name, **axis_columns(result.labels), "seed": result.seed, "step": step, "heldout_loss": loss}
         for result in results
@@ -45,12 +217,7 @@ def write_report(folder: StudyFolder, study: StudyConfig, results: Sequence[Resu
     ]
     try:
         target.mkdir(exist_ok=True)
-        tables: dict[str, list[dict[str, Any]]] = {
-            "points": [result.row() for result in results],
-            "groups": [group.row() for group in groups],
-            "curves": curves,
-        }
-        for name, rows in tables.items():
+        for name, rows in (("points", [result.row() for result in results]), ("curves", curves)):
             with (target / f"{name}.csv").open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
                 writer.writeheader()
@@ -90,35 +257,12 @@ def _page(
         )
     elif not simulated:
         parts.append("No run claims a guarantee.")
-    rows = []
-    for group in groups:
-        row, below = group.row(), ""
-        epsilon = "none (simulation, not private)" if group.is_simulated else "none (no guarantee)"
-        if group.blind_loss is not None and group.below_blind is not None:
-            above = sum(loss >= group.blind_loss for loss in group.final_losses)
-            seeds = f" ({above} of {len(group.final_losses)} seeds above it)" if above else ""
-            is_below = group.below_blind > 0
-            below = f"{group.below_blind:.4f}{seeds}" if is_below else f"**above it** by {-group.below_blind:.4f}"
-        rows.append(
-            [
-                *(cell(label) for label in group.labels.values()),
-                str(row["expected_batch_size"]),
-                str(row["num_steps"]),
-                f"{row['noise_multiplier']:.4g}",
-                f"{row['noise_over_batch']:.3g}",
-                epsilon if row["epsilon"] is None else rounded_up(row["epsilon"], 2),
-                *(_loss(row[f"final_heldout_loss_{which}"]) for which in ("mean", "min", "max")),
-                _loss(group.blind_loss),
-                below,
-                str(row["seeds_done"]),
-            ]
-        )
-    parts += ["## Results", table_of([cell(name) for name in (*study.axis, *_COLUMNS)], rows)]
+    parts += ["## Results", table_of([cell(name) for name in (*study.axis, *_COLUMNS)], [g.row() for g in groups])]
     # What the blind line is, and which groups say nothing about learning because they are not below it.
     if lines := sorted({round(group.blind_loss, 4) for group in groups if group.blind_loss is not None}):
         kinds = dict.fromkeys(BLIND_LINE[group.results[0].kind] for group in groups)
         known = [group for group in groups if group.below_blind is not None]
-        above_it = [group for group in known if group.below_blind is not None and group.below_blind <= 0]
+        above_it = [group for group in known if (group.below_blind or 0) <= 0]
         names = "; ".join(", ".join(f"{axis} {label}" for axis, label in group.labels.items()) for group in above_it)
         verdict = f"All {len(known)} groups that are done lie below it."
         if above_it:
@@ -132,13 +276,9 @@ def _page(
     parts += [f"![{caption}]({file})\n\n{caption}" for file, caption in pictures.items()]
     parts.append(
         "Held-out losses are those of the runs' `evaluation/heldout.jsonl`, over public held-out data; epsilon is computed from "
-        "each run's ledger. `points.csv`, `groups.csv` and `curves.csv` hold the numbers of every point."
+        "each run's ledger. `points.csv` and `curves.csv` hold the numbers of every point."
     )
     return "\n\n".join(parts) + "\n"
-
-
-def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
 
 
 # Okabe and Ito: distinct with any colour vision, and in print.
@@ -179,18 +319,12 @@ def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> di
     return written
 
 
-def _words(group: Group, color: str | None) -> str:
-    """The values of the axes that have no colour, and whether the group is private."""
-    rest = [f"{name} {label}" for name, label in group.labels.items() if name != color]
-    return ", ".join([*rest, *(["simulated, not private"] if group.is_simulated else [])])
-
-
 def _curves(ax: Axes, groups: Sequence[Group], color: str | None, report: ReportSection) -> None:
     """Colour by the value of the colour axis, line by the remaining ones."""
     colors = list(dict.fromkeys(group.labels[color] if color else "all" for group in groups))
-    rests = list(dict.fromkeys(_words(group, color) for group in groups))
+    rests = list(dict.fromkeys(group.words(color) for group in groups))
     for group in groups:
-        value, rest = group.labels[color] if color else "all", _words(group, color)
+        value, rest = group.labels[color] if color else "all", group.words(color)
         scale = 1 if report.x == "steps" else group.results[0].plan.expected_batch_size
         steps, means, low, high = zip(*group.curve(), strict=True)
         x, look = [step * scale for step in steps], _COLORS[colors.index(value) % len(_COLORS)]
@@ -207,7 +341,7 @@ def _final(ax: Axes, groups: Sequence[Group], color: str | None, report: ReportS
     is_numeric = len(numbers) == len(values)
     lines: dict[str, list[Group]] = {}
     for group in groups:
-        lines.setdefault(_words(group, color), []).append(group)
+        lines.setdefault(group.words(color), []).append(group)
     for index, (name, members) in enumerate(lines.items()):
         look = _COLORS[index % len(_COLORS)]
         at = [float(group.labels[color]) if is_numeric else values.index(group.labels[color]) for group in members]

@@ -1,11 +1,13 @@
-"""What the trainer asks of a kind of model."""
+"""What the trainer asks of a kind of model; and pictures of its work, for TensorBoard, the report and `evaluation/`."""
 
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 from data.batch import Batch
@@ -14,7 +16,11 @@ from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.base import VisionModel
 from models.converters.native import model_facts
 from privacy.step.engine import Engine
-from trainer.tasks.pictures import contact_sheet
+
+SIDE = 160
+"""Pixels of a shown image, whatever the model sees."""
+GAP = 8
+_TITLE = 20
 
 
 class Samples(NamedTuple):
@@ -106,3 +112,43 @@ def pixels(image_CHW: Tensor) -> np.ndarray:
     """(H, W, 3) uint8 of a normalised image."""
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))
     return ((image_CHW.float() * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+
+
+def contact_sheet(
+    images: Sequence[np.ndarray], lines: Sequence[tuple[str, str]], *, side: int = SIDE, text_width: int = 480
+) -> np.ndarray:
+    """One picture (H, W, 3 uint8): a row per (H, W, 3 uint8) image with the model's caption and the reference."""
+    sheet = Image.new("RGB", (side + text_width, (side + GAP) * len(images)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
+    for row, (image, (generated, reference)) in enumerate(zip(images, lines, strict=True)):
+        top = row * (side + GAP)
+        sheet.paste(_shown(image, side), (0, top))
+        draw.text((side + 12, top + 8), "model:\n" + _wrapped(generated or "(empty)"), fill="black", font=font)
+        draw.text((side + 12, top + side // 2 + 8), "reference:\n" + _wrapped(reference), fill="dimgray", font=font)
+    return np.asarray(sheet)
+
+
+def picture_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], *, side: int = SIDE) -> np.ndarray:
+    """One picture (H, W, 3 uint8): rows of (H, W, 3 uint8) images under the titles of their columns; (0, 0, 3) for none."""
+    if not rows:
+        return np.zeros((0, 0, 3), np.uint8)
+    cell = side + GAP
+    sheet = Image.new("RGB", (cell * len(titles) + GAP, cell * len(rows) + _TITLE + GAP), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
+    for column, title in enumerate(titles):
+        draw.text((GAP + cell * column, GAP // 2), title, fill="black", font=font)
+    for number, row in enumerate(rows):
+        for column, image in enumerate(row):
+            sheet.paste(_shown(image, side), (GAP + cell * column, _TITLE + GAP + cell * number))
+    return np.asarray(sheet)
+
+
+def _shown(image_HWC: np.ndarray, side: int) -> Image.Image:
+    """Small images keep their pixels: what is blurred is then the model's doing."""
+    smaller = max(image_HWC.shape[:2]) <= side
+    how = Image.Resampling.NEAREST if smaller else Image.Resampling.LANCZOS
+    return Image.fromarray(image_HWC).resize((side, side), how)
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 48)[:3])

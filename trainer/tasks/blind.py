@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from models.masked_autoencoder import normalised, to_patches
-from trainer.ranks import distributed
+from privacy.step import collectives
 from trainer.tasks.base import TrainingTask
 from trainer.tasks.captioning import CaptioningTask
 from trainer.tasks.classification import ClassificationTask
@@ -111,7 +111,7 @@ class CaptionFrequencies:
             self._captions[tuple(tokens_L[1:].tolist())] += 1
 
     def values(self) -> dict[str, float]:
-        captions = sum(distributed.gather_objects(self._captions), Counter[Tokens]())
+        captions = sum(collectives.gather_objects(self._captions), Counter[Tokens]())
         if captions.total() < 2:
             return {}
         losses = caption_losses(captions, self._vocab_size)
@@ -130,7 +130,7 @@ class ClassFrequencies:
 
     def values(self) -> dict[str, float]:
         """Cross-entropy with p(k) = (c(k) + ADDED) / (n + ADDED K), one's own label left out; accuracy of the majority."""
-        counts_K = distributed.all_reduce_sum(self._counts_K.clone())
+        counts_K = collectives.all_reduce_sum(self._counts_K.clone())
         count = float(counts_K.sum())
         if count < 2:
             return {}
@@ -172,7 +172,7 @@ class MeanPicture:
         self._moments = {name: self._moments.get(name, 0) + part for name, part in moments.items()}
 
     def values(self) -> dict[str, float]:
-        moments = {name: distributed.all_reduce_sum(part.clone()) for name, part in self._moments.items()}
+        moments = {name: collectives.all_reduce_sum(part.clone()) for name, part in self._moments.items()}
         count = float(moments["count"])
         if count < 2:
             return {}

@@ -12,8 +12,7 @@ from models.mae_config import MaskedAutoencoderConfig
 from models.masked_autoencoder import MaskedAutoencoder, from_patches, to_patches
 from privacy.step.engine import Engine, to_device
 from trainer.config.recipe import DataSection
-from trainer.tasks.base import Samples, TrainingTask, pixels
-from trainer.tasks.pictures import picture_grid
+from trainer.tasks.base import Samples, TrainingTask, picture_grid, pixels
 
 
 class MaskedAutoencodingTask(TrainingTask):

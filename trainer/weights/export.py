@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -17,7 +17,6 @@ from torch import Tensor
 from data.examples.tokenizer import from_start_to_end
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.adapters import without_adapters
-from models.config import VitConfig
 from models.converters import peft
 from models.converters.huggingface import CONFIG, PROCESSOR, WEIGHTS, image_processor, to_vit_mae, to_vit_model
 from models.converters.names import TIMM
@@ -51,35 +50,17 @@ _AUTOMATIC = {
 _ABOUT = ("run", "step", "reasons", "initialisation", "training_data", "tokenizer_sha256")
 
 
-class Attestation(NamedTuple):
-    """What a ledger proves of a checkpoint.
-
-    Attributes:
-        card: the privacy card of its run, or None where no ledger attests anything. Its epsilon is that of the whole run as far
-            as its ledger goes, so at least that of the checkpoint.
-        reason: then why not.
-    """
-
-    card: PrivacyCard | None
-    reason: str = ""
-
-    def facts(self) -> dict[str, Any]:
-        """What config.json and the console state; epsilon only with a guarantee."""
-        if self.card is None:
-            return {"formal_guarantee": False, "attested": False, "not_attested_because": self.reason}
-        facts: dict[str, Any] = {"formal_guarantee": self.card.formal_guarantee, "attested": True}
-        if self.card.formal_guarantee:
-            return facts | {"epsilon": self.card.epsilon, "delta": self.card.delta}
-        return facts | {"reasons": list(self.card.reasons)}
-
-
-def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool = False) -> Attestation:
+def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | None, str]:
     """Writes the folder `out`, whole or not at all.
 
     Args:
         form: "hf" writes the encoder as ViTModel in `out`, the whole model in a folder of its kind inside; "peft" the encoder's
-            adapters, and the ViTModel under them in `base`; "safetensors" our own names; "timm" the encoder under timm's names.
-        encoder_only: leaves the rest of the model out.
+            adapters, and the ViTModel under them in `base`; "safetensors" our own names, and "dcp" the same for
+            torch.distributed.checkpoint; "timm" the encoder under timm's names.
+
+    Returns:
+        The privacy card of its run, whose epsilon is that of the whole run as far as its ledger goes, so at least that of the
+        checkpoint. Or None where no ledger attests anything, and why not.
 
     Raises:
         ConfigError: `out` is there and not empty.
@@ -90,35 +71,74 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     if not isinstance(encoder, VisionTransformer):
         raise ConfigError(f"{opened.path}: its model has no vision transformer as encoder, so nothing can be exported")
     proof = proof_of(opened.path, opened.manifest)
-    attestation = Attestation(None, proof.reason)
-    if proof.state is not None:
-        card = build_card(opened.path.resolve().parent.parent)
-        attestation = Attestation(card)
-    about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | attestation.facts()
+    card = None if proof.state is None else build_card(opened.path.resolve().parent.parent)
+    about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | facts_of(card, proof.reason)
     with new_folder(out) as folder:
-        if form == "safetensors":
-            _write_own(folder, opened, encoder, about)
+        if form in ("safetensors", "dcp"):
+            _write_own(folder, opened, encoder, about, as_dcp=form == "dcp")
         elif form == "peft":
             _write(folder, *peft.to_peft(encoder), names=(peft.CONFIG, peft.WEIGHTS))
             config, tensors = to_vit_model(without_adapters(encoder, merged=False))
             _write(folder / peft.BASE, {**config, "about": about}, tensors, encoder)
         elif form == "timm":
-            tensors = encoder_as(TIMM, without_adapters(encoder))
-            _write(folder, {**_timm_config(encoder.config), "about": about}, tensors, encoder)
+            tensors, shape = encoder_as(TIMM, without_adapters(encoder)), encoder.config
+            arguments = {
+                "img_size": shape.image_size,
+                "patch_size": shape.patch_size,
+                "in_chans": shape.num_channels,
+                "num_classes": 0,
+                "embed_dim": shape.width,
+                "depth": shape.depth,
+                "num_heads": shape.num_heads,
+                "mlp_ratio": shape.mlp_ratio,
+                "qkv_bias": shape.qkv_bias,
+                "global_pool": "token",
+            }
+            _write(folder, {"model_args": arguments, "norm_eps": shape.norm_eps, "about": about}, tensors, encoder)
             torch.save({"model": tensors}, folder / "model.pth")  # what detection and segmentation codes read
         else:
             config, tensors = to_vit_model(without_adapters(encoder))
             _write(folder, {**config, "about": about}, tensors, encoder)
             inner = folder / opened.task.kind
-            if isinstance(opened.model, MaskedAutoencoder) and not encoder_only:
+            if isinstance(opened.model, MaskedAutoencoder):
                 config, tensors = to_vit_mae(opened.model)
                 _write(inner, {**config, "about": about}, tensors, encoder)
-            elif not encoder_only and opened.task.kind != "encoder":
+            elif opened.task.kind != "encoder":
                 _write_own(inner, opened, encoder, about)
-        (folder / README).write_text(model_card(opened, form, attestation.card, attestation.reason, encoder_only))
-        if attestation.card is not None:
-            (folder / CARD).write_text(attestation.card.to_json(indent=1) + "\n")
-    return attestation
+        (folder / README).write_text(model_card(opened, form, card, proof.reason))
+        if card is not None:
+            (folder / CARD).write_text(card.to_json(indent=1) + "\n")
+    return card, proof.reason
+
+
+def facts_of(card: PrivacyCard | None, reason: str) -> dict[str, Any]:
+    """What config.json and the console state of `export`'s answer; epsilon only with a guarantee."""
+    if card is None:
+        return {"formal_guarantee": False, "attested": False, "not_attested_because": reason}
+    facts: dict[str, Any] = {"formal_guarantee": card.formal_guarantee, "attested": True}
+    if card.formal_guarantee:
+        return facts | {"epsilon": card.epsilon, "delta": card.delta}
+    return facts | {"reasons": list(card.reasons)}
+
+
+def push_to_hub(folder: Path, repository: str) -> str:
+    """Uploads a folder to the Hugging Face Hub in one commit, whose address is returned; a repository that is new is private.
+
+    Token and address are huggingface_hub's: HF_TOKEN or `hf auth login`, HF_ENDPOINT.
+
+    Raises:
+        ConfigError: the hub does not take it, or does not answer.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        name = HfApi().create_repo(repository, private=True, exist_ok=True).repo_id
+        return str(HfApi().upload_folder(repo_id=name, folder_path=folder).commit_url)
+    except (HTTPError, HFValidationError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        again = f"{folder} is whole: `hf upload {repository} {folder}` tries again"
+        raise ConfigError(f"--push_to_hub {repository}: {reason}; {again}") from error
 
 
 def _write(
@@ -136,7 +156,9 @@ def _write(
         _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
 
 
-def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any]) -> None:
+def _write_own(
+    folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any], *, as_dcp: bool = False
+) -> None:
     """Writes our names, with the source that builds the model from them and, for captions, the tokenizer."""
     folder.mkdir(exist_ok=True)
     automatic: dict[str, Any] = {}
@@ -144,26 +166,10 @@ def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, ab
         _write_tokenizer(folder, opened.task)
         shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
         automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
-    save_model(folder, opened.model, opened.manifest["model"], about, automatic)
+    save_model(folder, opened.model, opened.manifest["model"], about, automatic, as_dcp=as_dcp)
     _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
     shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
-
-
-def _timm_config(config: VitConfig) -> dict[str, Any]:
-    arguments = {
-        "img_size": config.image_size,
-        "patch_size": config.patch_size,
-        "in_chans": config.num_channels,
-        "num_classes": 0,
-        "embed_dim": config.width,
-        "depth": config.depth,
-        "num_heads": config.num_heads,
-        "mlp_ratio": config.mlp_ratio,
-        "qkv_bias": config.qkv_bias,
-        "global_pool": "token",
-    }
-    return {"model_args": arguments, "norm_eps": config.norm_eps}
 
 
 def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:

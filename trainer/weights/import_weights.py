@@ -84,11 +84,11 @@ def import_weights(
         config = replace(config, pad_id=tokens.pad_id, bos_id=tokens.bos_id, eos_id=tokens.eos_id)
         facts["tokenizer_sha256"] = file_digest(tokenizer)
     elif tokenizer is not None:
-        raise ConfigError("--tokenizer is for captioners; these weights are none")
+        raise ConfigError("--tokenizer is for captioners, and these weights are not a captioner's: leave it out")
     if source.is_file():
         digest = file_digest(source)
     else:  # over the names and digests of a folder's weight files
-        files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin"))
+        files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin", ".distcp"))
         if not files:
             raise WeightsError(f"{source} holds no weight file")
         digest = hashlib.sha256("".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()).hexdigest()

@@ -4,8 +4,7 @@ import re
 
 from privacy.accounting.rounding import rounded_up
 from privacy.card.model import PrivacyCard
-from privacy.card.render import to_markdown
-from privacy.card.text import bullets, cell
+from privacy.card.render import bullets, cell, to_markdown
 from trainer.weights.open_model import OpenedModel
 from trainer.weights.provenance import initialisation_statement
 
@@ -102,7 +101,7 @@ _IMAGES = (
 )
 
 
-def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason: str, encoder_only: bool) -> str:
+def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason: str) -> str:
     """The page.
 
     Args:
@@ -112,7 +111,9 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
     """
     manifest, kind = opened.manifest, opened.task.kind
     name, shown = cell(manifest.get("run", "model")), kind.replace("_", " ")
-    what = {"safetensors": shown, "peft": f"adapters of the encoder of a {shown}"}.get(form, f"encoder of a {shown}")
+    what = {"safetensors": shown, "dcp": shown, "peft": f"adapters of the encoder of a {shown}"}.get(
+        form, f"encoder of a {shown}"
+    )
     formal = "true" if card is not None and card.formal_guarantee else "false"
     if card is None:
         privacy = (
@@ -138,17 +139,20 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
         f"tokenizer: SHA-256 {cell(manifest.get('tokenizer_sha256', 'none'))}",
     ]
     loading = [
-        {"timm": _TIMM, "peft": _PEFT, "hf": f"The encoder:\n\n{_VIT}", "safetensors": ""}[form].format(here=".")
+        {"timm": _TIMM, "peft": _PEFT, "hf": f"The encoder:\n\n{_VIT}", "safetensors": "", "dcp": ""}[form].format(
+            here="."
+        )
     ]
-    whole = form == "safetensors" or (form == "hf" and not encoder_only and kind != "encoder")
+    own = form in ("safetensors", "dcp")
+    whole = own or (form == "hf" and kind != "encoder")
     if whole:
-        here = "." if form == "safetensors" else f"./{kind}"
+        here = "." if own else f"./{kind}"
         page = _MAE if form == "hf" and kind == "masked_autoencoder" else _OWN
         loading += [f"The whole {shown}:", page.format(here=here, use=_USES[kind])]
         loading += [_AUTO.format(here=here)] if kind == "captioner" else []
     parts = [
         f"---\nlibrary_name: {({'hf': 'transformers', 'timm': 'timm', 'peft': 'peft'}).get(form, 'safetensors')}\n"
-        f"pipeline_tag: {'image-to-text' if kind == 'captioner' and form == 'safetensors' else 'image-feature-extraction'}\n"
+        f"pipeline_tag: {'image-to-text' if kind == 'captioner' and own else 'image-feature-extraction'}\n"
         f"tags: [vision{', differential-privacy' if formal == 'true' else ''}]\n"
         f"formal_guarantee: {formal}\nguarantee_attested: {'false' if card is None else 'true'}\n---",
         f"# {name}, step {manifest['step']:,}",

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from models.adapters import is_adapter
 from privacy.accounting.rounding import rounded_up
 from privacy.card.report import read_snapshot
-from privacy.checkpoints.recorded import require_recorded
+from privacy.checkpoints.read import require_recorded
 from privacy.errors import NotRecorded
 from privacy.ledger.records import LedgerState
 
@@ -103,7 +103,7 @@ def _statement(start: Start) -> str:
     if not start.guarantee:
         return f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
     return (
-        f"{origin}, trained on private data with epsilon {rounded_up(start.guarantee.epsilon, 2)} at delta "
+        f"{origin}, trained on private data with epsilon {rounded_up(start.guarantee.epsilon)} at delta "
         f"{start.guarantee.delta:g} of its own. The two compose: the card's first number holds what both spent.{behind}"
     )
 

@@ -2,7 +2,8 @@
 
 Both papers start from a model that was trained without privacy on synthetic images. Whether that costs privacy depends on
 the data behind it, so a checkpoint's manifest carries where its own data came from, and a private run refuses a start that
-would make its claim untrue.
+would make its claim untrue. The ledgers of private runs behind the weights are gathered at the first start and copied into the
+run folder: what they charged is part of what the new weights carry (privacy/ledger/claim.py).
 """
 
 import math
@@ -14,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.index.tar_index import MANIFEST as INDEX
 from data.index.tar_index import ExampleTable
 from models.adapters import is_adapter
 from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
+from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
+from privacy.step.folder import RunFolder
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError
 from trainer.weights.provenance import IMPORTED, Start, proof_of
@@ -57,6 +61,8 @@ def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
         if recipe.is_file():  # recipes begin with their command
             command = recipe.read_text().partition("\n")[0].removeprefix("# ")
             hint = f"; make it first: {command} (init.parts=none starts at random instead)"
+        if any(path.glob("*.safetensors")) or any(path.glob("*.bin")) or (path / ".metadata").is_file():
+            hint = ": it holds weights, and no checkpoint of this project; export.py --import makes one of them"
         raise ConfigError(f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{hint}")
     return Checkpoint(newest)
 
@@ -223,3 +229,77 @@ def _resized(table_1TD: Tensor, target: torch.Size, what: str) -> Tensor:
         raise ConfigError(f"{what} has shape {tuple(table_1TD.shape)}, but the model's is {tuple(target)}")
     old, new = grids
     return resized_positions(table_1TD, (old, old), (new, new))
+
+
+def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) -> list[LedgerBehind]:
+    """The ledgers of all private runs that made a checkpoint's weights, the newest first; every attempt in them is charged.
+
+    Args:
+        start: the chain of starts that begins with this checkpoint.
+        is_private: whether the run that starts makes a claim, which then needs all of them.
+
+    Raises:
+        ConfigError: a private run is behind the weights of a private one, and its ledger is not in the checkpoint's run folder.
+        PrivacyStateRefused: a ledger is broken.
+    """
+    found = ledgers_of(checkpoint.path, checkpoint.manifest)
+    private = [link.run for link in start.chain() if link.training_data == "private"]
+    if is_private and len(found) < len(private):
+        run_dir = checkpoint.path.resolve().parent.parent
+        raise ConfigError(
+            f"init.checkpoint {checkpoint.path}: run {private[len(found)]} behind its weights trained on private data, and its "
+            f"ledger is not in {run_dir}: what it spent cannot be composed with this run; start from the checkpoint in its own "
+            "run folder"
+        )
+    return found
+
+
+def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehind]:
+    """The ledgers of the private runs that made a checkpoint's weights, as far as its run folder has them, the newest first.
+
+    Raises:
+        PrivacyStateRefused: a ledger is broken.
+    """
+    run_dir = checkpoint.resolve().parent.parent
+    state = proof_of(checkpoint, manifest).state
+    if state is None:
+        return []
+    is_private = (manifest.get("training_data") or {}).get("provenance", "private") == "private"
+    if is_private and state.plan.formal_guarantee:
+        return ledgers_of_run(run_dir, str(manifest.get("run")), int(manifest["ledger"]["seq"]) + 1)
+    return [LedgerBehind(run, data, data.count(b"\n")) for run, data in read_copies(run_dir, state.opened)]
+
+
+def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
+    """Compares the shards and examples behind a declaration that data are disjoint, inside the trust boundary: nothing of it is
+    published.
+
+    Raises:
+        ConfigError: a shard of this run, or some of its examples, are those of the run that the checkpoint is of.
+    """
+    path = RunFolder(checkpoint.path.resolve().parent.parent).index / INDEX
+    if not path.is_file():
+        print(
+            f"init.disjoint_data is declared, and no shard was compared: {path} is not there. The declaration stands alone",
+            flush=True,
+        )
+        return
+    other = ExampleTable.open(path.parent, "", check_shards=False)
+    theirs = {entry.sha256 for entry in other.entries}
+    for entry in table.entries:
+        if entry.sha256 in theirs:
+            raise ConfigError(
+                f"init.disjoint_data is declared, and shard {entry.name} is also one of the run behind {checkpoint.path}: remove "
+                "the declaration, and the charges of both runs compose"
+            )
+    found, by_chance = table.found_in(other)
+    if found > by_chance + 8 * math.sqrt(by_chance):
+        raise ConfigError(
+            f"init.disjoint_data is declared, and {found:,} examples or more are also, byte for byte, in the run behind "
+            f"{checkpoint.path}, in other shards: remove the declaration, and the charges of both runs compose"
+        )
+    print(
+        "init.disjoint_data is declared, and no shard and no example is in both runs byte for byte; that none is in another form "
+        "is for the recipe to know",
+        flush=True,
+    )

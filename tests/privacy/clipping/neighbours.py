@@ -98,7 +98,7 @@ class Product(nn.Module):
 class Raw(nn.Module):
     def __init__(self, lanes: int) -> None:
         super().__init__()
-        self.p = nn.Parameter(torch.zeros(lanes))
+        self.p = nn.Parameter(torch.zeros(1, 1, lanes))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.p
@@ -157,7 +157,7 @@ def build(
             lambda x: x[:LANES, 0, 0],
         ),
         "bias": (lambda: Product(nn.Linear(2, LANES), frozen="weight"), torch.ones(2), LANES, torch.clone),
-        "raw": (lambda: Product(Raw(LANES)), torch.zeros(LANES), LANES, torch.clone),
+        "raw": (lambda: Product(Raw(LANES)), torch.zeros(LANES), LANES, torch.flatten),
         "layer_norm": (lambda: Product(nn.LayerNorm(LANES), frozen="weight"), signs, LANES, torch.clone),
         "group_norm": (lambda: Convolved(nn.GroupNorm(1, LANES), frozen="weight"), signs, LANES, torch.clone),
         "embedding": (lambda: Product(nn.Embedding(3, LANES)), torch.tensor(1), LANES, lambda x: x[1]),
@@ -226,6 +226,13 @@ def draw_construction(rng: random.Random, rule: str) -> Construction:
 
 
 Draw = Callable[[random.Random, str], Construction]
+
+
+def draw_few_tokens(rng: random.Random, rule: str) -> Construction:
+    """Of the lesser number of tokens: all rules are met in the time that one large product of bf16 takes."""
+    while (of := draw_construction(rng, rule)).tokens * (of.before + 1 + of.after) > min(TOKENS_OF_A_DRAW):
+        pass
+    return of
 
 
 def draw_values(of: Construction, rng: random.Random) -> Tensor:

@@ -197,7 +197,7 @@ def test_contract_4_no_fp32_sum_holds_more_than_64_examples(seed: int) -> None:
 def test_short_products_of_a_large_micro_batch_do_not_wait_for_one_another() -> None:
     """Narrow products over many tokens are of one example each: hundreds of them take no more memory than some."""
     (total,), peaks = Total.zeros([16 * 512], "int64", Grid.of(16 * 512, torch.float32, 1, 1).unit(1.0), CPU), []
-    for count in (8, 512):
+    for count in (16, 512):
         g_B1p, a_B1d, grad_Bn = torch.ones(count, 1, 16), torch.ones(count, 1, 512), torch.ones(count, 16 * 512)
         slot = Slot(total, examples=1)
         with MemoryTimeline() as timeline:

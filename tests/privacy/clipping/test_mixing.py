@@ -512,7 +512,7 @@ class Shift(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.zeros(3, 64))
+        self.shift = nn.Parameter(torch.zeros(1, 3, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.shift

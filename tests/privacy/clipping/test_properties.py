@@ -46,11 +46,13 @@ KINDS = ["linear", "linear_without_bias", "layer_norm", "rms_norm", "scale", "co
 
 
 class Scale(nn.Module):
-    """Raw parameters of three shapes."""
+    """Raw parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gamma, self.shift, self.power = (nn.Parameter(torch.ones(s)) for s in ((width,), (1, 1, width), ()))
+        self.gamma, self.shift, self.power = (
+            nn.Parameter(torch.ones(s)) for s in ((1, 1, width), (1, 1, width), (1, 1, 1))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gamma + self.shift * self.power

@@ -119,25 +119,30 @@ def test_contract_4_one_example_does_not_change_how_others_round(case: Case) -> 
 
 
 FULL = [pytest.mark.full, pytest.mark.timeout(7200)]
-COUNTS = [250, pytest.param(25_000, marks=FULL)]
-"""Pairs of each search: together with those of the norms 1,000 in `make test`, and more than 100,000 in `make test-all`."""
+OF_ANY_SIZE = 1_000
+COUNTS = [1_100, pytest.param(OF_ANY_SIZE, marks=FULL), pytest.param(25_000, marks=FULL)]
+"""Pairs of each search: together with those of the norms 5,000 in `make test`, and more than 100,000 in `make test-all`."""
+
+
+def draw_of(count: int) -> neighbours.Draw:
+    return neighbours.draw_construction if count == OF_ANY_SIZE else neighbours.draw_few_tokens
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("search", ["sums", "climb"])
 def test_contract_4_neighbours_drawn_at_random(search: str, count: int) -> None:
     """x zeroed in its place, and x left out with the rows behind it closed up; see neighbours.py."""
-    require_small(list(getattr(neighbours, search)(torch.device("cpu"), f"{count}", count)), count)
+    require_small(list(getattr(neighbours, search)(torch.device("cpu"), f"{count}", count, draw=draw_of(count))), count)
 
 
-@pytest.mark.parametrize("count", [100, *COUNTS[1:]])
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("search", ["sums", "climb"])
 def test_contract_4_neighbours_under_sharded_accumulation(search: str, count: int) -> None:
     require_small(run_ranks(f"{__name__}:rank_search", 1, search=search, count=count, timeout=7200)[0], count)
 
 
 def rank_search(device: torch.device, search: str, count: int) -> list[neighbours.Found]:
-    return list(getattr(neighbours, search)(device, f"sharded {count}", count, ShardedSums))
+    return list(getattr(neighbours, search)(device, f"sharded {count}", count, ShardedSums, draw_of(count)))
 
 
 @pytest.mark.parametrize("kind", neighbours.CUDA_PRODUCTS)
@@ -216,7 +221,7 @@ def test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit(rule:
 # Norms: inputs and output gradients of any magnitude
 
 
-@pytest.mark.parametrize("count", [500, *COUNTS[1:]])
+@pytest.mark.parametrize("count", [500, COUNTS[-1]])
 def test_contract_4_norms_neither_underflow_nor_overflow(count: int) -> None:
     """Magnitudes from 1e-38 to 1e38, apart for inputs and output gradients; see magnitudes.py."""
     require_small(list(norms(torch.device("cpu"), f"{count}", count)), count)

@@ -4,6 +4,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum, accumulators, recorder
+from privacy.clipping import ClippedSum, accumulators, recorder, selfcheck
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts
 from privacy.clipping.norms import NormTally
 from privacy.clipping.rules import RULES
@@ -25,7 +26,7 @@ class Net(nn.Module):
     def __init__(self, factor: float = 1.0, wrong: float = 0.0) -> None:
         super().__init__()
         self.a, self.b, self.wrong = nn.Linear(4, 5), nn.Linear(5, 3), wrong
-        self.scale = nn.Parameter(torch.full((5,), factor))
+        self.scale = nn.Parameter(torch.full((1, 5), factor))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -214,11 +215,11 @@ def ignores_scale(model: Net) -> Callable[..., Tensor]:
         ({"x": torch.ones(3, 4)}, None, "examples 0 and 1 are equal"),
         (made_up(1), None, "two or more"),
         ({**made_up(2), "other": torch.zeros(3)}, None, "the same number"),
-        ({"x": torch.eye(4)[:2] * 0 + torch.tensor([[0.0], [float("nan")]])}, None, "one finite loss"),
+        ({"x": torch.eye(4)[:2] * 0 + torch.tensor([[0.0], [float("nan")]])}, None, "one finite number"),
         (made_up(), ignores_scale, "gives scale a gradient"),
         (made_up(), lambda model: lambda x: model(x) * 0, r"gives scale, a\.weight, a\.bias, .* a gradient"),
         (made_up(), lambda model: lambda x: model(x).detach(), "was it detached"),
-        (made_up(), lambda model: lambda x: model(x).mean(), "one finite loss per example|one loss per example"),
+        (made_up(), lambda model: lambda x: model(x).mean(), 'reduction="none"|one loss per example'),
     ],
 )
 def test_what_the_check_cannot_exercise_is_refused_by_name(
@@ -353,7 +354,7 @@ def test_a_broken_rule_is_found(count: int, dtype: torch.dtype, monkeypatch: pyt
 @pytest.mark.parametrize("returned", [None, [1.0], 2.0])
 def test_a_task_that_returns_no_tensor_is_told_so(returned: object) -> None:
     model = Net()
-    with pytest.raises(PrivacyConfigError, match=f"it returned {type(returned).__name__}"):
+    with pytest.raises(PrivacyConfigError, match=f"alone gave {type(returned).__name__}"):
         check_against_autograd(model, made_up(), lambda **inputs: returned)  # type: ignore[arg-type, return-value]
     with pytest.raises(PrivacyConfigError, match=f"the task returned {type(returned).__name__}"):
         add(ClippedSum(model, 1.0, self_check=False), lambda **inputs: returned, **made_up(3))  # type: ignore[arg-type, return-value]
@@ -493,3 +494,18 @@ def test_a_mistake_that_small_batches_do_not_have_is_found(name: str, monkeypatc
     check_against_autograd(Tokens(), {"ids": IDS[:2]})
     with pytest.raises(PrivacyConfigError, match=r"in micro-batches of 70 examples, in the precision of the run"):
         check_at_size(inputs={"ids": IDS}, size=70, **settings)
+
+
+@pytest.mark.parametrize("together", [1, 6, 100])
+def test_a_large_model_is_checked_part_by_part(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part is compared, what a failed check leaves behind included, and all parameters are trained afterwards."""
+    monkeypatch.setattr(selfcheck, "TOGETHER", together)
+    for model in (Net(), Net(wrong=1.0)):
+        with nullcontext() if model.wrong == 0 else pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
+            check_against_autograd(model, made_up(), fallback=False)
+        assert all(p.requires_grad for p in model.parameters())
+    check_at_size(model := Net(), made_up(), 4)
+    linear = RULES[nn.Linear]
+    monkeypatch.setitem(RULES, nn.Linear, lambda *of: {**linear(*of), "bias": Dense(0.9 * of[2])})
+    with pytest.raises(PrivacyConfigError, match=r"norm of row|gradient of \w\.bias"):
+        check_at_size(model, made_up(), 4)

@@ -1,8 +1,7 @@
 """Contract 4: whatever the example is, it moves the sum by at most C (1 + r), in fp32 and in bf16.
 
-Two families of adversaries: odd images and captions through the real captioner, and activations made to break fp32 Gram
-matrices through bare layers (a common mean of 1000 whose gradients cancel over the tokens, where a Gram matrix can read
-several per cent low).
+Odd images and captions through the real captioner, and many examples whose roundings all go one way. Activations that are made to
+break Gram matrices are in test_rules.py, for every layer.
 """
 
 from collections.abc import Iterator
@@ -98,41 +97,7 @@ def cancelling(tokens: int, d: int, p: int, mean: float, seed: int) -> dict[str,
     generator = torch.Generator().manual_seed(seed)
     x = mean + torch.randn(1, tokens, d, generator=generator)
     w = torch.randn(1, tokens, p, generator=generator)
-    w = w - w.mean(1, keepdim=True)
-    return {"x": x, "w": w}
-
-
-LAYERS = [
-    ("ghost", lambda: nn.Linear(256, 512), 64, 256, 512),
-    ("instantiated", lambda: nn.Linear(16, 24), 64, 16, 24),
-    ("norm", lambda: nn.LayerNorm(32), 64, 32, 32),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "layer", "tokens", "d", "p"), LAYERS, ids=[row[0] for row in LAYERS])
-def test_contract_4_cancelling_activations(
-    name: str, layer: type, tokens: int, d: int, p: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    model = WeightedOutput(layer()).to(dtype)
-    for seed in range(30):
-        for mean in (0.0, 30.0, 1000.0, 1e5):
-            example = {k: v.to(dtype) for k, v in cancelling(tokens, d, p, mean, seed).items()}
-            others = {k: v.to(dtype) for k, v in cancelling(tokens, d, p, 0.0, 99).items()}
-            assert change(model, others, example) <= 1 + SENSITIVITY_SLACK, (mean, seed)
-
-
-def test_repeated_tokens_through_an_embedding() -> None:
-    torch.manual_seed(0)
-    model = WeightedOutput(nn.Embedding(7, 16))
-    others = {"x": torch.randint(0, 7, (3, 9)), "w": torch.randn(3, 9, 16)}
-    for token in range(7):
-        w = torch.randn(1, 9, 16) + 1000
-        example = {"x": torch.full((1, 9), token), "w": w}
-        assert change(model, others, example) <= 1 + SENSITIVITY_SLACK
-        example["w"] = w - w.mean(1, keepdim=True)
-        assert change(model, others, example) <= 1 + SENSITIVITY_SLACK
+    return {"x": x, "w": w - w.mean(1, keepdim=True)}
 
 
 def test_contract_4_an_example_among_many_that_push_every_rounding_its_way() -> None:

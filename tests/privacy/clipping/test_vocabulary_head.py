@@ -12,7 +12,6 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum, contributions
-from privacy.clipping.contributions import ChunkedOuterProducts, Dense, OuterProducts, Rows, inner
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 from privacy.releases import SENSITIVITY_SLACK
@@ -150,31 +149,6 @@ def test_contract_4_adversarial_examples(
         assert size <= 1 + SENSITIVITY_SLACK, (i, size)
         moved += size > 0.5
     assert moved >= 5
-
-
-def test_inner_products_with_every_other_kind() -> None:
-    """Chunks of different cuts, whole outer products, rows and written-out gradients of the same table."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    def chunked(a: Tensor, g: Tensor, size: int) -> ChunkedOuterProducts:
-        cuts = [slice(i, min(i + size, V)) for i in range(0, V, size)]
-        return ChunkedOuterProducts(a, torch.bmm(g, g.transpose(1, 2)), V, lambda: ((c, g[:, :, c]) for c in cuts))
-
-    a, g, b, h = random(B, 5, D), random(B, 5, V), random(B, 3, D), random(B, 3, V)
-    own = torch.einsum("btv,btd->bvd", g, a)
-    other = torch.einsum("btv,btd->bvd", h, b)
-    x = chunked(a, g, 7)
-    torch.testing.assert_close(x.norm()[0], own.square().sum((1, 2)))
-    for y in (chunked(b, h, 10), chunked(b, h, V), OuterProducts(b, h), Dense(other)):
-        torch.testing.assert_close(inner(x, y), (own * other).sum((1, 2)))
-        torch.testing.assert_close(inner(y, x), (own * other).sum((1, 2)))
-    ids, r = torch.randint(0, V, (B, 4), generator=generator), random(B, 4, D)
-    table = torch.zeros(B, V, D, dtype=torch.float64).scatter_add_(1, ids[:, :, None].expand(-1, -1, D), r)
-    torch.testing.assert_close(inner(x, Rows(ids, r)), (own * table).sum((1, 2)))
-    torch.testing.assert_close(inner(Rows(ids, r), x), (own * table).sum((1, 2)))
 
 
 @pytest.mark.parametrize("mode", MODES)

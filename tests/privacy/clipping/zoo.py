@@ -1,13 +1,14 @@
 """Builders for the 106 tiny models of zoo_labels.py, and what each comes to: `python -m tests.privacy.clipping.zoo [NAME ...]`.
 
 In float64, against a loop of single examples, with as many tokens as examples in one of the micro-batches. Parameters that the loss
-never reaches are frozen first, as `fix` does. Without names it writes the table of docs/foreign_models.md.
+never reaches are frozen first, as `fix` does. Without names it writes the table of tests/records/2026-11-26-foreign-models.md.
 """
 
 # ruff: noqa: E501  # one model a line
 
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.privacy.clipping import oracle
 from tests.privacy.clipping.zoo_labels import LABELS
 
 hf.logging.set_verbosity_error()
-PAGE = Path(__file__).parents[3] / "docs" / "foreign_models.md"
+PAGE = Path(__file__).parents[2] / "records" / "2026-11-26-foreign-models.md"
 TOKENS, WORDS, IMAGE = 4, 30, 29
 """Tokens of a text, words of the vocabulary, and the one that stands for a patch."""
 
@@ -230,13 +231,22 @@ def adapted(model: Callable[[], nn.Module], **settings: Any) -> Callable[[], nn.
 
 
 def still(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Batch norm frozen and in eval mode."""
+    """Batch norm frozen and in eval mode, with right gradients.
+
+    On CPU torch 2.13 gives a batch of one a wrong gradient there, where that of the output is not contiguous; larger batches, and
+    so clipping, have the right one.
+    """
+
+    def contiguous(module: nn.Module, args: Any, y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(lambda g: g.contiguous())
 
     def build() -> nn.Module:
         built = model()
         for module in built.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) or "Frozen" in type(module).__name__:
                 module.eval().requires_grad_(False)
+                module.register_forward_hook(contiguous)
         return built
 
     return build
@@ -479,14 +489,29 @@ HEAD = """# Models of other projects
 
 <!-- written by `python -m tests.privacy.clipping.zoo`; transformers {transformers}, torch {torch} -->
 
-Tiny models in float64, without dropout and with one loss per example, against a loop of single examples: with one, three and as many
-examples as tokens, and about half of them clipped. Parameters that the loss never reaches are frozen first, as `fix` does. Whether a
-model keeps examples apart was written down before any was made to work; one that *mixes* has a loss that changes with another example's
-input, and is refused as it must be.
+Tiny models in float64, without dropout and with one loss per example, against a loop of single examples, about half of them clipped. Parameters
+that the loss never reaches are frozen first, as `fix` does. Whether a model keeps examples apart was written down before any was made to
+work; one that *mixes* has a loss that changes with another example's input, and is refused as it must be.
 
 Of {apart} models that keep examples apart {exact} are exact to 1e-9; {narrow} narrow values to float32 themselves and are as exact as that
-allows; {refused} are refused in one line. "Fallback" names the modules that are differentiated per example as a whole, with their share of the
-trained parameters ([how](extending.md#the-fallback)). Experts are dealt by `experts_implementation="batched_mm"`, which vmap can follow.
+allows; {refused} are refused in one line, whose beginning is shown. "Fallback" names the modules that are differentiated per example as a whole, with
+their share of the trained parameters ([how](../../docs/extending.md#the-fallback)). Experts are dealt by `experts_implementation="batched_mm"`.
+
+Of the layers that the tests of Opacus 1.6.0 draw (`tests/grad_samples`: 40 draws a test, of which 430 have an example in them) 380 are exact to
+1e-9, none is wrong, and 50 are refused in one line: 40 embedding bags that are given the ids of all examples in one dimension, and offsets (exact on a
+row of ids for each example), and 10 recurrent layers on packed sequences of several steps, where a row is not an example (exact on padded ones). What
+takes the batch second is exact: the model moves it there. Weights without a gradient, as recurrent ones have after one step, are frozen.
+
+All 56 small image models of timm 1.0.31 (43) and torchvision 0.28.0 (13) that were tried, after `fix`, which puts GroupNorm in the place of BatchNorm,
+are exact to 1e-9: 20 by the clipping rules alone, 36 with the fallback (timm's LayerNorm is a class of its own). They are timm's ViT (also with
+registers, with relative positions of two kinds, SAM's and NaFlex), DeiT, BEiT, EVA-02, CaiT, XCiT, ConViT, CrossViT, TNT, PiT, Swin, Swin V2, Twins, NesT,
+DaViT, MViTv2, Hiera, TinyViT (in training mode: it caches biases in eval mode), MaxViT, CoAtNet, VOLO, EdgeNeXt, FastViT, PoolFormer, FocalNet, MLP-Mixer,
+Sequencer, ConvNeXt, ConvNeXt V2, RDNet, MambaOut, ResNet, Res2Net, RegNet, NFNet, BYOBNet, EfficientNet and GhostNet, and torchvision's ViT, Swin, Swin V2,
+MaxViT, ConvNeXt, ResNet (of 3.4 million parameters, before its sum is rounded), RegNet, DenseNet, SqueezeNet, EfficientNet, MobileNetV3, MNASNet and
+ShuffleNetV2. The compiled operators of this torchvision need a CUDA build of torch, so `nms` and `qnms`, which none of these models calls, were declared
+by hand.
+
+Exact by the clipping rules alone: {rules}.
 
 | model | keeps examples apart | outcome | largest error |
 |---|---|---|---|
@@ -500,25 +525,29 @@ def main(names: list[str]) -> None:
             what, error = outcome(name)
         except Exception as problem:  # a model that is built wrongly must not hide the rest
             what, error = f"ERROR {type(problem).__name__}: {problem}", 0.0
-        rows[name] = " ".join(what.split())[:240], error
+        rows[name] = textwrap.shorten(what, 240, placeholder=" ..."), error
         print(f"{name} | {LABELS[name]} | {error:.0e} | {rows[name][0]}", flush=True)
     if not names:
         PAGE.write_text(page(rows), encoding="utf-8")
 
 
 def page(rows: dict[str, tuple[str, float]]) -> str:
-    """docs/foreign_models.md, of outcomes and errors by model."""
+    """tests/records/2026-11-26-foreign-models.md, of outcomes and errors by model."""
     apart = {name: row for name, row in rows.items() if LABELS[name] == "apart"}
     passed = [error for what, error in apart.values() if what.startswith("exact")]
+    rules = [name for name, (what, _) in apart.items() if what == "exact"]
     head = HEAD.format(
-        transformers=hf.__version__, torch=torch.__version__.partition("+")[0], apart=len(apart),
+        transformers=hf.__version__, torch=torch.__version__.partition("+")[0], apart=len(apart), rules=", ".join(rules),
         exact=sum(e <= 1e-9 for e in passed), narrow=sum(e > 1e-9 for e in passed), refused=len(apart) - len(passed),
     )  # fmt: skip
     lines = []
     for name, (what, error) in rows.items():
         said = what.replace("|", "/").replace("exact, by the fallback for", "exact; fallback:")
-        said, shown = (said, f"{error:.0e}") if what.startswith("exact") else (f"refused: {said}", "")
-        lines.append(f"| {name} | {'yes' if LABELS[name] == 'apart' else 'mixes'} | {said} | {shown} |")
+        shown = f"{error:.0e}"
+        if not what.startswith("exact"):
+            said, shown = "refused: " + textwrap.shorten(said, 110, placeholder=" ..."), ""
+        if name not in rules:
+            lines.append(f"| {name} | {'yes' if LABELS[name] == 'apart' else 'mixes'} | {said} | {shown} |")
     return head + "\n".join(lines) + "\n"
 
 

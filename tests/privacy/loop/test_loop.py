@@ -192,80 +192,19 @@ def test_models_and_optimizers_that_void_the_claim_are_refused(tmp_path: Path) -
             self.module = module
 
     normalised = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    stepped = net()
-    optimizer = torch.optim.Adam(stepped.parameters())
-    stepped(torch.zeros(1, 6)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
     less = net()
     cases: list[tuple[str, nn.Module, Any]] = [
         ("not DistributedDataParallel", DistributedDataParallel(net()), None),
         ("BatchNorm", normalised, None),
         ("torch.bfloat16", net().bfloat16(), None),
-        ("has taken steps already", stepped, optimizer),
         ("the optimizer has to hold", less, torch.optim.SGD(less[0].parameters(), lr=0.1)),
         ("holds a parameter of shape", less, torch.optim.SGD([*less.parameters(), *net().parameters()], lr=0.1)),
-        ("needs no closure", less, torch.optim.LBFGS(less.parameters())),
-        ("keeps 'row_var'", less, torch.optim.Adafactor(less.parameters())),
     ]
     with quick():
         for said, model, given in cases:
             with pytest.raises(PrivacyConfigError, match=said):
                 make(tmp_path / "run", model, optimizer=given)
     assert not (tmp_path / "run/ledger.jsonl").exists()
-
-
-def meddle_step(loop: PrivateLoop) -> None:
-    loop.module(torch.zeros(1, 6)).sum().backward()
-    loop._engine.optimizer.step()
-
-
-def meddle_backward(loop: PrivateLoop) -> None:
-    loop.module(torch.zeros(1, 6)).sum().backward()
-
-
-def meddle_data(loop: PrivateLoop) -> None:
-    next(loop.module.parameters()).data[0, 0] += 1
-
-
-def meddle_other_optimizer(loop: PrivateLoop) -> None:
-    other = torch.optim.SGD(loop.module.parameters(), lr=0.1)
-    loop.module(torch.ones(1, 6)).sum().backward()
-    other.step()
-    other.zero_grad()
-
-
-def meddle_freeze(loop: PrivateLoop) -> None:
-    next(loop.module.parameters()).requires_grad_(False)
-
-
-def meddle_group(loop: PrivateLoop) -> None:
-    loop._engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-
-def meddle_mode(loop: PrivateLoop) -> None:
-    loop.module.eval()
-
-
-MEDDLING = {
-    meddle_step: "called by hand",
-    meddle_backward: "a gradient that is not the loop's",
-    meddle_data: "the weights changed",
-    meddle_other_optimizer: "the weights changed",
-    meddle_freeze: "frozen, unfrozen or exchanged",
-    meddle_group: "the optimizer's parameters changed",
-    meddle_mode: "has changed",
-}
-
-
-@pytest.mark.parametrize("meddle", MEDDLING)
-def test_a_hand_in_the_loop_stops_it_before_a_charge(meddle: Any, tmp_path: Path) -> None:
-    with quick(), make(tmp_path / "run") as loop:
-        loop.step()
-        with pytest.raises(PrivacyConfigError, match=MEDDLING[meddle]):  # noqa: PT012
-            meddle(loop)
-            loop.step()
-    assert ledger_of(tmp_path / "run").num_charged == 1
 
 
 KINDS = [torch.optim.SGD, torch.optim.Adam]
@@ -297,13 +236,18 @@ def test_a_loop_that_is_left_goes_on_as_if_it_had_not_been(kind: Any, tmp_path: 
     assert ledger_of(tmp_path / "left").num_charged == 6
 
 
-def test_a_finished_run_takes_no_more_steps_and_holds_its_weights(tmp_path: Path) -> None:
+def test_a_finished_run_says_so_takes_no_more_steps_and_holds_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with quick():
         model = net()
         with make(tmp_path / "run", model) as loop:
             list(loop)
+        assert "finished" not in capsys.readouterr().out
         again = net(seed=5)
         with make(tmp_path / "run", again) as loop:
+            said = capsys.readouterr().out
+            assert f"{tmp_path / 'run'} is finished (6 steps): epsilon 1.000" in said and "another run_dir" in said
             assert list(loop) == [] and loop.epsilon == 1.0
             with pytest.raises(PrivacyConfigError, match="all 6 steps"):
                 loop.step()
@@ -379,7 +323,7 @@ def test_a_delta_of_1_over_n_or_more_is_said_wherever_an_epsilon_is(
             assert "protects nobody" in capsys.readouterr().out
         with warnings.catch_warnings(), make(tmp_path / "default") as loop:
             warnings.simplefilter("error")
-            assert loop.claim == "epsilon 1.00 at delta 0.00833333"
+            assert loop.claim == "epsilon 1.000 at delta 0.00833333"
 
 
 def test_items_that_count_as_zero_are_counted_with_their_reasons(
@@ -416,27 +360,18 @@ def test_a_batch_without_a_finite_example_is_said_when_it_happens(
         assert "step 2: loss or gradients of all" in capsys.readouterr().out
 
 
-def test_a_finished_loop_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with quick():
-        with make(tmp_path / "run") as loop:
-            list(loop)
-        assert "finished" not in capsys.readouterr().out
-        make(tmp_path / "run").close()
-        said = capsys.readouterr().out
-    assert f"{tmp_path / 'run'} is finished (6 steps): epsilon 1.00" in said and "another run folder" in said
-
-
 MEANT = {
-    "delta": "target_delta", "epsilon": "target_epsilon", "epochs": "num_steps", "steps": "num_steps",
-    "sigma": "noise_multiplier", "noise": "noise_multiplier", "batch_size": "expected_batch_size", "lr": "learning_rate",
-    "max_norm": "max_grad_norm", "loss_fn": "loss", "workers": "num_workers", "optimiser": "optimizer",
-    "data_loader": "dataset", "train_dataset": "dataset", "rundir": "run_dir", "micro_batchsize": "micro_batch_size",
+    "delta": "target_delta", "epsilon": "target_epsilon", "steps": "num_steps", "noise": "noise_multiplier",
+    "batch_size": "expected_batch_size", "max_norm": "max_grad_norm", "loss_fn": "loss", "workers": "num_workers",
+    "optimiser": "optimizer", "train_dataset": "dataset", "rundir": "run_dir", "micro_batchsize": "micro_batch_size",
 }  # fmt: skip
 
 
 def test_a_keyword_of_another_library_gets_the_name_that_is_meant() -> None:
     for name, meant in MEANT.items():
-        with pytest.raises(PrivacyConfigError, match=f"PrivateLoop takes no {name}: did you mean {meant}") as refused:
+        with pytest.raises(
+            PrivacyConfigError, match=rf"PrivateLoop takes no {name}: did you mean {meant}\?$"
+        ) as refused:
             PrivateLoop(net(), **{name: 1})
         assert "\n" not in str(refused.value)
     with pytest.raises(PrivacyConfigError, match="it takes data_version, dataset, example"):

@@ -1,5 +1,6 @@
 """What a program does to model, optimizer, loop and process between two steps is harmless or refused before a charge."""
 
+import itertools
 import multiprocessing
 import threading
 from collections.abc import Callable
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from privacy.errors import PrivacyConfigError
 from privacy.loop import PrivateLoop, floats, integers
 from privacy.loop.fields import Example
-from privacy.loop.fingerprint import PIECE, fingerprint
 from privacy.loop.opening import few_items
 from privacy.loop.reading import Reader
-from tests.privacy.loop.own import D, K, Rows, ledger_of, make, net, quick, rows
+from privacy.loop.weights import fingerprint
+from tests.privacy.loop.own import D, K, Rows, cross_entropy, ledger_of, make, net, quick, rows
 
 
 def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:
@@ -42,18 +43,6 @@ def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:
         assert fingerprint({"x": x}) == fingerprint({"x": x.t().contiguous().t()})
 
 
-def test_pieces_that_fit_a_cache_keep_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are those of one piece for all, so that a run that was begun with others goes on."""
-    generator = torch.Generator().manual_seed(3)
-    count = 2 * PIECE["cpu"] + 5
-    tensors = {
-        str(dtype): torch.randn(count, generator=generator).to(dtype) for dtype in (torch.float32, torch.bfloat16)
-    }
-    small = fingerprint(tensors)
-    monkeypatch.setitem(PIECE, "cpu", 1 << 22)
-    assert fingerprint(tensors) == small == [-3865912323540830538, 3216287241625803711]
-
-
 class Shifted(nn.Module):
     """A frozen layer and a buffer before a trained layer."""
 
@@ -61,6 +50,7 @@ class Shifted(nn.Module):
         super().__init__()
         self.fixed, self.head = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, K)
         self.register_buffer("mean", torch.zeros(D))
+        self.fixed.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.fixed(x - self.mean))
@@ -71,9 +61,21 @@ WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
     "frozen weights, exchanged": (lambda m: m.fixed.weight.data.copy_(m.fixed.weight.flip(0)), "frozen weights or buffers"),
     "a buffer": (lambda m: m.mean.data.add_(1), "frozen weights or buffers changed"),
     "another buffer": (lambda m: setattr(m.mean, "data", torch.ones(D)), "frozen weights or buffers changed"),
+    "a buffer of a layer": (lambda m: m.fixed.seen.data.add_(1), "frozen weights or buffers changed"),
     "weights, exchanged": (lambda m: m.head.weight.data.copy_(m.head.weight.flip(0)), "the weights changed"),
     "a gradient of frozen weights": (lambda m: setattr(m.fixed.weight, "grad", torch.ones(D, D)), "not the loop's"),
+    "a backward": (lambda m: m(torch.zeros(1, D)).sum().backward(), "a gradient that is not the loop's"),
+    "another optimizer": (lambda m: stepped(m), "the weights changed"),
+    "another mode": (lambda m: m.eval(), "has changed"),
+    "less to train": (lambda m: m.head.bias.requires_grad_(False), "frozen, unfrozen or exchanged"),
 }  # fmt: skip
+
+
+def stepped(model: Any) -> None:
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, D)).sum().backward()
+    other.step()
+    other.zero_grad()
 
 
 def test_what_is_written_to_the_model_between_steps_is_found_before_a_charge(tmp_path: Path) -> None:
@@ -81,17 +83,54 @@ def test_what_is_written_to_the_model_between_steps_is_found_before_a_charge(tmp
         for number, (change, said) in enumerate(WRITES.values()):
             model = Shifted()
             optimizer = torch.optim.AdamW(model.parameters())  # frozen ones are in it, as many programs have it
-            with make(tmp_path / str(number), model, optimizer=optimizer) as loop:
+            loop = make(tmp_path / str(number), model, optimizer=optimizer)
+            loop.step()
+            loop.step()
+            change(model)
+            with pytest.raises(PrivacyConfigError, match=said):
                 loop.step()
-                loop.step()
-                change(model)
-                with pytest.raises(PrivacyConfigError, match=said):
-                    loop.step()
-                with torch.no_grad():  # what the run may keep is the weights of its last step
-                    model.fixed.weight.grad = None
-                if said == "the weights changed":
-                    model.head.weight.data.copy_(model.head.weight.flip(0))
+            loop.close()
             assert ledger_of(tmp_path / str(number)).num_charged == 2
+
+
+@pytest.mark.parametrize("is_a_rate", [True, False])
+def test_a_rate_or_a_scheduler_that_writes_to_the_weights_reaches_no_checkpoint(
+    tmp_path: Path, is_a_rate: bool
+) -> None:
+    """A rate is asked for before the charge; a scheduler moves on after its step, and the checkpoint is refused."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def rate(step: int) -> float:
+        if step == 3:
+            stepped(model)
+        return 0.1
+
+    more = {"learning_rate": rate} if is_a_rate else {}
+    with quick(), make(tmp_path, model, optimizer=optimizer, save_every=1, **more) as loop:
+        if not is_a_rate:
+            loop.register(torch.optim.lr_scheduler.LambdaLR(optimizer, rate))
+        with pytest.raises(PrivacyConfigError, match="the weights changed"):
+            list(loop)
+    assert ledger_of(tmp_path).num_charged == (2 if is_a_rate else 3)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000002"
+
+
+def test_a_rate_is_asked_for_behind_the_gradients_so_that_they_go_through_nothing_that_it_writes(
+    tmp_path: Path,
+) -> None:
+    told: list[int] = []
+    model = net()
+    plain = cross_entropy(model)
+    more = {
+        "loss": lambda x, y: (told.append(0), plain(x, y))[1],
+        "learning_rate": lambda step: (told.append(step), 0.1)[1],
+    }
+    with quick(), make(tmp_path, model, **more) as loop:
+        told.clear()
+        list(loop)
+    assert [step for step in told if step] == [1, 2, 3, 4, 5, 6] and told[0] == 0 and told[-1] == 6
+    assert all(before == 0 for before, step in itertools.pairwise(told) if step)
 
 
 def test_frozen_weights_are_looked_at_where_torch_saw_a_write_and_in_turn(
@@ -102,9 +141,9 @@ def test_frozen_weights_are_looked_at_where_torch_saw_a_write_and_in_turn(
     hashed: list[list[str]] = []
     monkeypatch.setattr("privacy.loop.engine.fingerprint", lambda x: (hashed.append(list(x)), fingerprint(x))[1])
     with quick(), make(tmp_path / "run", model := Shifted(), num_steps=12) as loop:
-        fixed = [{"fixed.weight"}, {"fixed.bias"}, {"mean"}]
+        fixed = [{"fixed.weight"}, {"fixed.bias"}, {"mean"}, {"fixed.seen"}]
         hashed.clear()
-        for _ in range(4):
+        for _ in range(5):
             loop.step()
         assert [set(names) for names in hashed if names and set(names) <= set().union(*fixed)] == [*fixed, fixed[0]]
         with torch.no_grad():
@@ -117,7 +156,7 @@ def test_frozen_weights_are_looked_at_where_torch_saw_a_write_and_in_turn(
         taken = loop.steps_done
         with pytest.raises(PrivacyConfigError, match=r"\(fixed.weight\)"):
             list(loop)
-        assert 0 < loop.steps_done - taken <= 3
+        assert 0 < loop.steps_done - taken <= 4
         model.fixed.weight.data[0, 0] -= 1
 
 
@@ -144,11 +183,64 @@ def test_weights_of_somebody_else_are_never_saved_as_the_runs(tmp_path: Path) ->
             loop._ledger.done = stopped  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 loop.step()
-            loop.steps_done = 2
+            loop._run.step = 2  # type: ignore[union-attr]
             with pytest.raises(PrivacyConfigError, match="not taken to its end"):
                 loop.save()
     assert checkpoints(tmp_path / "left") == checkpoints(tmp_path / "closed") == []
     assert checkpoints(tmp_path / "broken") == ["step-00000001"]
+
+
+class Remembers(torch.optim.SGD):
+    """A rate of 0 leaves the weights as they are, and the momentum keeps the gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.0, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Remembers])
+@pytest.mark.parametrize("place", ["between", "before the end", "saved", "at the end", "finished", "in the loss"])
+def test_a_step_by_hand_is_refused_before_it_changes_anything(kind: Any, place: str, tmp_path: Path) -> None:
+    """Also where no other look at the weights would come: after the last step, and beside a checkpoint that is written."""
+    model, is_late = net(), [False]
+    optimizer = kind(model.parameters())
+
+    def by_hand() -> None:
+        before = fingerprint(dict(model.named_parameters())), str(optimizer.state_dict())
+        model(torch.ones(1, D)).sum().backward()
+        with pytest.raises(PrivacyConfigError, match=r"^optimizer\.step\(\) was called by hand: [^\n]*$"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert before == (fingerprint(dict(model.named_parameters())), str(optimizer.state_dict()))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        if is_late[0]:
+            is_late[0] = False
+            optimizer.step()
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    with quick():
+        if place == "finished":
+            with make(tmp_path / "run", model, optimizer=optimizer) as loop:
+                list(loop)
+            optimizer = kind(model.parameters())
+        with make(tmp_path / "run", model, optimizer=optimizer, loss=loss, save_every=6) as loop:
+            if place in ("between", "before the end", "saved"):
+                loop.step()
+            if place == "saved":
+                loop.save()
+            if place == "at the end":
+                list(loop)
+            if place == "in the loss":
+                is_late[0] = True
+                with pytest.raises(PrivacyConfigError, match="called by hand"):
+                    loop.step()
+            else:
+                by_hand()
+            if place == "between":
+                loop.step()
+        saved = loop.steps_done
+        optimizer.step()  # given back
+    assert checkpoints(tmp_path / "run")[-1:] == [f"step-{saved:08d}"][: saved > 0]
 
 
 def stopped(_: int, **__: object) -> None:
@@ -156,14 +248,14 @@ def stopped(_: int, **__: object) -> None:
 
 
 def test_two_threads_never_share_a_step(tmp_path: Path) -> None:
-    """One waits inside its step, and a second one asks for a step, a save, and a step from inside an item."""
+    """One waits inside its step or looks at the weights before it, and another asks for a step; so does an item."""
     said: list[str] = []
 
     class Nosy(Rows):
         loop: PrivateLoop | None = None
 
         def __getitem__(self, index: Any) -> Any:
-            if self.loop is not None and not said:
+            if self.loop is not None and len(said) == 1:
                 for act in (self.loop.step, self.loop.step):
                     thread = threading.Thread(target=lambda act=act: said.append(problem(act)))
                     thread.start()
@@ -173,9 +265,18 @@ def test_two_threads_never_share_a_step(tmp_path: Path) -> None:
 
     data = Nosy(rows())
     with quick(), make(tmp_path / "run", dataset=data, num_steps=2) as loop:
-        data.loop = loop
+        data.loop, look = loop, loop._engine.require_untouched
+
+        def looks() -> object:
+            if not said:
+                thread = threading.Thread(target=lambda: said.append(problem(loop.step)))
+                thread.start()
+                thread.join()
+            return look()
+
+        loop._engine.require_untouched = looks  # type: ignore[method-assign]
         assert [step.number for step in loop] == [1, 2]
-    assert len(said) == 3 and all("taken already" in one for one in said)
+    assert len(said) == 4 and all("a step is under way" in one for one in said)
     assert ledger_of(tmp_path / "run").num_charged == 2
 
 

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -87,21 +86,6 @@ def test_a_loop_killed_at_random_points_resumes_and_charges_every_attempt(tmp_pa
             continue
         charged = require_claim(run_dir, result((code, output)))
         assert charged >= 12 and kills > 0
-
-
-@pytest.mark.full
-def test_a_copied_run_folder_repeats_no_coin(tmp_path: Path) -> None:
-    start(tmp_path / "one", "--kill_at", "90")
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    for name in ("one", "two"):
-        result(start(tmp_path / name)[0])
-    lines = [(tmp_path / name / "ledger.jsonl").read_text().splitlines() for name in ("one", "two")]
-    nonces = [
-        {json.loads(line)["nonce"] for line in some if '"session"' in line and not line.endswith("#torn")}
-        for some in lines
-    ]
-    common = nonces[0] & nonces[1]
-    assert common == {nonce for nonce in nonces[0] if nonce in nonces[1]} and nonces[0] - common and nonces[1] - common
 
 
 @pytest.mark.full

@@ -30,10 +30,10 @@ def write(path: Path, rng: random.Random) -> LedgerState:
                 ledger.checkpoint(step, f"step-{step:08d}", os.urandom(32).hex())
             while step < PLAN.num_steps and state.num_charged < PLAN.max_intents and rng.random() < 0.8:
                 step += 1
-                ledger.intent(step, ledger.next_attempt(step), releases)
+                ledger.intent(step, ledger.state.attempts[step], releases)
                 if rng.random() < 0.15:
                     break
-                ledger.done(step, ledger.next_attempt(step) - 1)
+                ledger.done(step, ledger.state.attempts[step] - 1)
                 if rng.random() < 0.4:
                     kept = rng.randint(max(step - 1, 0), step)
                     ledger.checkpoint(kept, f"step-{kept:08d}", os.urandom(32).hex())

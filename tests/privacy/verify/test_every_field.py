@@ -132,6 +132,7 @@ def test_a_change_of_a_ledger_is_violated_or_named(
     """Every line's every field; a rewritten ledger is as legal as the forger can make it."""
     rng, violated, passed = random.Random(7), 0, []
     records = [json.loads(line) for line in (copied(name) / "ledger.jsonl").read_bytes().splitlines()]
+    honest = judge(copied(name))[1]["epsilon"]
     for number, record in enumerate(records):
         body = {field: value for field, value in record.items() if field not in (*FITTED, "time_utc")}
         for place, value, edited in mutations(body, rng, share):
@@ -141,6 +142,8 @@ def test_a_change_of_a_ledger_is_violated_or_named(
             code, found = judge(folder)
             violated += code != 0
             excused = place[0] in IDENTIFIERS or (place[0] in verify.LOOSE and value is ...)
+            # A cap of a row more is another legal plan. It pays less of a thousandth of delta: 3e-8 of epsilon and less here.
+            excused |= place == ("plan", "cap") and code == 0 and abs(found["epsilon"] / honest - 1) < 1e-6
             if code == 0 and not excused and place[0] not in found["declared"]["in ledger.jsonl"]:
                 passed.append(f"{record['type']} {number + 1}: {place} -> {value!r}")
     assert not passed, passed

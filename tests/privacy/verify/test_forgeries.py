@@ -16,7 +16,7 @@ from privacy.checkpoints.read import sealed
 from privacy.ledger.chain import hash_line
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.privacy.published import ASKED, CORRELATED, Judge, Records, publish, rewrite, sentences
+from tests.privacy.published import ASKED, Judge, Records, publish, rewrite, sentences
 
 
 def drop(kind: str, which: int = 0) -> Callable[[Records], None]:
@@ -286,27 +286,3 @@ def test_an_epsilon_of_metrics_and_card_is_never_below_the_truth(factor: float, 
     card["epsilon"] = card["accounting"]["epsilon"] = factor * card["epsilon"]
     path.write_text(json.dumps(card))
     assert judge(folder)[0] == (0 if factor >= 1 else 5)
-
-
-def more_bands(records: Records) -> None:
-    """As a run of four groups would have it, so that fewer turns are charged; but the card has another epsilon."""
-    records[0]["plan"] = make_plan(PlanRequest(**ASKED | {"noise_multiplier": 5.0, "bands": 4})).frozen_fields()
-    for place, record in enumerate(record for record in records if record["type"] == "intent"):
-        record["group"] = place % 4
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (of_kind("intent", lambda record: record.update(group=0)), "drew from another group"),
-        (of_kind("intent", lambda record: record.pop("group")), "drew from another group"),
-        (lambda records: records[0]["plan"].pop("correlated"), "sampling_threshold is not"),
-        (more_bands, "config.toml asks for bands"),
-    ],
-)
-def test_forged_correlated_noise_is_violated(edit: Any, words: str, tmp_path: Path, judge: Judge) -> None:
-    folder = publish(tmp_path / "run", CORRELATED)
-    rewrite(folder, edit)
-    code, found = judge(folder)
-    assert code == 5 and words in sentences(found), sentences(found)

@@ -19,7 +19,7 @@ from privacy.accounting.accountants import claimed_epsilon
 from privacy.ledger.records import read_ledger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.privacy.published import CORRELATED, PLAN, Judge, publish, rewrite, sentences
+from tests.privacy.published import PLAN, Judge, publish, rewrite, sentences
 
 ASKED: dict[str, Any] = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 3, "noise_multiplier": 4.0}
 
@@ -33,18 +33,6 @@ def test_an_honest_folder_is_consistent_and_its_epsilon_is_the_report_s(folder: 
     assert found["attested"]["charged attempts"] == 5 and found["attested"]["noise_multiplier"] == 4.0
 
 
-@pytest.mark.full
-def test_an_honest_folder_with_correlated_noise_is_consistent(tmp_path: Path, judge: Judge) -> None:
-    folder = publish(tmp_path / "run", CORRELATED)
-    code, found = judge(folder)
-    assert code == 0, sentences(found) + sentences(found, "inconclusive")
-    card = json.loads((folder / "report/privacy_card.json").read_text())
-    assert found["epsilon"] == pytest.approx(card["epsilon"], abs=1e-6)
-    assert found["epsilon"] == pytest.approx(CORRELATED.epsilon_after(5), abs=1e-6)
-    assert found["attested"]["groups that take turns"] == 3
-    assert found["attested"]["charged attempts of the group with most of them"] == 2
-
-
 def test_it_runs_where_this_project_is_not_installed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     command = [sys.executable, "-I", str(folder / "verify.py")]
@@ -54,7 +42,7 @@ def test_it_runs_where_this_project_is_not_installed(folder: Path, tmp_path: Pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     card = json.loads((folder / "report/privacy_card.json").read_text())
-    assert float(done.stdout.rpartition("epsilon ")[2].split()[0]) == pytest.approx(card["epsilon"], abs=1e-4)
+    assert float(done.stdout.rpartition("epsilon ")[2].split()[0]) == pytest.approx(card["epsilon"], abs=1e-3)
     for said in ("forged as a whole", "noise_multiplier: 4.0", "attested by", "declared, and checked by nothing"):
         assert said in done.stdout
     assert done.stderr == f"checking {folder}: ledger, epsilon, card and files\n"
@@ -64,8 +52,6 @@ PLANS = {
     "one Gaussian": {"expected_batch_size": 2000, "cap": None},
     "no cap": {"cap": None},
     "a cap that costs": {"cap": 101},
-    "three groups that take turns": {"bands": 3},
-    "two groups, and a cap that costs": {"bands": 2, "cap": 101, "num_examples": 2002},
     "a large epsilon": {"noise_multiplier": 0.35, "expected_batch_size": 1500, "num_steps": 30},
 }
 
@@ -127,12 +113,11 @@ def test_what_is_not_checked_is_declared(folder: Path, judge: Judge) -> None:
 def test_what_is_printed_is_at_most_a_unit_of_its_last_place_above() -> None:
     rng = random.Random(3)
     for _ in range(3000):
-        digits = rng.randrange(1, 7)
-        value = rng.choice([rng.random(), rng.uniform(0, 1000), rng.randrange(10**6) / 10**digits])
+        value = rng.choice([rng.random(), rng.uniform(0, 1000), rng.randrange(10**6) / 10 ** rng.randrange(1, 7)])
         value = rng.choice([value, math.nextafter(value, 0), math.nextafter(value, math.inf)])
         for rounded_up in (verify.rounded_up, rounding.rounded_up):
-            above = Fraction(rounded_up(value, digits)) - Fraction(repr(value))
-            assert 0 <= above < Fraction(1, 10**digits), (value, digits)
+            above = Fraction(rounded_up(value)) - Fraction(repr(value))
+            assert 0 <= above < Fraction(1, 1000), value
 
 
 # Folders of strangers: nothing in them speaks for verify.py, is run by it or ends it.
@@ -203,6 +188,7 @@ def test_nothing_in_a_folder_adds_a_line_of_its_own(folder: Path, capsys: pytest
         (["/nowhere"], "/nowhere: is no folder"),
         (["--head", "12"], "--head is 64 hexadecimal digits"),
         (["a", "b"], "unrecognized arguments"),
+        ([], "give a run folder: auditable-dp verify RUN_DIR"),
         (["\x00"], "is no folder"),
     ],
 )

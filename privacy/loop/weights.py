@@ -1,0 +1,115 @@
+"""A model's weights: which shards a loop can train, and whether tensors are what they were, to the bit and in place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..clipping.sharded import is_dtensor, is_unit, put_away, units
+from ..errors import PrivacyConfigError
+from ..step import collectives
+from ..step.row_shards import own_rows
+
+WORDS = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+PIECE = {"cpu": 1 << 15, "cuda": 1 << 22}
+"""Words at a time: temporaries stay in a processor's cache, or take 32 MiB each of a GPU."""
+ODD = -7046029254386353131, -4658895280553007687
+"""Multipliers of splitmix64 (Steele, Lea and Flood 2014), as signed numbers."""
+
+
+def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters and buffers: no step changes them, and no checkpoint holds them."""
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | dict(model.named_buffers())
+
+
+@torch.no_grad()
+def fingerprint(tensors: Mapping[Any, Tensor]) -> list[int]:
+    """One number for each tensor: changed bits, exchanged values and changes that cancel in a sum give another one.
+
+    What is written through `.data` is found, too, which torch's own counts of writes do not see. Of a tensor in shards it is
+    this rank's share of the number.
+    """
+    rows = (own_rows(tensor) for tensor in tensors.values())
+    totals = []
+    for (
+        local,
+        first,
+    ) in rows:  # of each a sum over its words of a function of the word and its place, `first` for the first one
+        words, device = local.contiguous().view(-1).view(WORDS[local.element_size()]), local.device
+        total, piece = torch.zeros((), dtype=torch.int64, device=device), PIECE[device.type]
+        for start in range(first, first + len(words), piece):
+            mixed = words[start - first :][:piece].to(torch.int64, copy=True)
+            mixed += torch.arange(start + 1, start + 1 + len(mixed), device=device) * ODD[0]
+            mixed ^= mixed >> 30
+            mixed *= ODD[1]
+            mixed ^= mixed >> 27
+            total += mixed.sum()
+        totals.append(total)
+    return torch.stack([total.cpu() for total in totals]).tolist() if totals else []
+
+
+def switch_reduction(model: nn.Module, *, on: bool) -> None:
+    """Whether FSDP reduces the gradients of a backward; no private step has any that it could see."""
+    for unit in units(model):
+        unit.set_requires_gradient_sync(on, recurse=False)
+
+
+def require_rows(model: nn.Module) -> bool:
+    """Whether the model is in shards, after a look that the loop can train them. Collective where it is.
+
+    Raises:
+        PrivacyConfigError: other shards, with what to give instead.
+    """
+    put_away(model)
+    parameters = dict(model.named_parameters())
+    sharded = {name: p for name, p in parameters.items() if is_dtensor(p)}
+    if not sharded:
+        return False
+    ranks = list(range(collectives.world_size()))
+    for name, p in parameters.items():
+        if not is_dtensor(p):
+            if p.requires_grad:
+                raise PrivacyConfigError(
+                    f"{name} is trained and whole, and other parameters are sharded: call fully_shard(model) on the model "
+                    "itself, after its blocks and without ignored_params"
+                )
+            continue
+        mesh = p.device_mesh
+        if mesh.mesh.tolist() != ranks:
+            raise PrivacyConfigError(
+                f"{name} is sharded over a mesh of ranks {mesh.mesh.tolist()}, and a loop takes all ranks in one dimension, "
+                f"{ranks}: call fully_shard without mesh=, without tensor parallelism; the trainer has replicas (--engine fsdp)"
+            )
+        if not p.placements[0].is_shard(0):
+            raise PrivacyConfigError(
+                f"{name} is placed as {p.placements[0]}, and a loop takes rows: call fully_shard without shard_placement_fn"
+            )
+        if p.device.type != mesh.device_type or p.to_local().device.type != mesh.device_type:
+            raise PrivacyConfigError(
+                f"{name} waits on {p.to_local().device.type} for a step on {mesh.device_type}: call fully_shard without "
+                "offload_policy; the trainer offloads (--engine fsdp)"
+            )
+    if not is_unit(model):
+        raise PrivacyConfigError(
+            f"{next(iter(sharded))} is sharded, and the model that holds it is not: call fully_shard(model) on the model itself, "
+            "after its blocks"
+        )
+    # Every shard is one of FSDP's, and is gathered in its own dtype; one unit of FSDP after the other.
+    gathered: dict[str, torch.dtype] = {}
+    for unit in units(model):
+        unit.unshard()
+        gathered |= {name: p.dtype for name, p in model.named_parameters() if not is_dtensor(p)}
+        unit.reshard()
+    for name, shard in sharded.items():
+        if name not in gathered:
+            raise PrivacyConfigError(
+                f"{name} is sharded by something else than fully_shard, such as tensor parallelism: give a model without it"
+            )
+        if gathered[name] != shard.dtype:
+            raise PrivacyConfigError(
+                f"{name} is {shard.dtype} and computes in {gathered[name]}: call fully_shard without mp_policy; torch.autocast "
+                "in the loss computes in bfloat16"
+            )
+    return True

@@ -1,0 +1,1 @@
+../../../models/converters/modeling_captioner.py

@@ -1,0 +1,143 @@
+"""The way through a GPU on a machine without one: whole runs by every engine, PrivateLoop, and planted mistakes.
+
+tests/fake_gpu.py says what the stand-in is, and what it cannot see: above all no kernel that torch.compile or Triton makes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from privacy.checkpoints.read import Checkpoint, newest_checkpoint
+from tests.distributed.ranks import free_port, quiet_environment, rank_environment
+from tests.e2e.launch import train_arguments
+from tests.processes import Forked, kill_group, run_python
+
+AT_ITS_END = {
+    ("step", "wait", "synchronize", "privacy/step/clock.py:Laps.end"),
+    ("step", "wait", "_local_scalar_dense", "privacy/step/step.py:_norm"),
+    ("step", "wait", "copy to the CPU", "privacy/step/step.py:_record.<locals>.<listcomp>"),
+}
+"""What a step waits for, a fixed number of times, when its micro-batches are over."""
+ONCE = {("micro-batch", "wait", "copy to the GPU", "privacy/clipping/norms.py:_row")}
+"""Numbers that the first micro-batch of a shape copies, and the others find; in a run the self-check has copied them."""
+ENGINES = {
+    # DeepSpeed's own norm and overflow check
+    "deepspeed": {
+        ("step", "wait", operation, "trainer/engines/deepspeed.py:DeepSpeedEngine.step")
+        for operation in ("synchronize", "_local_scalar_dense", "copy to the GPU", "copy to the CPU")
+    },
+    "fairscale": {("step", "wait", "synchronize", "trainer/engines/fairscale.py:FairscaleEngine.step")},
+    # the step is taken on the CPU where the weights are
+    "fsdp": {("step", "wait", "copy to the CPU", "privacy/step/row_shards.py:RowShards.exchange")},
+}
+"""What the step of an engine waits for besides."""
+
+
+def read(notes: Path) -> set[tuple[str, ...]]:
+    return {tuple(line.split("\t")) for line in notes.read_text().splitlines()}
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    environment = quiet_environment(FAKE_GPU_NOTES=str(tmp_path_factory.mktemp("walk") / "notes"))
+    done = run_python(["-m", "tests.distributed.fake_gpu_walk"], env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_loop_of_ones_own_on_a_gpu(walk: dict[str, Any]) -> None:
+    """Two starts with a checkpoint between them: the CPU's weights, and no micro-batch waits."""
+    assert walk["loop"]["weights"] == pytest.approx(walk["loop on the CPU"]["weights"], rel=1e-5)
+    of_weights = ("step", "wait", "copy to the CPU", "privacy/loop/weights.py:fingerprint.<locals>.<listcomp>")
+    assert {tuple(note.split("\t")) for note in walk["loop"]["notes"]} - AT_ITS_END <= {of_weights}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "noted"),
+    [
+        ("nothing", None, None),
+        ("a tensor of the CPU", "Expected all tensors to be on the same device", None),
+        ("noise of the CPU", "Expected all tensors to be on the same device", None),
+        ("moved noise", None, "step\twait\tcopy to the GPU\tprivacy/noise.py:add_noise"),
+        ("a number is read", None, "micro-batch\twait\t_local_scalar_dense"),
+        ("a truth is read", None, "micro-batch\twait\t_local_scalar_dense"),
+        ("a mask selects", None, "micro-batch\twait\tindex"),
+        ("a number moves", None, "micro-batch\twait\tcopy to the GPU"),
+        ("unpinned", None, "micro-batch\tunpinned\tcopy to the GPU"),
+    ],
+)
+def test_a_mistake_is_found(walk: dict[str, Any], mistake: str, error: str | None, noted: str | None) -> None:
+    found = walk[mistake]
+    assert (found["error"] is None) if error is None else (error in found["error"])
+    notes = [note for note in found["notes"] if tuple(note.split("\t")) not in AT_ITS_END | ONCE]
+    assert bool(notes) == (noted is not None) and all(note.startswith(noted or "") for note in notes), notes
+
+
+def run(folder: Path, engine: str, ds_config: str, world_size: int, device: str) -> tuple[dict[str, Tensor], Path]:
+    """Two steps of the tiny recipe with held-out losses and checkpoints; returns the weights at the end, and the notes."""
+    run_dir, log, notes, port = folder / "run", folder / "log", folder / "notes", str(free_port())
+    folder.mkdir()
+    notes.touch()
+    settings = ["train.num_steps=2", "heldout.num_captions=1", "heldout.num_examples=4"]
+    arguments = train_arguments(run_dir, "--engine", engine, *settings, ds_config=f"ds_configs/{ds_config}.json")
+    more = {"FAKE_GPU_NOTES": str(notes), "DS_ACCELERATOR": device, "LOCAL_RANK": "0"}  # each rank sees one GPU alone
+    ranks = [
+        Forked(["tests/e2e/fake_gpu_train.py", *arguments], stdout=log,
+               env=rank_environment(rank, world_size, port) | more)
+        for rank in range(world_size)
+    ]  # fmt: skip
+    try:
+        assert [rank.wait(280) for rank in ranks] == [0] * world_size, log.read_text()[-4000:]
+    finally:
+        for rank in ranks:
+            kill_group(rank)
+    assert ("cuda (NVIDIA H100 80GB HBM3" in log.read_text()) == (device == "cuda")
+    assert "held-out caption loss after step 2" in log.read_text()
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    assert newest is not None
+    checkpoint = Checkpoint(newest)
+    assert checkpoint.step == 2
+    return {name: checkpoint.full("param", name) for name in checkpoint.shapes}, notes
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return run(tmp_path_factory.mktemp("cpu") / "local", "local", "zero1", 1, "cpu")[0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "ds_config", "world_size"),
+    [
+        ("local", "zero1", 1),
+        *(
+            pytest.param(engine, ds_config, 1 + (ds_config != "zero1_bf16"), marks=pytest.mark.full)
+            for engine, ds_config in (
+                ("local", "zero1_bf16"),
+                *(("deepspeed", f"zero{stage}") for stage in (1, 2, 3)),
+                ("deepspeed", "zero3_offload"),
+                *(("fsdp", ds_config) for ds_config in ("zero2", "zero3", "zero3_offload")),
+                ("fairscale", "zero1"),
+            )
+        ),
+    ],
+)
+def test_a_run_on_a_gpu(
+    tmp_path: Path, engine: str, ds_config: str, world_size: int, on_the_cpu: dict[str, Tensor]
+) -> None:
+    """A start, two steps, held-out losses and checkpoints: no micro-batch waits, and one rank gets the CPU's weights."""
+    weights, notes = run(tmp_path / "gpu", engine, ds_config, world_size, "cuda")
+    noted = read(notes) - AT_ITS_END - ENGINES.get(engine, set())
+    if (engine, ds_config) == ("deepspeed", "zero3_offload"):  # it fetches each layer's weights by a copy that waits
+        noted = {note for note in noted if note[:3] != ("micro-batch", "wait", "copy to the GPU")}
+    assert noted == set()
+    if world_size == 1:
+        tolerance = 1e-5 if ds_config == "zero1" else 1e-2
+        for name, expected in on_the_cpu.items():
+            torch.testing.assert_close(
+                weights[name], expected, rtol=0, atol=tolerance * float(expected.abs().max() + 1)
+            )

@@ -1,0 +1,70 @@
+"""evaluate.py in this process, scikit-learn's digits, small opened models and labelled pictures."""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from models.mae_config import masked_autoencoder_config
+from models.masked_autoencoder import build_masked_autoencoder
+from tests.models.tiny import tiny_captioner
+from trainer.weights.open_model import OpenedModel
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = 16
+
+
+def evaluate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The JSON object that it prints; an error comes as the exception that the script would print in one line."""
+    monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
+    import evaluate as script
+
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments, "--json"])
+    assert script.main() == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return dict(json.loads(out))
+
+
+@cache
+def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows centred by the public middle grey and scaled to about unit length."""
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    x, y = (x[order] / 16 - 0.3) / 3, y[order]
+    return x[:1200], y[:1200], x[1200:], y[1200:]
+
+
+def save_digits(folder: Path, count: int = 1200) -> tuple[str, str]:
+    """As sources of features for --train (the first `count`) and --test."""
+    x, y, x_test, y_test = digits()
+    np.savez(folder / "train.npz", features=x[:count], labels=y[:count])
+    np.savez(folder / "test.npz", features=x_test, labels=y_test)
+    return f"features:{folder}/train.npz", f"features:{folder}/test.npz"
+
+
+def opened_captioner(seed: int = 0) -> OpenedModel:
+    """Two blocks of width 16, images of 16 pixels in patches of 8; learned positions would be zero, so they are fixed."""
+    model = tiny_captioner(seed).eval()
+    return OpenedModel(model, None, {"seal": f"captioner {seed}", "step": 3}, Path("nowhere"))  # type: ignore[arg-type]
+
+
+def opened_autoencoder() -> OpenedModel:
+    config = masked_autoencoder_config("pico", image_size=SIZE, patch_size=8, encoder_depth=3)
+    model = build_masked_autoencoder(config, generator=torch.Generator().manual_seed(0)).eval()
+    return OpenedModel(model, None, {"seal": "autoencoder", "step": 0}, Path("nowhere"))  # type: ignore[arg-type]
+
+
+def pictures(count: int, *, num_classes: int = 3, side: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(N, side, side, 3) uint8 and labels: each class has a colour of its own, plus noise."""
+    rng = np.random.default_rng(seed)
+    labels_N = np.arange(count) % num_classes
+    colours = np.random.default_rng(7).integers(40, 216, (num_classes, 3))
+    noise = rng.integers(-40, 40, (count, side, side, 3))
+    return np.clip(colours[labels_N][:, None, None] + noise, 0, 255).astype(np.uint8), labels_N
