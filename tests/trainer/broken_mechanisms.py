@@ -234,12 +234,16 @@ def a_retry_has_the_same_members() -> Patches:
 def the_intent_follows_the_reduction() -> Patches:
     intend, waiting = loop._intend, []
 
+    def put_off(mechanism: Any, step: int, releases: Any) -> float:
+        waiting.append((mechanism, step, releases))
+        return mechanism.learning_rate(step)
+
     def late(*arguments: Any) -> Any:
         shards = reduce_to_owners(*arguments)
         intend(*waiting.pop())
         return shards
 
-    return [(loop, "_intend", lambda *arguments: waiting.append(arguments)), (loop, "reduce_to_owners", late)]
+    return [(loop, "_intend", put_off), (loop, "reduce_to_owners", late)]
 
 
 def an_intent_is_not_synced() -> Patches:
