@@ -26,13 +26,16 @@ from data.errors import DataError, ReadError
 from data.files import named_when_whole, write_durably
 from evaluation.encoder import check_options, encoder_of
 from evaluation.encoder import features as features_of
-from evaluation.options import CommandOptions, FeatureOptions, FeaturesOptions
+from evaluation.options import CommandOptions, FeatureOptions, FeaturesOptions, ImageOptions
 from evaluation.results import DataUse, ModelFacts, Results
 from evaluation.sources import Augmentation, Source, decoded_batches, open_source
 from privacy.step import collectives
 from trainer.errors import ConfigError
 from trainer.weights import open_model as opening
 from trainer.weights.open_model import OpenedModel
+
+WHITEN_ON = "whiten_on"
+"""The role of public pictures; also the name of the option."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +289,8 @@ class Inputs:
 def load_inputs(options: FeatureOptions, **sources: str) -> Inputs | None:
     """Features of all sources by role; collective under a launcher, where only rank 0 gets them and the others None.
 
+    Pictures of the role `whiten_on` need no label.
+
     Raises:
         ConfigError, DataError, ReadError: a source cannot be had.
     """
@@ -294,6 +299,7 @@ def load_inputs(options: FeatureOptions, **sources: str) -> Inputs | None:
         raise ConfigError(f"--{from_images[0]} names images: give --checkpoint, whose encoder makes features of them")
     opened = None if options.checkpoint is None else open_checkpoint(options)
     cache = options.cache_folder
+    pictures = ImageOptions.model_construct(**{name: getattr(options, name) for name in ImageOptions.model_fields})
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     found: dict[str, Features] = {}
     images: dict[str, Source] = {}
@@ -305,7 +311,7 @@ def load_inputs(options: FeatureOptions, **sources: str) -> Inputs | None:
         assert opened is not None
         if cache is not None and options.cache is None:  # what describes the data is for their owner alone
             cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        images[role] = open_source(source, options)
+        images[role] = open_source(source, pictures if role == WHITEN_ON else options)
         extracted = extract(opened, images[role], options, cache=cache)
         if extracted is not None:
             found[role] = extracted

@@ -216,6 +216,8 @@ class PrivateHeadOptions(TrainTestOptions):
     """folder of heads and ledgers"""
     shared_ledger: Annotated[Path | None, Shown("FILE")] = None
     """the data owner's ledger, which must have room"""
+    whiten_on: Annotated[str | None, Shown("SOURCE")] = None
+    """public pictures: features get their mean 0, and equal variances"""
     compare: bool = False
     """also without privacy"""
 

@@ -170,11 +170,11 @@ without a label is of no use and by `identity()` when the data change (part of a
 can be pickled, so that worker processes can read it."""
 
 
-def open_source(text: str, options: LabelledOptions | CaptionedOptions) -> Source:
+def open_source(text: str, options: ImageOptions) -> Source:
     """The source that a command line names; see the module. Collective under a launcher.
 
     Args:
-        options: labels are read for the ones, captions for the others.
+        options: labels are read for LabelledOptions, captions for CaptionedOptions.
 
     Raises:
         DataError: an unknown kind, or nothing there.

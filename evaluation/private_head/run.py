@@ -16,11 +16,12 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
-from evaluation.features import Features, device_of, load_inputs
+from data.errors import DataError
+from evaluation.features import WHITEN_ON, Features, device_of, load_inputs
 from evaluation.linear_probe import cross_validated_regression
 from evaluation.options import PrivateHeadOptions
 from evaluation.private_head.methods import METHODS, Budget, HeadMethod, accuracy
-from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
+from evaluation.private_head.rows import ROUNDING_SLACK, ROWS_PER_BLOCK, Rows, rounding
 from evaluation.results import PrivateRelease, Results
 from privacy import verify
 from privacy.accounting.accountants import claimed_epsilon
@@ -46,6 +47,8 @@ from privacy.plan_request import PlanRequest
 from trainer.errors import ConfigError
 from trainer.weights.start import ledgers_of
 
+WHITENING_FLOOR = 1e-3
+"""Added to a variance, relative to the largest one: directions in which public pictures hardly vary are not blown up."""
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 
 
@@ -56,6 +59,43 @@ class HeadResult:
     weights_LD: np.ndarray
     epsilon: float | None
     delta: float
+
+
+class Whitening(NamedTuple):
+    """x -> (x - centre) matrix, after which features of public pictures have mean 0 and nearly equal variances in all directions.
+
+    Features of an encoder are mostly their common mean, and vary most in a few directions. Clipping and noise go by their
+    length, which tells no classes apart. Only public pictures may say what mean and directions are.
+    """
+
+    name: str
+    centre_D: np.ndarray
+    matrix_DD: np.ndarray
+
+    @classmethod
+    def of(cls, public: Features) -> "Whitening":
+        """
+        Raises:
+            DataError: fewer than two usable pictures, or all are alike.
+        """
+        x_ND = public.usable().values_ND.astype(np.float64)
+        values_D, vectors_DD = np.linalg.eigh(np.atleast_2d(np.cov(x_ND, rowvar=False, bias=True)))
+        if not values_D[-1] > 0:
+            raise DataError(f"{public.name}: all usable pictures have equal features; whitening takes different ones")
+        scale_D = np.sqrt(values_D + WHITENING_FLOOR * values_D[-1])
+        return cls(public.name, x_ND.mean(axis=0), vectors_DD / scale_D @ vectors_DD.T)
+
+    def apply(self, x_ND: np.ndarray) -> None:
+        """In place, and each row by itself; a row that is not finite, or too large, does not become finite."""
+        with np.errstate(all="ignore"):  # without a word about an example
+            for start in range(0, len(x_ND), ROWS_PER_BLOCK):
+                block = slice(start, start + ROWS_PER_BLOCK)
+                x_ND[block] = (x_ND[block] - self.centre_D) @ self.matrix_DD
+
+    def taken_into(self, weights_LD: np.ndarray) -> dict[str, np.ndarray]:
+        """weight (L, D) and bias (L,) that give features before whitening the scores that `weights_LD` give those after it."""
+        weight_LD = weights_LD @ self.matrix_DD
+        return {"weight": weight_LD, "bias": -weight_LD @ self.centre_D}
 
 
 def head_plan(num_examples: int, epsilon: float, delta: float | None) -> PrivacyPlan:
@@ -89,6 +129,7 @@ def train_head(
     noise: NoiseSource | None = None,
     covers: str = GIVEN_FEATURES,
     behind: Sequence[LedgerBehind] = (),
+    whitening: Whitening | None = None,
 ) -> HeadResult:
     """Trains a head of `METHODS[method]` and writes ledger, weights and head.json into the new folder `output`.
 
@@ -97,6 +138,7 @@ def train_head(
     Args:
         covers: which examples the guarantee is about, and given what; for ledger, card and head.json.
         behind: the ledgers of private runs that made the encoder; their charges compose with the head's.
+        whitening: what the rows went through; head.safetensors takes it in, so that it is for features as the encoder gives them.
 
     Raises:
         PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it or with the beginning of
@@ -112,6 +154,8 @@ def train_head(
         require_apart({"the shared ledger": Path(shared.path)}, output)
     make_directory(private, 0o700)
     facts: dict[str, Any] = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
+    if whitening is not None:
+        facts["head"]["whitened_on"] = whitening.name
     facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}
     members = private / FILE
     ledger, key = open_run_state(
@@ -140,7 +184,8 @@ def train_head(
         append_line(members, LedgerMark(*ledger.position()))
         weights_LD = head.fit(rows, num_classes, budget)
         budget.require_spent()
-        save_file({"weight": weights_LD}, output / "head.safetensors")
+        tensors = {"weight": weights_LD} if whitening is None else whitening.taken_into(weights_LD)
+        save_file(tensors, output / "head.safetensors")
         ledger.done(1, 0)
         ledger.close("finished")
         append_line(members, LedgerMark(*ledger.position()))
@@ -226,10 +271,19 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     if folder is None:
         raise ConfigError("give --output (or --heads), a folder for the head and its ledger")
     make_method(method, chosen)  # refused before the features are computed
-    inputs = load_inputs(options, train=options.train, test=options.test)
+    if options.whiten_on in (options.train, options.test):
+        raise ConfigError(f"--whiten_on {options.whiten_on} is not public: what it says of its pictures has no noise")
+    on = {} if options.whiten_on is None else {WHITEN_ON: options.whiten_on}
+    inputs = load_inputs(options, train=options.train, test=options.test, **on)
     if inputs is None:
         return None
     train, test = inputs.features["train"], inputs.usable("test")
+    whitening = Whitening.of(inputs.features[WHITEN_ON]) if on else None
+    if whitening is not None:
+        if whitening.centre_D.shape != train.values_ND.shape[1:]:
+            raise ConfigError(f"--whiten_on {options.whiten_on} has features of another width than --train")
+        whitening.apply(train.values_ND)
+        whitening.apply(test[0])
     num_classes = options.num_classes or len(train.class_names)
     if not num_classes:
         raise ConfigError(
@@ -256,7 +310,7 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     shared = None if options.shared_ledger is None else SharedTerms(options.shared_ledger, own.name)
     head = train_head(
         rows, num_classes, method, epsilon=options.target_epsilon, delta=options.delta, output=own, options=chosen,
-        shared=shared, covers=covers, behind=behind,
+        shared=shared, covers=covers, behind=behind, whitening=whitening,
     )  # fmt: skip
     scalars = {f"{method}/epsilon-{options.target_epsilon:g}/accuracy": accuracy(head.weights_LD, *test)}
     details: dict[str, Any] = {"options": chosen}

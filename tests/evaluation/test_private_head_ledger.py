@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from scipy import stats
 
+from data.errors import DataError
 from evaluation.features import Features
 from evaluation.private_head import run as head_command
 from evaluation.private_head.methods import METHODS, accuracy
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import private_rows, spent_in, train_head, without_noise
+from evaluation.private_head.run import Whitening, private_rows, spent_in, train_head, without_noise
 from privacy import verify
 from privacy.audit.folder import ledger_audit
 from privacy.card.folder import write_card
@@ -94,6 +96,59 @@ def test_refused(run: Any, tmp_path: Path, arguments: list[str], match: str) -> 
     with pytest.raises(ValueError, match=match) as caught:
         run(*arguments)
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+    assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
+
+
+def whitened(folder: Path) -> tuple[list[str], np.ndarray]:
+    """Arguments with which digits are whitened on as many others, all of them far from zero, and the digits to test on."""
+    x, y, x_test, y_test = digits()
+    far = x[:1].repeat(len(x), 0) * 100
+    np.savez(folder / "train.npz", features=(x + far)[:900], labels=y[:900])
+    np.savez(folder / "test.npz", features=x_test + far[:1], labels=y_test)
+    np.savez(folder / "others.npz", features=(x + far)[900:], labels=np.zeros(300, dtype=np.int64))
+    return ["--whiten_on", f"features:{folder}/others.npz"], x_test + far[:1]
+
+
+def test_whitening_on_public_pictures_lets_classes_be_seen(run: Any, tmp_path: Path) -> None:
+    whiten_on, x_test = whitened(tmp_path)
+    told = ["--method", "dp-ls", "--target_epsilon", "4", "--delta", "1e-5"]
+    [plain] = run(*told, "--heads", str(tmp_path / "plain"))["scalars"].values()
+    [found] = run(*told, *whiten_on)["scalars"].values()
+    assert plain < 0.4 < 0.6 < found  # the noise is drawn anew each time
+    folder = tmp_path / "out/private_heads/dp-ls-epsilon-4"
+    assert json.loads((folder / "head.json").read_text())["whitened_on"] == whiten_on[1]
+    assert read_ledger(folder / "ledger.jsonl").opened["head"]["whitened_on"] == whiten_on[1]
+    assert verify.verify(folder)[0] == 0
+    head = load_file(folder / "head.safetensors")  # for features as they were
+    right = (x_test @ head["weight"].T + head["bias"]).argmax(1) == digits()[3]
+    assert right.mean() == pytest.approx(found)
+
+
+@pytest.mark.filterwarnings("error")  # a warning would tell of an example
+def test_a_row_is_whitened_by_itself_and_by_public_pictures_alone() -> None:
+    x_ND = digits()[0].astype(np.float32) + 3
+    public = Features(x_ND[:600].copy(), np.zeros(600, dtype=np.int64), np.arange(600) > 0)
+    whitening = Whitening.of(public)
+    public.values_ND[0] = np.nan  # not usable
+    assert np.array_equal(Whitening.of(public).matrix_DD, whitening.matrix_DD)
+    found_ND = x_ND[:600].copy()
+    whitening.apply(found_ND)
+    varies = np.linalg.eigvalsh(np.cov(found_ND[1:].T))
+    assert np.abs(found_ND[1:].mean(0)).max() < 1e-4 and varies.max() < 1.01 and np.median(varies) > 0.9
+    for hostile in (np.nan, np.inf, 3e38, 0.0):
+        other_ND = x_ND[:600].copy()
+        other_ND[7] = hostile
+        whitening.apply(other_ND)
+        assert np.array_equal(np.delete(other_ND, 7, 0), np.delete(found_ND, 7, 0))
+    with pytest.raises(DataError, match="all usable pictures have equal features"):
+        Whitening.of(Features(x_ND[:1].repeat(9, 0), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool)))
+
+
+def test_whitening_on_private_or_other_features_is_refused(run: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "narrow.npz", features=np.eye(9), labels=np.zeros(9, dtype=np.int64))
+    for source, match in (("train", "is not public"), ("test", "is not public"), ("narrow", "of another width")):
+        with pytest.raises(ConfigError, match=match):
+            run("--method", "dp-ls", "--target_epsilon", "1", "--whiten_on", f"features:{tmp_path}/{source}.npz")
     assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
 
 
