@@ -57,9 +57,12 @@ def report(options: ReportOptions) -> "PrivacyCard":
     from trainer.errors import ConfigError
     from trainer.publish import fingerprint, publish
     from trainer.report import build_card
+    from trainer.weights.new_folder import require_new
 
     if options.time_stamp is not None and options.publish is None:
         raise ConfigError("--time_stamp is for what is published: give --publish FOLDER too")
+    if options.publish is not None:  # the card takes a while
+        require_new(options.publish)
     card = build_card(options.run_dir)
     paths = write_card(options.run_dir, card)
     steps = "an unknown number" if card.steps_done is None else card.steps_done

@@ -37,9 +37,10 @@ from trainer.ranks.discovery import launcher_processes, watch  # noqa: E402
 
 LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
 
-from privacy.errors import say  # noqa: E402
+from privacy.errors import folded, say  # noqa: E402
 from trainer.config.cli import Parser, explain, print_anything, require_open_files  # noqa: E402
-from trainer.config.recipe import EngineName, load_config, resolved  # noqa: E402
+from trainer.config.optimizer import key_lines  # noqa: E402
+from trainer.config.recipe import EngineName, RunConfig, load_config, resolved  # noqa: E402
 from trainer.errors import in_one_line  # noqa: E402
 from trainer.ranks.discovery import (  # noqa: E402
     HEARTBEAT_SECONDS,
@@ -77,6 +78,8 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     # The launcher adds this one; the environment holds it, too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys")
+    keys = "\n".join(map(folded, key_lines(RunConfig)))
+    parser.add_argument("--keys", action="version", version=keys, help="list all keys of a recipe, and exit")
     for word in arguments:
         if word.partition("=")[0] in LAUNCHER_OPTIONS:
             parser.error(f"{word} is an option of the launcher: write it before launch_scripts/train.py")

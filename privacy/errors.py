@@ -5,6 +5,7 @@ An exception with `exit_code` ends a command with one line and that code.
 
 import errno
 import os
+import textwrap
 from typing import NamedTuple, TextIO
 
 DONE, BUDGET_SPENT, STOPPED_EARLY = 0, 3, 7
@@ -132,6 +133,11 @@ def printable(line: str) -> str:
     """The line with an escape, as JSON knows it, for what breaks lines, moves the cursor, turns the text or shows nothing."""
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode().replace("\\x", "\\u00") for c in line)
     return line if line.isprintable() else "".join(shown)
+
+
+def folded(line: str) -> str:
+    """A line for people at 80 columns; what goes on is indented. Paths and other long words stay whole."""
+    return textwrap.fill(printable(line), 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:

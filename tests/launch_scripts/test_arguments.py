@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +55,7 @@ WRONG_KEY = ["launch_scripts/train.py", "--ds_config", "ds_configs/zero3.json", 
 MISSING = [
     "report.py --run_dir runs/nowhere",
     "report.py --run_dir docs",
+    "report.py --run_dir tests --publish docs",
     *(f"audit.py {kind} --run_dir runs/nowhere" for kind in ("ledger", "schedule", "mechanism")),
     "audit.py run --run_dir runs/nowhere --canaries docs",
     "evaluate.py captions --checkpoint runs/nowhere --data shards:x",
@@ -91,6 +93,21 @@ def test_a_command_looks_for_its_folder_first(command: str, said: dict[str, list
     line, ending = said[command]
     assert ending == "exit code 2; imported: set()" and line.startswith("error: ")
     assert ("docs" if " docs" in command and "nowhere" not in command else "runs/nowhere") in line
+
+
+def test_all_keys_are_listed_with_their_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        train.parse_args(["--keys"])
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split(" ")[0] for line in lines if not line.startswith(" ")}
+    used = {
+        f"{section}.{key}"
+        for recipe in ROOT.glob("recipes/*.toml")
+        for section, keys in tomllib.loads(recipe.read_text()).items()
+        for key in (keys if isinstance(keys, dict) else ())
+    }
+    assert used < listed and max(map(len, lines)) <= 80
+    assert 'optimizer.name ("adamw" | "sgd")' in lines
 
 
 TINY = "--ds_config ds_configs/zero3.json --recipe recipes/tiny.toml"

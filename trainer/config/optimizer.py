@@ -1,10 +1,12 @@
 """What sections of a recipe are made of, and its [optimizer], [schedule] and [train]; see trainer/config/recipe.py."""
 
 import difflib
+import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic.fields import FieldInfo
 
 from privacy.limits import MAX_COUNT
 
@@ -12,7 +14,9 @@ from privacy.limits import MAX_COUNT
 class Section(BaseModel):
     """Frozen; an unknown key is an error, and so is a value of another type: "4" and true are no step counts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def did_you_mean(wrong: object, known: Iterable[str]) -> str:
@@ -28,12 +32,31 @@ def known_words(kind: type[BaseModel], location: Sequence[Any]) -> tuple[str, ..
         field = section.model_fields.get(part)
         if field is None:
             return ()
-        options = (field.annotation, *get_args(field.annotation))
-        inner = next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
+        inner = section_of(field)
         if inner is None:
             return ()
         section = inner
     return tuple(section.model_fields)
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a key is, or None for a value."""
+    options = (field.annotation, *get_args(field.annotation))
+    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
+def key_lines(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """All keys below a section, each with its default and what it says of itself."""
+    lines = []
+    for name, field in section.model_fields.items():
+        if (inner := section_of(field)) is not None:
+            lines += key_lines(inner, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
+        others = [json.dumps(one) for one in get_args(field.annotation) if isinstance(one, str)]
+        default = " | ".join(dict.fromkeys([default.replace("null", "not set"), *others]))
+        lines.append(f"{prefix}{name} ({default}): {' '.join((field.description or '').split())}".removesuffix(": "))
+    return lines
 
 
 RATE_LIMIT = 1e6

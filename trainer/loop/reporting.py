@@ -22,7 +22,7 @@ from data.reading.loader import Loader
 from data.reading.streaming import StreamingLoader
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
-from privacy.errors import BUDGET_SPENT, DONE
+from privacy.errors import BUDGET_SPENT, DONE, folded
 from privacy.ledger.durable import torn_line_end
 from privacy.run.run import Run
 from privacy.step import collectives
@@ -96,7 +96,7 @@ class ProgressLine:
         if self._live is None and (now - self._printed >= PLAIN_INTERVAL_SECONDS or step == self._total):
             self._printed = now
             text = "  ".join(f"{name} {value}" for name, value in self._facts.items())
-            print(f"step {step}/{self._total}  {100 * step / self._total:.1f}%  {text}", flush=True)
+            print(folded(f"step {step}/{self._total}  {100 * step / self._total:.1f}%  {text}"), flush=True)
 
     def close(self) -> None:
         if self._live is not None:
@@ -239,12 +239,12 @@ class StepReporter:
         words = {"loss": "", "accuracy": ", accuracy", "blind_loss": "; without looking"}
         words["shuffled_loss"] = ", with another picture"
         numbers = "".join(f"{word} {values[name]:.4f}" for name, word in words.items() if name in values)
-        print(f"held-out {heldout.loss_name} after step {step}:{numbers}", flush=True)
+        print(folded(f"held-out {heldout.loss_name} after step {step}:{numbers}"), flush=True)
         if step == run.plan.num_steps:
             for line in learned(found.means, found.baselines):
-                print(f"  {line}", flush=True)
+                print(f"  {folded(line)}", flush=True)
             for generated, reference in found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ():
-                print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
+                print(f"  {folded(f'model: {generated!r}   reference: {reference!r}')}", flush=True)
         if section.is_public:
             write_public(step, Public(found, Reason.DECLARED), self._public, run.folder.evaluation)
         else:

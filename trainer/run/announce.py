@@ -1,10 +1,12 @@
 """What the trainer prints before its first step and after its last."""
 
+import os
 import shlex
 import sys
+from pathlib import Path
 
 from privacy.accounting.rounding import rounded_up, useless_delta
-from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY, say
+from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY, folded
 from privacy.run.run import Run
 from trainer.config.machine import MachineSettings
 from trainer.loop.reporting import Training
@@ -13,30 +15,35 @@ from trainer.run.clipping_mode import ModeChoice
 from trainer.weights.provenance import initialisation_statement
 
 
+def tell(line: str) -> None:
+    """Prints a line for people."""
+    print(folded(line))
+
+
 def announce(training: Training, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
     """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
     run, plan, config = training.run, training.run.plan, training.config
     count = sum(shape.numel() for shape in run.parts.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
     print(f"{config.name}: {count / 1e6:.1f}M parameters, {sharding}")
-    print(
+    tell(
         f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
         f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
         f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
     )
     signal = NoiseToSignal.of(plan, count, config.model.kind)
     if signal is not None:
-        print(signal.line)
+        tell(signal.line)
     if plan.lattice is not None:
-        print(
+        tell(
             f"certified arithmetic: sums are multiples of 2^{-plan.lattice.exponent}, one example adds at most C; made-up "
             "examples gave the same whole numbers in every row, among all neighbours that were tried and on every rank"
         )
     for warning in plan.warnings:
-        say(f"warning: {warning}")
+        tell(f"warning: {warning}")
     warmup = config.schedule.warmup_steps
     if warmup > plan.num_steps:
-        print(
+        tell(
             f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning rate never reaches its peak "
             "(schedule.warmup_steps)"
         )
@@ -44,20 +51,20 @@ def announce(training: Training, engine_name: str, machine: MachineSettings, cho
     if planned is not None and whole is not None:
         own = run.ledger.epsilon(plan.max_intents)
         behind = "" if own == whole[0] else f"; of it, this run alone spends at most {rounded_up(own or 0.0)}"
-        print(
+        tell(
             f"epsilon planned {rounded_up(planned[0])}, with the whole reserve {rounded_up(whole[0])}, at delta {whole[1]:.3g}"
             f"{behind}"
         )
     else:
-        print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
+        tell(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if training.model_facts["initialisation"].get("kind") != "random":
-        say(initialisation_statement(training.model_facts))
+        tell(initialisation_statement(training.model_facts))
     if run.first_step > 1:
         print(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
     elif run.ledger.num_charged:
-        print(f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged")
+        tell(f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged")
     if choice is not None:
-        print(choice.sentence)
+        tell(choice.sentence)
     sys.stdout.flush()
 
 
@@ -76,10 +83,11 @@ def conclude(run: Run, outcome: int) -> None:
         BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {words}",
         STOPPED_EARLY: f"stopped on request; the same command resumes; {words}",
     }
-    print(ending[outcome])
+    tell(ending[outcome])
     print(
         "last line of the ledger, to be kept elsewhere (verify.py --head):", run.ledger.position()["hash"], sep="\n  "
     )
-    print(f"run folder: {run.folder.root}")
+    folder = os.path.relpath(root) if (root := run.folder.root).is_relative_to(Path.cwd()) else str(root)
+    print(f"run folder: {folder}")
     if outcome != STOPPED_EARLY:
-        print(f"next: python launch_scripts/report.py --run_dir {shlex.quote(str(run.folder.root))}", flush=True)
+        print(f"next:\n  python launch_scripts/report.py --run_dir {shlex.quote(folder)}", flush=True)

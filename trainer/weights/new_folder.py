@@ -17,8 +17,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         ConfigError: `path` is there and not an empty folder, or cannot be made.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} is there and not empty: nothing is overwritten; give another folder")
+    require_new(path)
     temporary = path.resolve().with_name(f".{path.resolve().name}.tmp-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
@@ -34,3 +33,12 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise ConfigError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def require_new(path: Path) -> None:
+    """
+    Raises:
+        ConfigError: `path` is there and not an empty folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} is there and not empty: nothing is overwritten; give another folder")
