@@ -17,7 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE  # else every process compiles all modules anew
 $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) -r requirements.txt $(call extra,dev) >&2
+	@echo "Installing requirements.txt and the extra dev into $(VENV): about 3 minutes." >&2
+	@$(INSTALL) -r requirements.txt $(call extra,dev) >&2
 	@touch $@
 
 venv: $(STAMP)

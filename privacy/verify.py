@@ -1183,7 +1183,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.folder is None:
             raise BadInput("give a run folder: auditable-dp verify RUN_DIR")
         if options.folder.is_dir() and not options.json:
-            print(f"checking {shown(options.folder)}: ledger, epsilon, card and files", file=sys.stderr, flush=True)
+            print(
+                f"checking {shown(options.folder)}: ledger, epsilon, card and files (up to a minute)",
+                file=sys.stderr,
+                flush=True,
+            )
         code, found = verify(options.folder, head)
     except ImportError as error:
         print(f"error: {error}: install numpy and dp-accounting", file=sys.stderr)

@@ -15,7 +15,8 @@ def fix(
 ) -> list[str]:
     """Changes the model in place before its optimizer is made, and prints one line for each change.
 
-    BatchNorm becomes GroupNorm with the same scales and shifts. Activations that write in place no longer do. With `inputs`,
+    BatchNorm becomes GroupNorm with the same scales and shifts. Activations that write in place no longer do, and
+    dropout layers drop nothing: what they draw for an example would depend on its place in the micro-batch. With `inputs`,
     parameters that the loss never reaches are frozen, which the self-check would refuse by name.
 
     Args:
@@ -47,6 +48,9 @@ def fix(
                     )
                 )
                 lines.append(f"{path}: {type(module).__name__} became GroupNorm of {norm.num_groups} groups{kept}")
+            case nn.modules.dropout._DropoutNd() if module.p > 0:
+                module.p, module.inplace = 0.0, False
+                lines.append(f"{path}: {type(module).__name__} drops nothing now (p = 0)")
             case nn.Module(inplace=True):
                 module.inplace = False
                 lines.append(f"{path}: {type(module).__name__} no longer writes in place")

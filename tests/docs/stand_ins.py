@@ -21,7 +21,6 @@ def small_study(project: Path) -> None:
         "privacy.reserved_attempts": [2, 1],
         "schedule.warmup_steps": [1, 1],
         "heldout.every_steps": [2, 1],
-        "optimizer.peak_lr": [1e-2, 1e-2],
         "train.micro_batch_size": [8, 8],
         "seeds": [0],
     }.items():

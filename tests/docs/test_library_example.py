@@ -73,12 +73,12 @@ def test_the_programs_of_the_page_run_and_what_they_leave_is_judged(
         from auditable_dp.command.main import main  # type: ignore[import-not-found]
 
         for arguments in (
-            "verify runs/mine",
-            "audit ledger runs/mine",
-            "audit schedule runs/mine",
+            "verify runs/loop",
+            "audit ledger runs/loop",
+            "audit schedule runs/loop",
             "report runs/scheduled",
         ):
             assert main(arguments.split()) == 0, arguments
-        assert main(["audit", "run", "runs/mine"]) == 2
+        assert main(["audit", "run", "runs/loop"]) == 2
         said = capsys.readouterr()
         assert "verify: consistent: epsilon 1.319" in said.out and "take launch_scripts/audit.py" in said.err

@@ -55,7 +55,6 @@ WRONG_KEY = ["launch_scripts/train.py", "--ds_config", "ds_configs/zero3.json", 
 MISSING = [
     "report.py --run_dir runs/nowhere",
     "report.py --run_dir docs",
-    "report.py --run_dir tests --publish docs",
     *(f"audit.py {kind} --run_dir runs/nowhere" for kind in ("ledger", "schedule", "mechanism")),
     "audit.py run --run_dir runs/nowhere --canaries docs",
     "evaluate.py captions --checkpoint runs/nowhere --data shards:x",

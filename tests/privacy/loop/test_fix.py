@@ -18,10 +18,11 @@ class Convolutions(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 8, 3))
         self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 2)
+        self.drop = nn.Dropout(0.5, inplace=True)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(x)).flatten(2).mean(2)).sin().sum(1)
+        return self.drop(self.head(self.norm(self.body(x)).flatten(2).mean(2))).sin().sum(1)
 
 
 def test_fix_makes_a_network_with_batch_norm_trainable_and_says_what_it_changed(
@@ -31,11 +32,17 @@ def test_fix_makes_a_network_with_batch_norm_trainable_and_says_what_it_changed(
     model, inputs = Convolutions(), {"x": torch.randn(3, 3, 8, 8)}
     nn.init.normal_(model.norm.weight)
     scale = model.norm.weight.clone()
+    with pytest.raises(PrivacyConfigError, match="the forward draws random numbers"):
+        check_against_autograd(model, inputs)
+    model.drop.eval()
     with pytest.raises(PrivacyConfigError, match=r"^2 layers are refused: layer body\.1 .*; layer norm "):
         check_against_autograd(model, inputs)
+    model.drop.train()
     lines = fix(model, inputs)
     assert capsys.readouterr().out.splitlines() == lines
-    assert [line.partition(":")[0] for line in lines] == [*("body.1", "body.2", "norm", "unused.weight", "unused.bias")]
+    assert [line.partition(":")[0] for line in lines] == [
+        *("body.1", "body.2", "norm", "drop", "unused.weight", "unused.bias")
+    ]
     assert "BatchNorm2d became GroupNorm of 2 groups" in lines[0] and "pre-training" in lines[0]
     assert isinstance(model.norm, nn.GroupNorm) and torch.equal(model.norm.weight, scale)
     check_against_autograd(model, inputs)
