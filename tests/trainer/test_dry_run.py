@@ -85,6 +85,7 @@ def test_what_a_new_run_and_a_resumed_one_would_do(tmp_path: Path, capsys: pytes
     assert "resuming after step 2; 2 attempts are charged" in said and "would take 2 steps from step 3" in said
 
 
+@pytest.mark.full
 def test_two_ranks_agree_and_leave_nothing(tmp_path: Path) -> None:
     said = train_together(train_arguments(tmp_path / "runs/two", "--dry_run"), tmp_path / "log")
     assert "a dry run on 2 ranks" in said and "without --dry_run it starts" in said
