@@ -39,7 +39,7 @@ def read_notes() -> list[str]:
 
 
 def loop(device: torch.device) -> dict[str, Any]:
-    """A run of six steps in two starts, with fixed coins and no noise: its weights, and notes of all but the first steps.
+    """A run of four steps in two starts, with fixed coins and no noise: its weights, and notes of all but the first steps.
 
     In its first micro-batch a start may try a way through the model that it has not seen.
     """
@@ -47,9 +47,9 @@ def loop(device: torch.device) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, own.quick(silent=True) as patch:
         numbers = itertools.count()
         patch.setattr("secrets.token_bytes", lambda count=32: bytes([next(numbers)]) * count)
-        for stop in (3, 6):
+        for stop in (2, 4):
             model = own.net().to(device)
-            with own.make(Path(folder) / "run", model, save_every=3) as run:
+            with own.make(Path(folder) / "run", model, save_every=2) as run:
                 run.step()
                 NOTES.unlink(missing_ok=True)
                 while run.steps_done < stop:

@@ -258,7 +258,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_any_layout_order_and_missing_contribution(world_size: int) -> None:
-    for errors in run_ranks(f"{__name__}:rank_random_sums", world_size, seeds=range(40)):
+    for errors in run_ranks(f"{__name__}:rank_random_sums", world_size, seeds=range(12)):
         assert max(errors[1::2]) < 1e-14 and 0 < max(errors) < 1e-9  # fp64, and whole numbers
 
 

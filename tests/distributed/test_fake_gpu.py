@@ -110,20 +110,16 @@ def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return run(tmp_path_factory.mktemp("cpu") / "local", "local", "zero1", 1, "cpu")[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("engine", "ds_config", "world_size"),
     [
         ("local", "zero1", 1),
-        *(
-            pytest.param(engine, ds_config, 1 + (ds_config != "zero1_bf16"), marks=pytest.mark.full)
-            for engine, ds_config in (
-                ("local", "zero1_bf16"),
-                *(("deepspeed", f"zero{stage}") for stage in (1, 2, 3)),
-                ("deepspeed", "zero3_offload"),
-                *(("fsdp", ds_config) for ds_config in ("zero2", "zero3", "zero3_offload")),
-                ("fairscale", "zero1"),
-            )
-        ),
+        ("local", "zero1_bf16", 1),
+        *(("deepspeed", f"zero{stage}", 2) for stage in (1, 2, 3)),
+        ("deepspeed", "zero3_offload", 2),
+        *(("fsdp", ds_config, 2) for ds_config in ("zero2", "zero3", "zero3_offload")),
+        ("fairscale", "zero1", 2),
     ],
 )
 def test_a_run_on_a_gpu(

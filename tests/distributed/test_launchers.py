@@ -1,6 +1,6 @@
 """Every launcher between two hosts (tests/hosts): the real command, a real private run, and a whole ledger.
 
-`make test` keeps one of them; `make test-cluster` runs all.
+`make test-all` runs one of them, `make test-cluster` the others.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,10 @@ from tests.hosts.slurm import Slurm
 
 @pytest.mark.parametrize(
     "launcher",
-    [pdsh, *(pytest.param(one, marks=pytest.mark.cluster) for one in (openmpi_with_variables, mpich, torchrun))],
+    [
+        pytest.param(pdsh, marks=pytest.mark.full),
+        *(pytest.param(one, marks=pytest.mark.cluster) for one in (openmpi_with_variables, mpich, torchrun)),
+    ],
 )
 def test_a_run_on_two_hosts(hosts: Network, tmp_path: Path, launcher: Callable) -> None:
     result = launcher(hosts, tmp_path / "run")

@@ -164,7 +164,7 @@ class Counting(SystemNoise):
         return super().standard_normal(count, device)
 
 
-NOISY_STEPS = 40
+NOISY_STEPS = 20
 
 
 def rank_noise(device: torch.device, folder: str) -> Any:
@@ -201,8 +201,8 @@ def test_each_coordinate_is_noised_once_by_one_owner_with_the_deviation_of_the_p
         assert abs(variance - 1) < 6 * math.sqrt(2 / (count * NOISY_STEPS)), (name, variance)
     every = torch.cat([torch.stack([step[name].view(-1) for step in ranks[0][2]]) for name in shapes], 1)
     assert abs(float(every.square().mean()) / expected - 1) < 6 * math.sqrt(2 / every.numel())
-    correlated = every.T @ every / NOISY_STEPS / expected
-    assert float((correlated - correlated.diag().diag()).abs().max()) < 0.8  # no two share a draw
+    correlated = torch.corrcoef(every.T)
+    assert float((correlated - correlated.diag().diag()).abs().max()) < 0.95  # no two share a draw
 
 
 class Holder(nn.Module):

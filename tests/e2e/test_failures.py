@@ -91,7 +91,7 @@ def test_a_killed_rank(tmp_path: Path, victim: int, engine: str) -> None:
     """SIGKILL to each rank in turn at a random point of a step, while data workers read ahead."""
     run_dir = tmp_path / "run"
     with running(run_dir, more=("data.num_workers=1",), engine=engine) as ranks:
-        wait_for(run_dir, lambda: count(run_dir, "done") >= 3, ranks)
+        wait_for(run_dir, lambda: count(run_dir, "done") >= 2, ranks)
         time.sleep(random.random() * 0.3)
         os.kill(ranks[victim].pid, signal.SIGKILL)
         codes = ends(ranks, run_dir)
@@ -174,13 +174,13 @@ def test_a_late_rank_is_waited_for(tmp_path: Path, victim: int) -> None:
     assert errors(run_dir) == []
 
 
-@pytest.mark.parametrize("step", [2, 0])
+@pytest.mark.parametrize("step", [2, pytest.param(0, marks=pytest.mark.full)])
 def test_a_collective_that_one_rank_never_joins(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step, after one of many slow micro-batches that is not ended, and in the start; everybody lives and beats."""
     run_dir = tmp_path / "run"
-    monkeypatch.setenv("STILL_AFTER", "4")
+    monkeypatch.setenv("STILL_AFTER", "3")
     more = ("privacy.expected_batch_size=24", "train.micro_batch_size=4")
-    with running(run_dir, "stuck", "1", str(step), "1.0", more=more) as ranks:
+    with running(run_dir, "stuck", "1", str(step), "0.7", more=more) as ranks:
         assert ends(ranks, run_dir, within=120) == [1, 1]
     (said,) = errors(run_dir)
     assert re.match(

@@ -15,16 +15,19 @@ from tests.e2e.launch import count, kill_group, ledger_lines, start_ranks, train
 
 SCRIPT = "tests/e2e/recording_train.py"
 NUM_STEPS = 20
+FEW_STEPS = 6
 
 
-def run_with_kills(run_dir: Path, kills: int, reserve: int, seed: int, *, first_at_intent: bool = False) -> int:
+def run_with_kills(
+    run_dir: Path, kills: int, reserve: int, seed: int, *, steps: int = NUM_STEPS, first_at_intent: bool = False
+) -> int:
     """Starts the run again and again, killing all ranks `kills` times; returns the exit code of the last start.
 
     With `first_at_intent` the first kill waits for an intent without its `done`: that attempt is charged for nothing.
     """
     random_moments = random.Random(seed)
     arguments = train_arguments(
-        run_dir, f"train.num_steps={NUM_STEPS}", f"privacy.reserved_attempts={reserve}", "heldout.num_captions=0"
+        run_dir, f"train.num_steps={steps}", f"privacy.reserved_attempts={reserve}", "heldout.num_captions=0"
     )
     log = run_dir.with_suffix(".log")
     for kill in range(kills):
@@ -76,18 +79,17 @@ def check_nothing_is_shared(run_dir: Path) -> None:
     assert len(set(draws)) == len(draws)
 
 
-def kill_and_finish(folder: Path, kills: int, seed: int) -> None:
+def kill_and_finish(folder: Path, kills: int, seed: int, steps: int = NUM_STEPS) -> None:
     run_dir = folder / "run"
-    assert run_with_kills(run_dir, kills, reserve=2 * kills + 2, seed=seed) == 0, run_dir.with_suffix(
-        ".log"
-    ).read_text()[-3000:]
+    code = run_with_kills(run_dir, kills, reserve=2 * kills + 2, seed=seed, steps=steps)
+    assert code == 0, run_dir.with_suffix(".log").read_text()[-3000:]
     state = read_ledger(run_dir / "ledger.jsonl")
     check_chain(run_dir)
     check_nothing_is_shared(run_dir)
     assert state.closed == "finished"
-    assert {line["step"] for line in ledger_lines(run_dir) if line["type"] == "done"} == set(range(1, NUM_STEPS + 1))
+    assert {line["step"] for line in ledger_lines(run_dir) if line["type"] == "done"} == set(range(1, steps + 1))
     assert count(run_dir, "session") >= 1
-    assert state.num_charged >= count(run_dir, "intent") >= NUM_STEPS
+    assert state.num_charged >= count(run_dir, "intent") >= steps
     assert count(run_dir, "intent") >= count(run_dir, "done")
 
 
@@ -102,9 +104,9 @@ def kill_without_reserve(folder: Path, kills: int, seed: int) -> None:
     assert (run_dir / "checkpoints" / "LATEST").exists()
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_contract_9_kills(tmp_path: Path, kills: int) -> None:
-    kill_and_finish(tmp_path, kills, seed=1)
+@pytest.mark.parametrize(("kills", "steps"), [(1, FEW_STEPS), pytest.param(3, NUM_STEPS, marks=pytest.mark.full)])
+def test_contract_9_kills(tmp_path: Path, kills: int, steps: int) -> None:
+    kill_and_finish(tmp_path, kills, seed=1, steps=steps)
 
 
 @pytest.mark.full

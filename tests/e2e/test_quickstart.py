@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.embedded import unpack_fashion
 from launch_scripts.quickstart import _link_latest
 from tests.docs.commands import check
 from tests.docs.pages import Block, Command
@@ -61,9 +63,15 @@ def quickstart(start: Start, run_dir: Path, *overrides: str) -> tuple[dict, str]
 def test_quickstart_in_short(tmp_path: Path) -> None:
     """Few steps change the loss, and everything is said. Noise is given, since its calibration takes most of a short run."""
     run_dir, recipe = tmp_path / "run", tmp_path / "quickstart.toml"
-    text = (ROOT / "recipes/quickstart.toml").read_text()
-    recipe.write_text(text.replace("target_epsilon = 8.0", "noise_multiplier = 2.0"))
-    small = ("privacy.expected_batch_size=200", "heldout.num_examples=64", "heldout.num_captions=1")
+    text = (ROOT / "recipes/quickstart.toml").read_text().replace("target_epsilon = 8.0", "noise_multiplier = 2.0")
+    with (
+        tarfile.open(unpack_fashion(ROOT) / "test-00000.tar") as whole,
+        tarfile.open(tmp_path / "test.tar", "w") as few,
+    ):
+        for member in whole.getmembers()[: 2 * 64]:  # of all of them captions would take longer than the run
+            few.addfile(member, whole.extractfile(member))
+    recipe.write_text(text.replace("runs/fashion/test-*.tar", str(tmp_path / "test.tar")))
+    small = ("privacy.expected_batch_size=100", "heldout.num_captions=1")
     short = ("--recipe", str(recipe), "train.num_steps=2", "heldout.every_steps=1")
     said, stdout = quickstart(forked, run_dir, *short, *small)
     lines = [json.loads(line) for line in (run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()]

@@ -58,9 +58,9 @@ def test_what_an_engine_cannot_do_is_refused_before_the_run_folder_exists(tmp_pa
 
 def test_a_public_run_streams(tmp_path: Path) -> None:
     options = ("data.streaming=true", "data.provenance=public", "privacy.enabled=false", "data.num_workers=1")
-    done = alone(train_arguments(tmp_path / "run", "--engine", "local", *options))
+    done = alone(train_arguments(tmp_path / "run", "--engine", "local", "train.num_steps=1", *options))
     assert done.returncode == 0, done.stderr
-    assert "done: 4 steps, no formal guarantee" in done.stdout
+    assert "done: 1 steps, no formal guarantee" in done.stdout
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine")
@@ -87,7 +87,7 @@ def test_requests_for_private_heldout_data_say_nothing_about_members(tmp_path: P
             done = alone(train_arguments(
                 run_dir, "--engine", "local", f"data.shards={server.url}/train-{{00000..00002}}.tar",
                 f"data.index={index.index_dir}", f"data.staging={tmp_path}/store{number}", "data.remote.connections=1",
-                f"heldout.shards={server.url}/heldout-00000.tar", "train.num_steps=2", "heldout.every_steps=1",
+                f"heldout.shards={server.url}/heldout-00000.tar", "train.num_steps=1", "heldout.every_steps=1",
                 ds_config="ds_configs/zero1.json",
             ))  # fmt: skip
             assert done.returncode == 0, done.stderr
@@ -103,4 +103,4 @@ def test_requests_for_private_heldout_data_say_nothing_about_members(tmp_path: P
     assert all(span is None for _, span in staged)
     spans = [span for _, span in heldout if span is not None]
     each = len(set(spans))
-    assert each >= 16 and len(spans) >= 3 * 16
+    assert each >= 16 and len(spans) >= 2 * 16

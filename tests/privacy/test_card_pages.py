@@ -1,5 +1,6 @@
 """The pages and the JSON of the privacy card: no text from a file can forge them, and they say what the card holds."""
 
+import functools
 import html
 import json
 import math
@@ -61,6 +62,11 @@ def undrawn(card: PrivacyCard) -> Page:
         return Page(to_html(card))
 
 
+@functools.cache
+def page_of(word: str, key: str, with_head: bool) -> Page:
+    return undrawn(full_card(word, with_head=with_head, key=key))
+
+
 def _examples(test):  # type: ignore[no-untyped-def]
     for text in NASTY:
         test = example(text, False)(test)
@@ -74,7 +80,7 @@ def test_any_text_and_any_name_of_a_value_shows_as_it_is_and_changes_nothing_els
     if shown in ("", "consistent") or text in ("start", "method", "num_classes", "covers"):
         return  # a verdict that stands out less than the others; names that a card has
     for plain, own in ((("WORD", "option"), (text, "option")), (("a", "WORD"), ("a", text))):
-        one, page = (undrawn(full_card(word, with_head=with_head, key=key)) for word, key in (plain, own))
+        one, page = (page_of(word, key, with_head) for word, key in (plain, own))
         assert page.tags == one.tags and page.text == one.text.replace("WORD", shown)
 
 

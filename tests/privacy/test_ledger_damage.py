@@ -137,7 +137,7 @@ def _last_line_kinds(tmp_path):
     return ledger.path, cases
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.full)])
 def test_contract_9_torn_writes_at_every_byte_of_the_last_line(every, tmp_path, no_fsync):
     path, cases = _last_line_kinds(tmp_path)
     for kind, data, charged_before in cases:

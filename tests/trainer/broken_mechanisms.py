@@ -358,10 +358,10 @@ MISTAKES = {
         Mistake(the_divisor_is_the_realised_batch, {"divisor"}),
         Mistake(each_layer_is_clipped_by_itself, {"sensitivity"}),
         Mistake(sums_keep_a_64th_of_the_step_before, {"whole_sums"}),
-        Mistake(sums_are_single, {"whole_sums"}, is_quick=True),
+        Mistake(sums_are_single, {"whole_sums"}),
         Mistake(rows_beyond_a_part_are_forgotten, {"membership", "whole_sums"}, is_quick=True),
         Mistake(the_last_micro_batch_replaces_the_others, {"membership", "whole_sums"}),
-        Mistake(the_ragged_tail_is_dropped, {"dealt_members"}, is_quick=True),
+        Mistake(the_ragged_tail_is_dropped, {"dealt_members"}),
         Mistake(a_retry_has_the_same_members, {"dealt_members"}),
         Mistake(keys_are_those_of_rows, {"example_keys"}),
         Mistake(one_layer_gets_no_noise, {"draws_reach_the_weights"}),
@@ -373,20 +373,20 @@ MISTAKES = {
         Mistake(SixteenBits, {"fresh_entropy"}),
         Mistake(the_intent_follows_the_reduction, {"charge_before_release"}, is_quick=True),
         Mistake(an_intent_is_not_synced, {"charge_before_release"}),
-        Mistake(no_name_is_synced, {"ledger_name_durable"}, is_quick=True),
+        Mistake(no_name_is_synced, {"ledger_name_durable"}),
         Mistake(a_retry_is_not_charged, {"charged_attempts"}),
-        Mistake(noise_is_divided_by_the_number_of_ranks, {"noise_variance"}, "several ranks", is_quick=True),
+        Mistake(noise_is_divided_by_the_number_of_ranks, {"noise_variance"}, "several ranks"),
         Mistake(OneSeed, {"draws_are_new"}, "several ranks", is_quick=True),
         Mistake(every_rank_adds_the_whole_noise, {"noise_variance", "one_draw_per_coordinate"}, "several ranks"),
         Mistake(the_count_is_not_centred, {"count_sensitivity"}, "adaptive", is_quick=True),
-        Mistake(the_count_has_half_its_noise, {"count_draws"}, "adaptive", is_quick=True),
-        Mistake(noise_is_that_of_the_first_bound, {"noise_variance"}, "adaptive", is_quick=True),
+        Mistake(the_count_has_half_its_noise, {"count_draws"}, "adaptive"),
+        Mistake(noise_is_that_of_the_first_bound, {"noise_variance"}, "adaptive"),
         Mistake(the_optimizer_gets_more_than_the_sum, {"weights_follow"}, "loop", is_quick=True),
         Mistake(an_item_is_lost, {"dealt_members"}, "loop", is_quick=True),
-        Mistake(items_are_read_with_one_key, {"example_keys"}, "loop", is_quick=True),
+        Mistake(items_are_read_with_one_key, {"example_keys"}, "loop"),
     )
 }
-"""At least one for each check; `make test` plants the quick ones."""
+"""At least one for each check; `make test` plants the quick ones, one or more of every setting."""
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def run(folder: Path, *changes: str, shards: str = SAME, steps: int = 2, is_dry:
     config = load_config(
         ROOT / "recipes/tiny.toml",
         [f"data.shards={shards}", "heldout.num_examples=2", "heldout.num_captions=0", "heldout.is_public=true",
-         f"train.num_steps={steps}", f"name={folder.name}", *changes],
+         "privacy.clipping_mode=bookkeeping", f"train.num_steps={steps}", f"name={folder.name}", *changes],
     )  # fmt: skip
     machine = load_machine_settings(ROOT / "ds_configs/zero1.json")
     start = dry_run if is_dry else training.train

@@ -77,12 +77,12 @@ def of(digits: Path, name: str, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder: 120 steps of `train.py` without privacy."""
+    """A run folder: 60 steps of `train.py` without privacy."""
     run = tmp_path_factory.mktemp("runs") / "digits"
     told = f"--ds_config ds_configs/zero1.json --engine local --recipe {RECIPE} --run_dir {run}"
     result = alone([*told.split(), *of(digits, "public")])
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    assert "held-out cross-entropy after step 120: " in result.stdout
+    assert "held-out cross-entropy after step 60: " in result.stdout
     return run
 
 

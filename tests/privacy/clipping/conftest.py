@@ -5,12 +5,16 @@ import pytest
 from privacy.clipping import clipped_sum
 
 BOTH = ("test_oracle", "test_sensitivity", "test_rounding", "test_properties", "test_shared_uses")
+ONCE = ("test_contract_4_sharded_accumulation_rounds_no_worse",)
+"""In `make test` without."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """What holds for every way of clipping is tried with small parameters written out, too."""
     if metafunc.module.__name__.rpartition(".")[2] in BOTH:
-        metafunc.parametrize("writes_out", [False, True], ids=["", "written"], indirect=True)
+        marks = [pytest.mark.full] if metafunc.function.__name__ in ONCE else []
+        both = [pytest.param(False, id=""), pytest.param(True, id="written", marks=marks)]
+        metafunc.parametrize("writes_out", both, indirect=True)
 
 
 @pytest.fixture(autouse=True)

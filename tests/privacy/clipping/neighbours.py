@@ -235,6 +235,15 @@ def draw_few_tokens(rng: random.Random, rule: str) -> Construction:
     return of
 
 
+def draw_small(rng: random.Random, rule: str) -> Construction:
+    """Of few tokens, whose square a model's width goes by, and at most some twenty micro-batches."""
+    while (of := draw_few_tokens(rng, rule)).tokens > 77:
+        pass
+    most = min(of.before + 1 + of.after, 20 * sum(of.micro_batches) // len(of.micro_batches), (1 << 11) // of.tokens)
+    before = min(of.before, 1 << ((max(4, most) // 2).bit_length() - 1))
+    return replace(of, before=before, after=max(4, most) - before - 1)
+
+
 def draw_values(of: Construction, rng: random.Random) -> Tensor:
     """(N, T, LANES) in float64, each lane by a recipe of its own."""
     generator = torch.Generator().manual_seed(rng.getrandbits(63))

@@ -117,11 +117,12 @@ def test_under_autocast_the_same_scores_are_computed_again() -> None:
     assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, task, inputs, c)) <= 1e-2
 
 
+@pytest.mark.parametrize("count", [12, pytest.param(30, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "folded"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_contract_4_adversarial_examples(
-    mode: str, dtype: torch.dtype | str, tied: bool, monkeypatch: pytest.MonkeyPatch
+    count: int, mode: str, dtype: torch.dtype | str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scaled, non-finite, all-padding and repeated tokens: each moves the sum by at most C (1 + r)."""
     if dtype == "folded":  # as on CUDA, where the factor is rounded to bf16 too
@@ -129,7 +130,7 @@ def test_contract_4_adversarial_examples(
         dtype = torch.bfloat16
     model, inputs = language(dtype, tied=tied)
     c, moved = 0.1, 0
-    for i in range(30):
+    for i in range(count):
         example = {k: v[i % B : i % B + 1].clone() for k, v in inputs.items()}
         example["scale_B"][:] = [1e-6, 1e6, torch.nan, torch.inf, 3e30, 1.0][i % 6]
         if i % 4 == 0:
@@ -148,7 +149,7 @@ def test_contract_4_adversarial_examples(
         assert sums[0].isfinite().all()
         assert size <= 1 + SENSITIVITY_SLACK, (i, size)
         moved += size > 0.5
-    assert moved >= 5
+    assert moved >= count // 6
 
 
 @pytest.mark.parametrize("mode", MODES)
