@@ -5,6 +5,7 @@ An exception with `exit_code` ends a command with one line and that code.
 
 import errno
 import os
+from textwrap import wrap
 from typing import NamedTuple, TextIO
 
 DONE, BUDGET_SPENT, STOPPED_EARLY = 0, 3, 7
@@ -134,7 +135,12 @@ def printable(line: str) -> str:
     return line if line.isprintable() else "".join(shown)
 
 
-def say(*lines: str, file: TextIO | None = None) -> None:
-    """Prints lines that may hold text from a file, each as one line; all that commands say of a folder goes through here."""
-    for line in lines:
-        print(printable(line), file=file, flush=True)
+def say(*lines: str, file: TextIO | None = None, folds: bool = False) -> None:
+    """Prints lines that may hold text from a file, each as one line; all that commands say of a folder goes through here.
+
+    Args:
+        folds: the lines are sentences, not commands or JSON: they are folded at 80 columns, between words.
+    """
+    for line in map(printable, lines):
+        parts = wrap(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) if folds else ()
+        print(*parts or (line,), sep="\n", file=file, flush=True)
