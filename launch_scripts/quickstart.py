@@ -138,7 +138,7 @@ def _captions_right(run_dir: Path) -> float | None:
 
     heldout = load_config(run_dir / "config.toml").heldout
     if heldout is None or not heldout.is_public:
-        print("held-out data are not declared public, so nothing is said about them (heldout.is_public)")
+        print("nothing is said of held-out data that are not declared public (heldout.is_public)")
         return None
     sheet = run_dir / "evaluation" / "answers.png"
     source = f"shards:{heldout.shards}"
@@ -147,7 +147,7 @@ def _captions_right(run_dir: Path) -> float | None:
     )
     rows = [row for row in captions(options).details["captions"] if "references" in row]
     right = sum(says(row["caption"], row["references"][0]) for row in rows) / len(rows)
-    print(f"{right:.1%} of {len(rows):,} captions are exactly right; pictures with both: {_shown(sheet)}")
+    print(f"{right:.1%} of {len(rows):,} captions are exactly right; with their pictures:\n  {_shown(sheet)}")
     return right
 
 

@@ -11,7 +11,6 @@ RFC 3161 authority sign them. Exit codes: 0 done, 2 no such run, 4 the ledger is
 import argparse
 import sys
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -53,7 +52,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
     """
     from privacy.accounting.rounding import rounded_up
     from privacy.card.folder import write_card
-    from privacy.errors import printable, say
+    from privacy.errors import say
     from trainer.errors import ConfigError
     from trainer.publish import fingerprint, publish
     from trainer.report import build_card
@@ -82,9 +81,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
 
         summary = to_markdown(card, "methods.md.j2").splitlines()
 
-    # Sentences are folded; what may be copied, as a path, a hash or a command, stays on its line.
-    folded = [part for line in summary for part in wrap(printable(line), 80, subsequent_indent="  ") or [""]]
-    say(*[card.to_json()] if options.as_json else folded)
+    say(*[card.to_json()] if options.as_json else summary, folds=not options.as_json)
     say(*lines, file=sys.stderr if options.as_json or options.methods else sys.stdout)
     return card
 

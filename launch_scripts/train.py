@@ -128,8 +128,8 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         )
         if ranks.is_main:
             what = "a dry run" if options.dry_run else "training"
-            say(f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace("torch.", ""))
-            say(*resolved(options.recipe, options.overrides).what_is_public(config))
+            on = f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace("torch.", "")
+            say(on, *resolved(options.recipe, options.overrides).what_is_public(config), folds=True)
         if options.dry_run:
             from trainer.run.dry_run import dry_run
 

@@ -5,7 +5,7 @@ An exception with `exit_code` ends a command with one line and that code.
 
 import errno
 import os
-import textwrap
+from textwrap import wrap
 from typing import NamedTuple, TextIO
 
 DONE, BUDGET_SPENT, STOPPED_EARLY = 0, 3, 7
@@ -136,11 +136,16 @@ def printable(line: str) -> str:
 
 
 def folded(line: str) -> str:
-    """A line for people at 80 columns; what goes on is indented. Paths and other long words stay whole."""
-    return textwrap.fill(printable(line), 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    """A sentence for people, at 80 columns; what goes on is indented, and a path or another long word stays whole."""
+    parts = wrap(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(parts)
 
 
-def say(*lines: str, file: TextIO | None = None) -> None:
-    """Prints lines that may hold text from a file, each as one line; all that commands say of a folder goes through here."""
-    for line in lines:
-        print(printable(line), file=file, flush=True)
+def say(*lines: str, file: TextIO | None = None, folds: bool = False) -> None:
+    """Prints lines that may hold text from a file, each as one line; all that commands say of a folder goes through here.
+
+    Args:
+        folds: the lines are sentences, not commands or JSON.
+    """
+    for line in map(printable, lines):
+        print(folded(line) if folds else line, file=file, flush=True)

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ConfigError, NotRecorded, say
+from ..errors import ConfigError, NotRecorded
 from ..ledger import durable
 from ..ledger.records import LedgerState
 from ..step import collectives
@@ -245,9 +245,8 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
             failure = " ".join(str(error).split())
         failures = [line for line in collectives.gather_objects(failure) if line is not None]
         if checkpoint is not None and not failures:
-            if collectives.rank() == 0:
-                for line in damaged:
-                    say(f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged")
+            for line in damaged:
+                collectives.say(f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged")
             return checkpoint
         damaged.append(failures[0])
     if damaged:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..errors import say
+
 GROUPS = 32
 """The most groups of a GroupNorm that takes a BatchNorm's place, as Opacus has it."""
 
@@ -63,5 +65,5 @@ def fix(
             if g is None:
                 p.requires_grad_(False)
                 lines.append(f"{name}: frozen, since the loss never reaches it")
-    print(*lines, sep="\n", flush=True)
+    say(*lines, folds=True)
     return lines

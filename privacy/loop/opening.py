@@ -246,7 +246,7 @@ def data_manifest(reader: Reader, data_version: str | None) -> bytes:
         reader.digest(whole=False)
         named = f"version {data_version}"
     if reader.unusable:
-        print(reader.unusable, flush=True)
+        collectives.say(reader.unusable)
     fields = {name: repr(field) for name, field in reader.example.fields.items()}
     return json.dumps({"items": len(reader.dataset), "data": named, "fields": fields}, sort_keys=True).encode()
 

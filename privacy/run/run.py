@@ -337,13 +337,12 @@ def begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | Non
     recorded = ledger.checkpointed_step
     if resumed is not None:
         if recorded is not None and resumed.step < recorded:
-            print(
+            collectives.say(
                 f"the ledger records a checkpoint of step {recorded}, which is gone or set aside: the steps after "
-                f"{resumed.step} are repeated and charged again",
-                flush=True,
+                f"{resumed.step} are repeated and charged again"
             )
         if may_restart:
-            print(f"--restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}", flush=True)
+            collectives.say(f"--restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}")
         return False
     if recorded is not None and not may_restart:
         raise PrivacyStateRefused(

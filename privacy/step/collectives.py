@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import errors
 from ..errors import PrivacyConfigError, RemoteError, Said, StepDropped, in_one_line
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def broadcast_object(value: T) -> T:
 def say(line: str) -> None:
     """Prints a line on the console of rank 0, which lies inside the trust boundary."""
     if rank() == 0:
-        print(line, flush=True)
+        errors.say(line, folds=True)
 
 
 def on_main(function: Callable[[], T]) -> T:

@@ -22,7 +22,7 @@ from data.reading.loader import Loader
 from data.reading.streaming import StreamingLoader
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
-from privacy.errors import BUDGET_SPENT, DONE, folded
+from privacy.errors import BUDGET_SPENT, DONE, say
 from privacy.ledger.durable import torn_line_end
 from privacy.run.run import Run
 from privacy.step import collectives
@@ -36,7 +36,7 @@ from trainer.planner.hardware import known_peak
 
 PLAIN_INTERVAL_SECONDS = 30.0
 IMPORTANCE = ("eps", "eta", "loss")
-"""What stands first on the live line, which a narrow terminal cuts; the rest follows in its order."""
+"""What stands first on the line, which is cut at the terminal's width or at 80 columns; private/metrics.jsonl has the rest."""
 SHOWN_CAPTIONS = 4
 """On the console; the others are in the picture of samples."""
 WHERE_TRAINING_LOSS_IS = (
@@ -80,11 +80,12 @@ class ProgressLine:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The line at the width that the terminal has now."""
-        done = 10 * self._step // self._total
-        line = f"step {self._step}/{self._total} [{'#' * done:10}] {self._step / self._total:.1%}"
-        for name in sorted(self._facts, key=lambda name: (*IMPORTANCE, name).index(name)):
-            line += f"  {name} {self._facts[name].partition(' (')[0]}"
-        yield Text(line, no_wrap=True, overflow="crop")
+        yield Text(self._line(f"[{'#' * (10 * self._step // self._total):10}] "), no_wrap=True, overflow="crop")
+
+    def _line(self, bar: str = "") -> str:
+        names = sorted(self._facts, key=lambda name: (*IMPORTANCE, name).index(name))
+        facts = [f"{name} {self._facts[name].partition(' (')[0]}" for name in names]
+        return "  ".join([f"step {self._step}/{self._total} {bar}{self._step / self._total:.1%}", *facts])
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
         """Shows a finished step; plain lines appear at most every half minute, and for the last step."""
@@ -95,8 +96,8 @@ class ProgressLine:
         self._step, self._facts = step, {"eta": eta, **facts}
         if self._live is None and (now - self._printed >= PLAIN_INTERVAL_SECONDS or step == self._total):
             self._printed = now
-            text = "  ".join(f"{name} {value}" for name, value in self._facts.items())
-            print(folded(f"step {step}/{self._total}  {100 * step / self._total:.1f}%  {text}"), flush=True)
+            line = self._line()
+            print(line if len(line) <= 80 else line[:82].rpartition("  ")[0], flush=True)
 
     def close(self) -> None:
         if self._live is not None:
@@ -147,20 +148,20 @@ class StepReporter:
         shown = {name: value.inside() for name, value in private.items()}
         nonfinite, unusable = int(shown["train/nonfinite_examples"]), int(shown["train/undecodable_examples"])
         if nonfinite == shown["train/batch_size"] and nonfinite + unusable > 0:
-            print(
+            say(
                 f"warning: step {step} was noise alone: all its {nonfinite + unusable} examples count as zero ({nonfinite} with "
                 f"gradients that are not finite, {unusable} that cannot be used); every such step is charged",
-                flush=True,
+                folds=True,
             )
         bound = record.public.get("privacy/clipping_bound")
         plan, norm = self._run.plan, shown["train/mean_grad_norm"]
         largest = plan.max_grad_norm if bound is None else bound.value
         if plan.enabled and plan.noise_multiplier > 0 and 0 < norm < FAR_BELOW * largest and not self._has_warned:
             self._has_warned = True
-            print(
+            say(
                 f"warning: gradients of step {step} are {norm:.1g} long on average and C is {largest:g}: they vanish in noise "
                 "and rounding; give a much smaller privacy.max_grad_norm",
-                flush=True,
+                folds=True,
             )
         console = {
             "eps": rounded_up(claim[0]) if claim is not None else "none (no formal guarantee)",
@@ -236,15 +237,14 @@ class StepReporter:
             return
         found = results.inside()
         values = found.means | found.baselines
-        words = {"loss": "", "accuracy": ", accuracy", "blind_loss": "; without looking"}
-        words["shuffled_loss"] = ", with another picture"
+        words = {"loss": "", "accuracy": ", accuracy", "blind_loss": "; blind", "shuffled_loss": ", shuffled"}
         numbers = "".join(f"{word} {values[name]:.4f}" for name, word in words.items() if name in values)
-        print(folded(f"held-out {heldout.loss_name} after step {step}:{numbers}"), flush=True)
+        lines = [f"held-out {heldout.loss_name} after step {step}:{numbers}"]
         if step == run.plan.num_steps:
-            for line in learned(found.means, found.baselines):
-                print(f"  {folded(line)}", flush=True)
-            for generated, reference in found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ():
-                print(f"  {folded(f'model: {generated!r}   reference: {reference!r}')}", flush=True)
+            lines += [f"  {line}" for line in learned(found.means, found.baselines)]
+            samples = found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ()
+            lines += [f"  model: {generated!r}   reference: {reference!r}" for generated, reference in samples]
+        say(*lines, folds=True)
         if section.is_public:
             write_public(step, Public(found, Reason.DECLARED), self._public, run.folder.evaluation)
         else:

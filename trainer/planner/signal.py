@@ -112,8 +112,8 @@ class NoiseToSignal:
     def line(self) -> str:
         """Both ratios and what they mean, for the console."""
         return (
-            f"noise-to-signal {self.per_step:.2g} per step (sigma sqrt(P) / B), {self.accumulated:.2g} accumulated over "
-            f"{self.num_steps:,} steps: {self.sentence}"
+            f"noise-to-signal {self.per_step:.2g} per step, {self.accumulated:.2g} accumulated over {self.num_steps:,} steps: "
+            f"{self.sentence}"
         )
 
     def as_json(self) -> dict[str, Any]:

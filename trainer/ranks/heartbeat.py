@@ -29,6 +29,7 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from privacy.errors import say
 from trainer.ranks.discovery import HEARTBEAT_SECONDS, process_state
 
 LINGER = 3.0
@@ -189,7 +190,7 @@ class Heartbeat:
 
     def warn(self, line: str) -> None:
         """Prints a warning."""
-        print(line, flush=True)
+        say(line, folds=True)
 
     # The talking thread.
 

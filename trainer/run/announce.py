@@ -1,12 +1,10 @@
 """What the trainer prints before its first step and after its last."""
 
-import os
 import shlex
-import sys
 from pathlib import Path
 
 from privacy.accounting.rounding import rounded_up, useless_delta
-from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY, folded
+from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY, say
 from privacy.run.run import Run
 from trainer.config.machine import MachineSettings
 from trainer.loop.reporting import Training
@@ -15,35 +13,28 @@ from trainer.run.clipping_mode import ModeChoice
 from trainer.weights.provenance import initialisation_statement
 
 
-def tell(line: str) -> None:
-    """Prints a line for people."""
-    print(folded(line))
-
-
 def announce(training: Training, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
     """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
     run, plan, config = training.run, training.run.plan, training.config
     count = sum(shape.numel() for shape in run.parts.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
-    print(f"{config.name}: {count / 1e6:.1f}M parameters, {sharding}")
-    tell(
-        f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
-        f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
-        f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
-    )
+    lines = [
+        f"{config.name}: {count / 1e6:.1f}M parameters, {sharding}",
+        f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q {plan.sample_rate:.4g}), C {plan.max_grad_norm:g}, "
+        f"sigma {plan.noise_multiplier:.4f}, {plan.num_steps} steps ({plan.reserved_attempts} in reserve)",
+    ]
     signal = NoiseToSignal.of(plan, count, config.model.kind)
     if signal is not None:
-        tell(signal.line)
+        lines.append(signal.line)
     if plan.lattice is not None:
-        tell(
+        lines.append(
             f"certified arithmetic: sums are multiples of 2^{-plan.lattice.exponent}, one example adds at most C; made-up "
             "examples gave the same whole numbers in every row, among all neighbours that were tried and on every rank"
         )
-    for warning in plan.warnings:
-        tell(f"warning: {warning}")
+    lines += [f"warning: {warning}" for warning in plan.warnings]
     warmup = config.schedule.warmup_steps
     if warmup > plan.num_steps:
-        tell(
+        lines.append(
             f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning rate never reaches its peak "
             "(schedule.warmup_steps)"
         )
@@ -51,21 +42,21 @@ def announce(training: Training, engine_name: str, machine: MachineSettings, cho
     if planned is not None and whole is not None:
         own = run.ledger.epsilon(plan.max_intents)
         behind = "" if own == whole[0] else f"; of it, this run alone spends at most {rounded_up(own or 0.0)}"
-        tell(
+        lines.append(
             f"epsilon planned {rounded_up(planned[0])}, with the whole reserve {rounded_up(whole[0])}, at delta {whole[1]:.3g}"
             f"{behind}"
         )
     else:
-        tell(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
+        lines.append(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if training.model_facts["initialisation"].get("kind") != "random":
-        tell(initialisation_statement(training.model_facts))
+        lines.append(initialisation_statement(training.model_facts))
     if run.first_step > 1:
-        print(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
+        lines.append(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
     elif run.ledger.num_charged:
-        tell(f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged")
+        lines.append(f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged")
     if choice is not None:
-        tell(choice.sentence)
-    sys.stdout.flush()
+        lines.append(choice.sentence)
+    say(*lines, folds=True)
 
 
 def conclude(run: Run, outcome: int) -> None:
@@ -83,11 +74,10 @@ def conclude(run: Run, outcome: int) -> None:
         BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {words}",
         STOPPED_EARLY: f"stopped on request; the same command resumes; {words}",
     }
-    tell(ending[outcome])
-    print(
-        "last line of the ledger, to be kept elsewhere (verify.py --head):", run.ledger.position()["hash"], sep="\n  "
-    )
-    folder = os.path.relpath(root) if (root := run.folder.root).is_relative_to(Path.cwd()) else str(root)
-    print(f"run folder: {folder}")
+    here, folder = Path.cwd(), run.folder.root
+    folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    head = run.ledger.position()["hash"]
+    say(ending[outcome], f"last line of the ledger, to be kept elsewhere (verify.py --head): {head}", folds=True)
+    print(f"run folder: {folder}", flush=True)
     if outcome != STOPPED_EARLY:
-        print(f"next:\n  python launch_scripts/report.py --run_dir {shlex.quote(folder)}", flush=True)
+        print(f"next: python launch_scripts/report.py --run_dir {shlex.quote(str(folder))}", flush=True)

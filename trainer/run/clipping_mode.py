@@ -66,11 +66,8 @@ class ModeChoice:
         if self.mode == "two_pass":
             assert other is not None
             chosen, other = other, chosen
-        room = "unknown memory" if self.available is None else f"{_gib(self.available)} available"
-        text = (
-            f"clipping mode {self.mode} (auto): a micro-batch of {self.micro_batch_size} needs about {_gib(chosen)}, "
-            f"{room} a rank"
-        )
+        room = "" if self.available is None else f" of {_gib(self.available)}"
+        text = f"clipping mode {self.mode} (auto): a micro-batch takes {_gib(chosen)}{room} a rank"
         if other is not None:
             text += f"; {'bookkeeping' if self.mode == 'two_pass' else 'two_pass'} would need {_gib(other)}"
         fits = self.available is None or chosen <= USABLE * self.available

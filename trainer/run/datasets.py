@@ -21,7 +21,7 @@ from data.reading.records import RemoteOptions
 from data.reading.staging import Staging, is_at_work, open_folder, require_room
 from data.reading.workers import copy_shards, worker_context
 from privacy.sampling.rows import shares_of_nodes
-from privacy.step.collectives import first_on_main, gather_objects, rank
+from privacy.step.collectives import first_on_main, gather_objects, rank, say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import RunConfig
 from trainer.errors import RemoteError
@@ -59,11 +59,10 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
             f"{config.data.shards} holds {len(table):,} examples, but data.num_examples is {stated:,}: the recipe's noise "
             f"multiplier belongs to that number. Set data.num_examples={len(table)} and calibrate again (plan.py --recipe)"
         )
-    if shards.is_remote and rank() == 0 and config.data.staging is None:
-        print(
+    if shards.is_remote and config.data.staging is None:
+        say(
             f"warning: examples are read from {shards.root}: whoever serves it or sees the requests knows who is in every "
-            "batch, and must be inside the trust boundary (docs/data.md); with data.staging they see whole shards only",
-            flush=True,
+            "batch, and must be inside the trust boundary (docs/data.md); with data.staging they see whole shards only"
         )
     return table
 
@@ -111,10 +110,7 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
             time.sleep(0.05)
     if rank() == 0:
         size, where = sum(shard.size for shard in shards) / 1e9, "nodes" if len(numbers) > 1 else "node"
-        print(
-            f"staging: {len(numbers)} {where}; this one needs {len(shards)} shards, {size:.3g} GB, in {folder}",
-            flush=True,
-        )
+        say(f"staging: {len(numbers)} {where}; this one needs {len(shards)} shards, {size:.3g} GB, in {folder}")
     return nodes
 
 
@@ -219,7 +215,7 @@ def require_usable(
     if reasons or key == "data.shards":
         fate = "count as zero" if key == "data.shards" else "are left out"
         found = f"{reasons.total()} cannot be used and {fate} ({why})" if reasons else "all usable"
-        print(f"{'warning: ' if reasons else ''}{key}: a look at {len(ids)} examples: {found}", flush=True)
+        say(f"{'warning: ' if reasons else ''}{key}: a look at {len(ids)} examples: {found}")
 
 
 def _open_table(index: Path, shards: ShardSet, config: RunConfig, *, make: bool) -> ExampleTable:
@@ -233,7 +229,7 @@ def _open_table(index: Path, shards: ShardSet, config: RunConfig, *, make: bool)
     def open_table() -> ExampleTable:
         if make and rank() == 0 and not (index / MANIFEST).exists():
             for line in build_index(shards, index, remote=remote, progress=True).remarks():
-                print(f"{shards.root}: {line}", flush=True)
+                say(f"{shards.root}: {line}")
         table = ExampleTable.open(index, shards.root, remote=remote, check_shards=False)
         table.require_shards(shards)
         if rank() == 0:

@@ -20,7 +20,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.run.ledger import Opening
 from privacy.run.run import Finished, Run, open_run
 from privacy.step import collectives
-from privacy.step.collectives import on_main
+from privacy.step.collectives import on_main, say
 from privacy.step.folder import RunFolder
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
@@ -49,11 +49,12 @@ def dry_run(
         hosts = len(set(collectives.gather_objects(socket.gethostname())))
         if ranks.is_main:
             if isinstance(run, Finished):
-                print(f"{run_dir} is finished: there would be nothing to do")
+                say(f"{run_dir} is finished: there would be nothing to do")
             else:
                 announce(start.training(run), engine, machine, start.choice)
-                print("\n".join(_forecast(start, run, -(-ranks.world_size // hosts))))
-            print("dry run: nothing is charged and nothing is left behind; without --dry_run it starts", flush=True)
+                for line in _forecast(start, run, -(-ranks.world_size // hosts)):
+                    say(line)
+            say("dry run: nothing is charged or left behind; without --dry_run it starts")
     return DONE
 
 

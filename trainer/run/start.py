@@ -96,8 +96,7 @@ def train(
     start = TrainerStart(config, machine, engine_name, RunFolder(run_dir), root, ranks, device, noise, may_restart)
     run = open_run(start)
     if isinstance(run, Finished):
-        if ranks.is_main:
-            print(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do", flush=True)
+        collectives.say(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do")
         return DONE
     training = start.training(run)
     if ranks.is_main:

@@ -21,6 +21,7 @@ from models.adapters import is_adapter
 from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
 from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
+from privacy.step.collectives import say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError
@@ -279,9 +280,8 @@ def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
     """
     path = RunFolder(checkpoint.path.resolve().parent.parent).index / INDEX
     if not path.is_file():
-        print(
-            f"init.disjoint_data is declared, and no shard was compared: {path} is not there. The declaration stands alone",
-            flush=True,
+        say(
+            f"init.disjoint_data is declared, and no shard was compared: {path} is not there. The declaration stands alone"
         )
         return
     other = ExampleTable.open(path.parent, "", check_shards=False)
@@ -298,8 +298,7 @@ def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
             f"init.disjoint_data is declared, and {found:,} examples or more are also, byte for byte, in the run behind "
             f"{checkpoint.path}, in other shards: remove the declaration, and the charges of both runs compose"
         )
-    print(
+    say(
         "init.disjoint_data is declared, and no shard and no example is in both runs byte for byte; that none is in another form "
-        "is for the recipe to know",
-        flush=True,
+        "is for the recipe to know"
     )

@@ -246,7 +246,7 @@ def test_a_finished_run_says_so_takes_no_more_steps_and_holds_its_weights(
         assert "finished" not in capsys.readouterr().out
         again = net(seed=5)
         with make(tmp_path / "run", again) as loop:
-            said = capsys.readouterr().out
+            said = capsys.readouterr().out.replace("\n  ", " ")
             assert f"{tmp_path / 'run'} is finished (6 steps): epsilon 1.000" in said and "another run_dir" in said
             assert list(loop) == [] and loop.epsilon == 1.0
             with pytest.raises(PrivacyConfigError, match="all 6 steps"):
@@ -334,7 +334,7 @@ def test_items_that_count_as_zero_are_counted_with_their_reasons(
     lost = sum(y == 3 for _, y in data)
     with quick():
         make(tmp_path / "run", dataset=Rows([*data, (torch.zeros(7), 1)])).close()
-        said = capsys.readouterr().out
+        said = capsys.readouterr().out.replace("\n  ", " ")
         assert f"{lost + 1} of 61 items cannot be used" in said and f"({lost} times: item_1 holds integers" in said
         assert "1 times: item_0 has shape (7,)" in said
         make(tmp_path / "whole").close()
