@@ -203,6 +203,8 @@ def test_only_a_new_folder_elsewhere_is_filled(run: Path, tmp_path: Path) -> Non
         with pytest.raises(ConfigError):
             publish(run, target, ledger)
         assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(ConfigError, match="not empty"):  # before the card is computed, and the run is looked at
+        report(ReportOptions(run_dir=tmp_path / "none", publish=tmp_path / "mine"))
     (tmp_path / "empty").mkdir()
     publish(run, tmp_path / "empty", ledger)
     assert (tmp_path / "empty/ledger.jsonl").exists()

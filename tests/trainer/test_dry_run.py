@@ -18,7 +18,6 @@ from privacy.step.folder import RunFolder
 from tests.e2e.launch import train_arguments, train_together
 from tests.trainer.test_chains import run
 from tests.trainer.test_refused_starts import OPTIONS, image, stop_after
-from trainer.planner import resources
 
 SHARED = "privacy.shared_ledger={here}/shared.jsonl"
 MIRROR = "privacy.ledger_mirror={here}/mirror.jsonl"
@@ -43,12 +42,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an owner without room": (an_owner(1e-4), SHARED),
     "two sizes": (lambda here: None, "model.overrides.decoder_width=31"),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the largest micro-batch, which a forecast does not print: most of a dry run."""
-    monkeypatch.setattr(resources, "largest_that_fits", lambda peak, available: 0)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -177,9 +177,19 @@ def staged_bytes(examples: Examples, count: int, world_size: int, ranks_per_node
 
 
 def plan_resources(
-    config: RunConfig, machine: MachineSettings, cluster: Cluster, examples: Examples, plan: PrivacyPlan, root: Path
+    config: RunConfig,
+    machine: MachineSettings,
+    cluster: Cluster,
+    examples: Examples,
+    plan: PrivacyPlan,
+    root: Path,
+    *,
+    searches: bool = True,
 ) -> dict[str, Any]:
     """Everything that `plan.py` prints but the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
+
+    Args:
+        searches: for the largest micro-batch, which takes most of the time.
 
     Raises:
         ConfigError: the engine cannot do what the ds_config says, or the accelerator cannot compute in its dtype.
@@ -255,7 +265,7 @@ def plan_resources(
         "device": available,
         "for_activations": free,
         "fits": activations <= free,
-        "largest_micro_batch": largest_that_fits(lambda n: probe.peak(mode, n), free),
+        "largest_micro_batch": largest_that_fits(lambda n: probe.peak(mode, n), free) if searches else None,
     }
     if cluster.gpu.name != "cpu" and mode != "certified":
         probe.clipped.mode = mode
