@@ -184,12 +184,12 @@ def plan_resources(
     plan: PrivacyPlan,
     root: Path,
     *,
-    searches: bool = True,
+    whole: bool = True,
 ) -> dict[str, Any]:
     """Everything that `plan.py` prints but the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
 
     Args:
-        searches: for the largest micro-batch, which takes most of the time.
+        whole: False leaves out the largest micro-batch and the ratio of clipping by the roofline, which take most of the time.
 
     Raises:
         ConfigError: the engine cannot do what the ds_config says, or the accelerator cannot compute in its dtype.
@@ -265,9 +265,9 @@ def plan_resources(
         "device": available,
         "for_activations": free,
         "fits": activations <= free,
-        "largest_micro_batch": largest_that_fits(lambda n: probe.peak(mode, n), free) if searches else None,
+        "largest_micro_batch": largest_that_fits(lambda n: probe.peak(mode, n), free) if whole else None,
     }
-    if cluster.gpu.name != "cpu" and mode != "certified":
+    if whole and cluster.gpu.name != "cpu" and mode != "certified":
         probe.clipped.mode = mode
         part = probe.inputs(min(size, EXAMPLES_PER_PART))
         private, plain = roofline(probe.clipped, probe.module, part, cluster.gpu)

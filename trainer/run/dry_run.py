@@ -153,9 +153,7 @@ def _forecast(start: DryStart, run: Run, ranks_per_host: int) -> Iterator[str]:
     config, machine, steps = start.config, start.machine, run.plan.num_steps - run.step
     gpu = gpu_of(start.device)
     cluster = Cluster(start.engine_name, start.ranks.world_size, gpu, gpus_per_node=ranks_per_host)
-    planned = plan_resources(
-        config, machine, cluster, examples(config, start.root), run.plan, start.root, searches=False
-    )
+    planned = plan_resources(config, machine, cluster, examples(config, start.root), run.plan, start.root, whole=False)
     yield (
         f"would take {steps:,} steps from step {run.first_step:,}, each of {planned['batch']['micro_batches_per_step']:,} "
         f"micro-batches of {config.train.micro_batch_size:,} on each rank; {planned['memory']['peak'] / 2**30:.3g} GiB at peak"
