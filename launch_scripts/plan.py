@@ -190,11 +190,11 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
         examples = known_examples(config, ROOT)
         num_examples = examples.count if num_examples is None else num_examples
     if num_examples is None:
-        unknown = f"recipe {recipe} names no data.num_examples: add data.num_examples=N"
-        if (ROOT / Path(config.data.shards).expanduser()).is_dir():
-            shards = shlex.quote(config.data.shards)
-            unknown += f", or index its shards: python launch_scripts/prepare.py index {shards}"
-        raise PrivacyConfigError(unknown)
+        shards, is_folder = shlex.quote(config.data.shards), (ROOT / Path(config.data.shards).expanduser()).is_dir()
+        raise PrivacyConfigError(
+            f"recipe {recipe} names no data.num_examples, and no index tells it: add data.num_examples=N, or index its shards: "
+            f"python launch_scripts/prepare.py index {shards}{'' if is_folder else ' --output DIR, and add data.index=DIR'}"
+        )
     request = config.privacy.request(config.train.num_steps, num_examples)
     if options.choose:  # on the data and for the guarantee that the options name
         if options.target_epsilon is not None:

@@ -6,6 +6,7 @@ it is in this file; tests/trainer/test_roofline.py fails when torch changes it.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -96,7 +97,8 @@ def _kernels(function: Callable[..., Any], tree: TreeSpec, leaves: tuple[Any, ..
         found.append(Kernels(code.count(".run(") + code.count("extern_kernels."), graph.count_bytes()[0], code))
         raise _Written
 
-    with ExitStack() as stack, torch.no_grad():
+    # Inductor calls what torch will rename.
+    with ExitStack() as stack, torch.no_grad(), warnings.catch_warnings(action="ignore", category=FutureWarning):
         for target, name, value in _as_if_there_was_a_gpu():
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(mock.patch.object(GraphLowering, "_compile_to_module", stop))
