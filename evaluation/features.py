@@ -191,8 +191,12 @@ def stored_features(path: Path) -> Features:
         raise DataError(f"{path} is neither a cache of features nor an .npz with `features` and `labels`") from error
     if values_ND.ndim != 2 or labels_N.shape != (len(values_ND),):
         raise DataError(f"{path}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}")
-    usable_N = np.isfinite(values_ND).all(axis=1)
-    kept_ND = np.where(usable_N[:, None], values_ND, 0).astype(np.float32, copy=False)
+    if not np.issubdtype(labels_N.dtype, np.integer):
+        raise DataError(f"{path}: labels must be whole numbers, not {labels_N.dtype}")
+    with np.errstate(all="ignore"):  # without a word about an example
+        kept_ND = values_ND.astype(np.float32, copy=False)
+    usable_N = np.isfinite(kept_ND).all(axis=1)
+    kept_ND = np.where(usable_N[:, None], kept_ND, 0)
     return Features(kept_ND, labels_N.astype(np.int64), usable_N, name=f"features:{path}")
 
 

@@ -88,7 +88,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Files:
-    """Image files below a folder, with labels or with captions beside them; identified by names, sizes and times.
+    """Image files below a folder, with labels or with captions beside them; identified by place, names, sizes and times.
 
     Attributes:
         labels: one for each file; none where captions are read.
@@ -105,7 +105,7 @@ class Files:
         return bool(self.labels)
 
     def identity(self) -> str:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(str(self.root.resolve()).encode("utf-8", "surrogateescape"))
         for name in self.files:
             status = (self.root / name).stat()
             digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass"))

@@ -3,6 +3,7 @@
 The plan is charged before any noise is drawn.
 """
 
+import hashlib
 import inspect
 import json
 import math
@@ -69,6 +70,7 @@ class Whitening(NamedTuple):
     """
 
     name: str
+    digest: str
     centre_D: np.ndarray
     matrix_DD: np.ndarray
 
@@ -78,19 +80,23 @@ class Whitening(NamedTuple):
         Raises:
             DataError: fewer than two usable pictures, or all are alike.
         """
-        x_ND = public.usable().values_ND.astype(np.float64)
+        x_ND = public.values_ND[public.is_usable_N & np.isfinite(public.values_ND).all(axis=1)].astype(np.float64)
+        if not x_ND.size:
+            raise DataError(f"{public.name}: no picture can be used to whiten features on")
         values_D, vectors_DD = np.linalg.eigh(np.atleast_2d(np.cov(x_ND, rowvar=False, bias=True)))
         if not values_D[-1] > 0:
             raise DataError(f"{public.name}: all usable pictures have equal features; whitening takes different ones")
         scale_D = np.sqrt(values_D + WHITENING_FLOOR * values_D[-1])
-        return cls(public.name, x_ND.mean(axis=0), vectors_DD / scale_D @ vectors_DD.T)
+        digest = hashlib.sha256(x_ND.tobytes()).hexdigest()
+        return cls(public.name, digest, x_ND.mean(axis=0), vectors_DD / scale_D @ vectors_DD.T)
 
     def apply(self, x_ND: np.ndarray) -> None:
-        """In place, and each row by itself; a row that is not finite, or too large, does not become finite."""
+        """In place, each row by itself. A row of zeros stands for no example and stays one; what is not finite stays so."""
         with np.errstate(all="ignore"):  # without a word about an example
             for start in range(0, len(x_ND), ROWS_PER_BLOCK):
                 block = slice(start, start + ROWS_PER_BLOCK)
-                x_ND[block] = (x_ND[block] - self.centre_D) @ self.matrix_DD
+                is_there_N1 = x_ND[block].any(axis=1, keepdims=True)
+                x_ND[block] = np.where(is_there_N1, (x_ND[block] - self.centre_D) @ self.matrix_DD, 0)
 
     def taken_into(self, weights_LD: np.ndarray) -> dict[str, np.ndarray]:
         """weight (L, D) and bias (L,) that give features before whitening the scores that `weights_LD` give those after it."""
@@ -138,7 +144,7 @@ def train_head(
     Args:
         covers: which examples the guarantee is about, and given what; for ledger, card and head.json.
         behind: the ledgers of private runs that made the encoder; their charges compose with the head's.
-        whitening: what the rows went through; head.safetensors takes it in, so that it is for features as the encoder gives them.
+        whitening: what the rows go through, in place; head.safetensors is for features as they were.
 
     Raises:
         PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it or with the beginning of
@@ -155,7 +161,7 @@ def train_head(
     make_directory(private, 0o700)
     facts: dict[str, Any] = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
     if whitening is not None:
-        facts["head"]["whitened_on"] = whitening.name
+        facts["head"] |= {"whitened_on": whitening.name, "whitened_on_sha256": whitening.digest}
     facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}
     members = private / FILE
     ledger, key = open_run_state(
@@ -182,6 +188,10 @@ def train_head(
         append_line(members, attempt)
         ledger.intent(1, 0, budget.releases)
         append_line(members, LedgerMark(*ledger.position()))
+        if (
+            whitening is not None
+        ):  # behind the digest of the data: a product's last bits depend on the number of threads
+            whitening.apply(rows.features_ND)
         weights_LD = head.fit(rows, num_classes, budget)
         budget.require_spent()
         tensors = {"weight": weights_LD} if whitening is None else whitening.taken_into(weights_LD)
@@ -271,7 +281,7 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     if folder is None:
         raise ConfigError("give --output (or --heads), a folder for the head and its ledger")
     make_method(method, chosen)  # refused before the features are computed
-    if options.whiten_on in (options.train, options.test):
+    if options.whiten_on is not None and _place(options.whiten_on) in map(_place, (options.train, options.test)):
         raise ConfigError(f"--whiten_on {options.whiten_on} is not public: what it says of its pictures has no noise")
     on = {} if options.whiten_on is None else {WHITEN_ON: options.whiten_on}
     inputs = load_inputs(options, train=options.train, test=options.test, **on)
@@ -282,7 +292,6 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     if whitening is not None:
         if whitening.centre_D.shape != train.values_ND.shape[1:]:
             raise ConfigError(f"--whiten_on {options.whiten_on} has features of another width than --train")
-        whitening.apply(train.values_ND)
         whitening.apply(test[0])
     num_classes = options.num_classes or len(train.class_names)
     if not num_classes:
@@ -305,6 +314,7 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     else:
         given = "the encoder, which has no formal guarantee: if it has seen them, none is left"
     covers = f"the examples of {options.train}, given {given}"
+    covers += "" if whitening is None else f"; {options.whiten_on} is declared public"
     spent_in(folder)  # a broken ledger in there would leave open what all heads together cost
     rows, own = private_rows(train, num_classes), folder / f"{method}-epsilon-{options.target_epsilon:g}"
     shared = None if options.shared_ledger is None else SharedTerms(options.shared_ledger, own.name)
@@ -335,6 +345,12 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
         what, ledger = f"weights of a {method} head", str(own / "ledger.jsonl")
         released.append(PrivateRelease(what, ledger, head.epsilon, head.delta, covers))
     return Results("private-head", scalars, inputs.uses(), inputs.model, (), details, released, notes=notes)
+
+
+def _place(source: str) -> tuple[str, Path]:
+    """What a source is and where, however its path is written."""
+    kind, _, where = source.partition(":")
+    return kind, Path(where).expanduser().resolve()
 
 
 def private_rows(train: Features, num_classes: int) -> Rows:

@@ -1,6 +1,7 @@
 """Features against plain re-computations; the same rows from every kind of source, number of workers and number of ranks."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from data.errors import DataError
 from data.examples.transforms import eval_image
 from data.index.tar_writer import write_shard
 from evaluation.encoder import check_options, encoder_of, features, token_maps
-from evaluation.features import Features, extract, read_features
+from evaluation.features import Features, extract, read_features, stored_features
 from evaluation.options import FeatureOptions, LabelledOptions
 from evaluation.sources import Arrays, encode_png, open_source
 from tests.distributed.ranks import run_ranks
@@ -214,3 +215,25 @@ def test_two_ranks_share_the_images(tmp_path: Path) -> None:
 def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=match):
         open_source(text, LabelledOptions(cache=tmp_path))
+
+
+@pytest.mark.filterwarnings("error")  # a warning would tell of an example
+def test_stored_features_say_nothing_of_an_example(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, features=np.array([[1.0, 2.0], [1e300, 0.0], [np.nan, 0.0]]), labels=np.arange(3))
+    found = stored_features(path)
+    assert found.is_usable_N.tolist() == [True, False, False] and not found.values_ND[1:].any()
+    for labels in (np.array([1.0, np.nan]), np.array(["1", "cat"])):
+        np.savez(path, features=np.zeros((2, 2)), labels=labels)
+        with pytest.raises(DataError, match=r"labels must be whole numbers, not (float64|<U3)$"):
+            stored_features(path)
+
+
+def test_folders_of_equal_names_sizes_and_times_are_told_apart(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name / "0").mkdir(parents=True)
+        file = tmp_path / name / "0/0.bmp"
+        Image.new("L", (4, 4), 60 * ord(name) % 256).save(file)
+        os.utime(file, (1, 1))
+    a, b = (open_source(f"folder:{tmp_path}/{name}", LabelledOptions()) for name in "ab")
+    assert a.identity() != b.identity()

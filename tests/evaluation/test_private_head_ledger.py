@@ -117,7 +117,8 @@ def test_whitening_on_public_pictures_lets_classes_be_seen(run: Any, tmp_path: P
     assert plain < 0.4 < 0.6 < found  # the noise is drawn anew each time
     folder = tmp_path / "out/private_heads/dp-ls-epsilon-4"
     assert json.loads((folder / "head.json").read_text())["whitened_on"] == whiten_on[1]
-    assert read_ledger(folder / "ledger.jsonl").opened["head"]["whitened_on"] == whiten_on[1]
+    opened = read_ledger(folder / "ledger.jsonl").opened
+    assert opened["head"]["whitened_on"] == whiten_on[1] and len(opened["head"]["whitened_on_sha256"]) == 64
     assert verify.verify(folder)[0] == 0
     head = load_file(folder / "head.safetensors")  # for features as they were
     right = (x_test @ head["weight"].T + head["bias"]).argmax(1) == digits()[3]
@@ -139,14 +140,17 @@ def test_a_row_is_whitened_by_itself_and_by_public_pictures_alone() -> None:
         other_ND = x_ND[:600].copy()
         other_ND[7] = hostile
         whitening.apply(other_ND)
+        assert hostile != 0 or not other_ND[7].any(), "a row of zeros stands for no example"
         assert np.array_equal(np.delete(other_ND, 7, 0), np.delete(found_ND, 7, 0))
     with pytest.raises(DataError, match="all usable pictures have equal features"):
         Whitening.of(Features(x_ND[:1].repeat(9, 0), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool)))
+    with pytest.raises(DataError, match="no picture can be used"):
+        Whitening.of(Features(np.full((9, 4), np.inf), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool)))
 
 
 def test_whitening_on_private_or_other_features_is_refused(run: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "narrow.npz", features=np.eye(9), labels=np.zeros(9, dtype=np.int64))
-    for source, match in (("train", "is not public"), ("test", "is not public"), ("narrow", "of another width")):
+    for source, match in (("train", "is not public"), ("./test", "is not public"), ("narrow", "of another width")):
         with pytest.raises(ConfigError, match=match):
             run("--method", "dp-ls", "--target_epsilon", "1", "--whiten_on", f"features:{tmp_path}/{source}.npz")
     assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
