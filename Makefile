@@ -71,7 +71,7 @@ release: docs
 		set -e; empty=$$(mktemp -d -p $(CURDIR)/runs/release); $(PYTHON) -m venv $$empty/venv; cd $$empty; \
 		venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$$built[card]"; \
 		sed -n '/^```python$$/,/^```$$/{//!p}' $(CURDIR)/README.md | venv/bin/python -I -; \
-		venv/bin/python -I runs/mine/verify.py runs/mine; \
+		venv/bin/python -I runs/loop/verify.py runs/loop; \
 		cd $(CURDIR); rm -rf $$empty; echo "$$built: installed alone, it trains, and its run is verified"; \
 	done
 

