@@ -61,8 +61,9 @@ CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
 MOST, MOST_COUNTS = 10**12, 20
 USELESS, TORN = "; a delta of 1/n or more protects nobody", b" #torn"
-HAIR, FP32 = 1e-9, 1e-7
-"""How much two machines' rounding of one computation may differ, and that to fp32, as which metrics are published."""
+HAIR, FP32 = 1e-9, 2.0**-23 + 6e-9
+"""How much two machines' rounding of one computation may differ, and a number of the metrics from that of the ledger: half a step
+of fp32 by rounding, half by its shortest decimal, and the ledger's nine digits."""
 LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
 """How often true noise is refuted; by what norms are raised for rounding; below how many coordinates quantiles are exact."""
 NORM, FRACTION, BOUND = "optimizer/noised_grad_norm", "privacy/noised_unclipped_fraction", "privacy/clipping_bound"
