@@ -160,7 +160,7 @@ class Answers(NamedTuple):
 def choose(
     model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], *, batch_size: int = 32, rule: Rule = "loss"
 ) -> tuple[dict[str, Answers], int]:
-    """Answers by group, and how many tests were left out because their bytes are no image.
+    """Scores every test: answers by group, and the number of tests whose image cannot be decoded.
 
     Args:
         rule: "loss" per token (the published one); "sum" over the tokens; "prior": the sum minus what it is for a black image,

@@ -129,7 +129,7 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     """Plans, computes and prints; returns what --json prints.
 
     Raises:
-        ConfigError, PrivacyConfigError: an option is missing, refused, or the recipe's business (exit 2).
+        ConfigError, PrivacyConfigError: an option is missing, refused, or one that the recipe states (exit 2).
     """
     result = _of_numbers(options) if options.recipe is None else _of_recipe(options.recipe, options)
     if options.as_json:
@@ -180,7 +180,7 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     for name, key in _RECIPE_KEYS.items():
         value = getattr(options, name)
         if value is not None and not (options.choose and name in _CHOICE_KEYS):
-            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={value}")
+            raise PrivacyConfigError(f"the recipe states what --{name} is: give {key}={value} instead")
     config = load_config(recipe, options.overrides)
     machine = None if options.ds_config is None else load_machine_settings(options.ds_config)
     gpu = None if options.gpu is None else find_gpu(options.gpu)  # a wrong name is refused before sigma is calibrated

@@ -219,7 +219,7 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     """Imports image-text pairs from elsewhere as clean, deduplicated tar shards.
 
     Copies multiply the privacy loss, so they are removed; the report says what was dropped and why. The report is private: it
-    counts private data without noise. Ranks of MPI that are workers get None.
+    counts private data without noise.
     """
     from data.importers.convert import Settings
     from data.importers.pipeline import REPORT, import_examples

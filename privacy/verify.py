@@ -61,9 +61,9 @@ CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
 MOST, MOST_COUNTS = 10**12, 20
 USELESS, TORN = "; a delta of 1/n or more protects nobody", b" #torn"
-HAIR, FP32 = 1e-9, 2.0**-23 + 6e-9
-"""How much two machines' rounding of one computation may differ, and a number of the metrics from that of the ledger: half a step
-of fp32 by rounding, half by its shortest decimal, and the ledger's nine digits."""
+HAIR, FP32, PUBLISHED = 1e-9, 1e-7, 2.0**-23 + 6e-9
+"""How much two machines' rounding of one computation may differ, that to fp32 above, and a number of the metrics from that of the
+ledger: half a step of fp32 by rounding, half by its shortest decimal, and the ledger's nine digits."""
 LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
 """How often true noise is refuted; by what norms are raised for rounding; below how many coordinates quantiles are exact."""
 NORM, FRACTION, BOUND = "optimizer/noised_grad_norm", "privacy/noised_unclipped_fraction", "privacy/clipping_bound"
@@ -125,7 +125,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def parsed(text: bytes) -> Any:
-    """JSON whose keys differ; ValueError for anything else. NaN and Infinity are numbers, as held-out losses may be."""
+    """Parses JSON and refuses repeated keys by ValueError. NaN and Infinity are numbers, as held-out losses may be."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
@@ -178,7 +178,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def equal(one: object, other: object) -> bool:
-    """Equality in which true is not 1."""
+    """Whether two JSON values are equal; true and 1 differ."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
@@ -979,7 +979,7 @@ def check_metrics(folder: Folder) -> str:
             beyond = plan["enabled"] and not 0 <= step <= ledger.furthest
             require(not beyond, f"{where} shows step {shown(step)}, which the ledger never finished")
             for name in {NORM, FRACTION, BOUND} & entry.keys() if not plan.reasons else ():
-                known = any(math.isclose(entry[name], one[name], rel_tol=FP32) for one in stated.get(step, []))
+                known = any(math.isclose(entry[name], one[name], rel_tol=PUBLISHED) for one in stated.get(step, []))
                 require(known, f"{where} shows {name} = {shown(entry[name])}, which no line of the step states")
             if charged is not None or claim is not None:
                 stood = type(charged) is int and (step, charged) in passed

@@ -188,9 +188,8 @@ def train_head(
         append_line(members, attempt)
         ledger.intent(1, 0, budget.releases)
         append_line(members, LedgerMark(*ledger.position()))
-        if (
-            whitening is not None
-        ):  # behind the digest of the data: a product's last bits depend on the number of threads
+        # Behind the digest of the data: a product's last bits depend on the number of threads.
+        if whitening is not None:
             whitening.apply(rows.features_ND)
         weights_LD = head.fit(rows, num_classes, budget)
         budget.require_spent()

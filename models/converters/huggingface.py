@@ -124,7 +124,8 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
     try:
         stated = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {reason}") from error
     if not isinstance(stated, dict):
         raise WeightsError(f"{folder / CONFIG} is no JSON object")
     state: dict[str, Tensor] = {}

@@ -315,7 +315,7 @@ def generators() -> list[object]:
 
 @contextmanager
 def must_take(what: str) -> Iterator[None]:
-    """Says in one line what the model raises on made-up inputs; clipping's own refusals pass.
+    """Reports in one line what the model raises on made-up inputs; lets clipping's own refusals through.
 
     It also refuses code that draws from a global generator: a mask or coin would depend on an example's place in the batch.
 

@@ -16,7 +16,7 @@ from ..errors import PrivacyConfigError
 
 
 class Unusable(Exception):
-    """An item is not what its fields say."""
+    """An item does not match its declared fields."""
 
 
 @dataclass(frozen=True)

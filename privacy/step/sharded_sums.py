@@ -170,7 +170,7 @@ class _Places:
             position += piece.length
 
     def overlaps(self, others: Sequence[Piece]) -> Iterator[_Span]:
-        """What the pieces have in common with `others`, in the order of the latter."""
+        """The ranges that the pieces share with `others`, in the order of `others`."""
         position = 0
         for other in others:
             for piece, place in self._by_name.get(other.name, []):

@@ -142,7 +142,7 @@ BAD = {
         (f"{SMALL} --noise_multiplier 4 --ds_config ds_configs/zero3.json", "give --recipe"),
         (f"{SMALL} --noise_multiplier 4 --choose", "give --recipe too"),
         ("--recipe recipes/quickstart.toml", "names no data.num_examples"),
-        ("--recipe recipes/vip_base.toml --num_steps 5", "business: change it by train.num_steps=5"),
+        ("--recipe recipes/vip_base.toml --num_steps 5", "states what --num_steps is: give train.num_steps=5"),
         ("--recipe recipes/vip_nano.toml --choose --no_extras privacy.simulation=true", "a target epsilon"),
         (f"{QUICK}/zero3.json --efficiency 35", "--efficiency must be at most 1, got 35"),
         (f"{QUICK}/zero3.json --world_size 0", "--world_size must be at least 1"),

@@ -77,12 +77,12 @@ def of(digits: Path, name: str, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder: 60 steps of `train.py` without privacy."""
+    """A run folder: 120 steps of `train.py` without privacy."""
     run = tmp_path_factory.mktemp("runs") / "digits"
     told = f"--ds_config ds_configs/zero1.json --engine local --recipe {RECIPE} --run_dir {run}"
     result = alone([*told.split(), *of(digits, "public")])
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    assert "held-out cross-entropy after step 60: " in result.stdout
+    assert "held-out cross-entropy after step 120: " in result.stdout
     return run
 
 
@@ -94,7 +94,7 @@ def test_it_learns_and_counts_bad_labels(trained: Path, digits: Path) -> None:
     """And what opens is what was reported."""
     first, last = lines(trained / "evaluation/heldout.jsonl")
     assert first["loss"] == pytest.approx(np.log(10), rel=1e-4) and first["accuracy"] < 0.25
-    assert last["accuracy"] > 0.35 and last["loss"] < 2.0, "ten classes: chance is 0.1, and its loss 2.3"
+    assert last["accuracy"] > 0.5 and last["loss"] < 1.6, "ten classes: chance is 0.1"
     assert 0.09 < last["blind_accuracy"] < 0.2 and last["blind_loss"] == pytest.approx(np.log(10), rel=0.05)
     said = [own for own, _ in last["captions"]]
     assert len(said) == 2 and all(re.fullmatch("class [0-9]", text) for text in said)

@@ -161,7 +161,9 @@ class PrivacySection(Section, Choices, AdaptiveKeys):
     def _keys_fit(self) -> "PrivacySection":
         require_compatible(self)
         if self.enabled and (self.noise_multiplier is None) == (self.target_epsilon is None):
-            raise ValueError("give exactly one of noise_multiplier and target_epsilon")
+            raise ValueError(
+                "give exactly one of noise_multiplier and target_epsilon; a copy of the recipe can leave its own out"
+            )
         chosen = options_of(self)
         for kind, named in OPTIONS.items():
             for one in named.values():

@@ -136,8 +136,9 @@ def test_contract_4_norms_of_strips_and_parts(dtype: torch.dtype, on_matrix_unit
         check_norm(a.to(dtype), g.to(dtype))
 
 
-def test_contract_4_compiled_norms(on_matrix_units: None, compiles: set[str]) -> None:
-    for a, g in cases(SHAPES[:1]):
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_contract_4_compiled_norms(count: int, on_matrix_units: None, compiles: set[str]) -> None:
+    for a, g in cases(SHAPES[:count]):
         check_norm(a.bfloat16(), g.bfloat16())
     assert compiles == {"_strip", "_norm_of_strips"}
 

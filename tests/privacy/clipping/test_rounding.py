@@ -115,7 +115,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.tokens}-{case.micro_batches[:6]}")
+MANY_ALONE = [
+    pytest.param(Case(rule, 1, (1,), 8, 254), marks=pytest.mark.full)
+    for rule in ("bias", "layer_norm", "raw", "linear")
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *MANY_ALONE], ids=lambda case: f"{case.rule}-{case.tokens}-{case.micro_batches[:6]}"
+)
 def test_contract_4_one_example_does_not_change_how_others_round(case: Case) -> None:
     assert moved(case) <= 1 + SENSITIVITY_SLACK
 
