@@ -27,16 +27,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.config.environment import ROOT, require_packages
+
+require_packages()
+
 from pydantic import Field
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from privacy.errors import printable  # noqa: E402
-from trainer.config.cli import Parser, run_command  # noqa: E402
-from trainer.config.options import Options, add_options, parse_options, require_folders  # noqa: E402
-from trainer.config.recipe import EngineName  # noqa: E402
-from trainer.progress import working  # noqa: E402
+from privacy.errors import printable
+from trainer.config.cli import Parser, run_command
+from trainer.config.options import Options, add_options, parse_options, require_folders
+from trainer.config.recipe import EngineName
+from trainer.progress import working
 
 
 class LedgerOptions(Options):

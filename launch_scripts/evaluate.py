@@ -13,17 +13,21 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.config.environment import require_packages
+
+require_packages()
+
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from evaluation.options import COMMANDS, Command, CommandOptions, command_of  # noqa: E402
-from trainer.config.cli import Parser, explain, run_command  # noqa: E402
-from trainer.config.options import add_options, parse_options, require_folders  # noqa: E402
-from trainer.errors import ConfigError  # noqa: E402
-from trainer.progress import working  # noqa: E402
-from trainer.ranks.discovery import Ranks, discover_ranks  # noqa: E402
+from evaluation.options import COMMANDS, Command, CommandOptions, command_of
+from trainer.config.cli import Parser, explain, run_command
+from trainer.config.options import add_options, parse_options, require_folders
+from trainer.errors import ConfigError
+from trainer.progress import working
+from trainer.ranks.discovery import Ranks, discover_ranks
 
 
 def parse_args(arguments: list[str]) -> CommandOptions:

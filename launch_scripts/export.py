@@ -20,19 +20,22 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.config.environment import require_packages
+
+require_packages()
+
 from pydantic import ConfigDict, Field, model_validator
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from models.config import Foreign  # noqa: E402
-from privacy.accounting.rounding import rounded_up  # noqa: E402
-from privacy.errors import say  # noqa: E402
-from privacy.files.toml_text import toml_value  # noqa: E402
-from trainer.config.cli import Parser, run_command  # noqa: E402
-from trainer.config.options import Options, Shown, add_options, parse_options, require_folders  # noqa: E402
-from trainer.progress import working  # noqa: E402
-from trainer.weights import Format, Provenance  # noqa: E402
+from models.config import Foreign
+from privacy.accounting.rounding import rounded_up
+from privacy.errors import say
+from privacy.files.toml_text import toml_value
+from trainer.config.cli import Parser, run_command
+from trainer.config.options import Options, Shown, add_options, parse_options, require_folders
+from trainer.progress import working
+from trainer.weights import Format, Provenance
 
 
 class ExportPart(Options):

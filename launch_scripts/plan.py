@@ -20,9 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field, model_validator
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.config.environment import ROOT, require_packages
+
+require_packages()
+
+from pydantic import Field, model_validator
 
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import PrivacyConfigError, printable, say
@@ -35,7 +39,6 @@ from trainer.progress import working
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
 
-ROOT = Path(__file__).resolve().parents[1]
 _ASSUMPTIONS = ("efficiency", "gpus_per_node")
 _RESOURCE_OPTIONS = ("world_size", "gpu", "engine", *_ASSUMPTIONS, "gpu_price", "gpu_mtbf_hours")
 

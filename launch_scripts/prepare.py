@@ -21,7 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.config.environment import require_packages
+
+require_packages()
 
 from pydantic import ConfigDict, Field, model_validator
 from rich.console import Console

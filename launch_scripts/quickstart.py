@@ -25,10 +25,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.config.cli import Parser, run_command  # noqa: E402
+from trainer.config.environment import ROOT, require_packages
+
+require_packages()
+
+from trainer.config.cli import Parser, run_command
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -13,14 +13,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.config.environment import require_packages
+
+require_packages()
+
 from pydantic import Field
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from trainer.config.cli import Parser, run_command  # noqa: E402
-from trainer.config.options import Options, add_options, parse_options, require_folders  # noqa: E402
-from trainer.progress import working  # noqa: E402
+from trainer.config.cli import Parser, run_command
+from trainer.config.options import Options, add_options, parse_options, require_folders
+from trainer.progress import working
 
 if TYPE_CHECKING:
     from privacy.card.model import PrivacyCard

@@ -12,9 +12,13 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.config.environment import require_packages
+
+require_packages()
+
+from pydantic import Field
 
 from privacy.errors import say
 from trainer.config.cli import Parser, run_command

@@ -13,16 +13,17 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.config.environment import ROOT, require_packages
+
+require_packages()
+
+from pydantic import Field, model_validator
 
 from privacy.errors import say
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
-
-ROOT = Path(__file__).resolve().parents[1]
-
 
 ALLOCATION = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node")
 """Options of sbatch for each point of an array job."""

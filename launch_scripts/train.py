@@ -26,6 +26,11 @@ LAUNCHER_OPTIONS = {
     *("--launcher", "--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank"),
 }
 sys.path.insert(0, str(ROOT))
+
+from trainer.config.environment import require_packages
+
+require_packages()
+
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if (
@@ -33,16 +38,16 @@ if (
 ):  # what torch and DeepSpeed will rename is nothing that a user can mend; python -W default shows it
     warnings.simplefilter("ignore", FutureWarning)
 
-from trainer.ranks.discovery import launcher_processes, watch  # noqa: E402
+from trainer.ranks.discovery import launcher_processes, watch
 
 LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
 
-from privacy.errors import folded, say  # noqa: E402
-from trainer.config.cli import Parser, explain, print_anything, require_open_files  # noqa: E402
-from trainer.config.optimizer import key_lines  # noqa: E402
-from trainer.config.recipe import EngineName, RunConfig, load_config, resolved  # noqa: E402
-from trainer.errors import in_one_line  # noqa: E402
-from trainer.ranks.discovery import (  # noqa: E402
+from privacy.errors import folded, say
+from trainer.config.cli import Parser, explain, print_anything, require_open_files
+from trainer.config.optimizer import key_lines
+from trainer.config.recipe import EngineName, RunConfig, load_config, resolved
+from trainer.errors import in_one_line
+from trainer.ranks.discovery import (
     HEARTBEAT_SECONDS,
     LONGEST_RENDEZVOUS_SECONDS,
     RENDEZVOUS_SECONDS,

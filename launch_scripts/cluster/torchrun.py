@@ -10,13 +10,17 @@ import signal
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from trainer.config.environment import require_packages
+
+require_packages()
+
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from privacy.errors import STOPPED_EARLY
 

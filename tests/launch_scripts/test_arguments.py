@@ -75,6 +75,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {name: (folder / str(n)).read_text().splitlines() for n, name in enumerate([*SCRIPTS, "wrong", *MISSING])}
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, "cluster/torchrun.py"])
+def test_a_python_without_the_packages_says_how_to_get_them(script: str) -> None:
+    command = [sys.executable, "-S", f"launch_scripts/{script}", "--help"]  # -S: without site-packages
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "make venv" in done.stderr
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_imports_nothing_that_takes_seconds(script: str, said: dict[str, list[str]]) -> None:
     *lines, ending = said[script]
