@@ -58,7 +58,7 @@ class PrivacyPart(Options):
     """sigma; epsilon is computed"""
     target_epsilon: Annotated[float | None, Shown("E")] = None
     """epsilon; the smallest sigma is computed"""
-    delta: Annotated[float | None, Shown("D")] = None
+    delta: Annotated[float | None, Shown("D")] = Field(None, gt=0, lt=1)
     """default 1 / (2 N)"""
     choose: bool = False
     """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may then replace its own"""

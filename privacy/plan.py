@@ -67,8 +67,8 @@ class PrivacyPlan(PlanChoices):
             option.check(self)
         if self.accounted_delta <= 0:
             raise PrivacyConfigError(
-                f"target_delta {self.target_delta:g} is below the tail that the noise source cannot reach "
-                f"({self.noise_tail_delta:.2g})"
+                f"delta {self.target_delta:g} is too small: the noise source leaves a tail of {self.noise_tail_delta:.2g}; "
+                "state a larger one"
             )
         effective_noise_multiplier(self.noise_multiplier, self.sensitivity_slack)  # refuses a slack above 1e-3
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from evaluation.results import PrivateRelease, Results
 from privacy import verify
 from privacy.accounting.accountants import claimed_epsilon
 from privacy.accounting.rounding import rounded_up
-from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
+from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, say
 from privacy.files.toml_text import toml_value
 from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_kept, states_behind
 from privacy.ledger.durable import make_directory, require_apart
@@ -175,7 +176,7 @@ def train_head(
     )
     try:
         if ledger.state.closed is not None:
-            raise PrivacyConfigError(f"{output} holds a finished head; choose another folder")
+            raise PrivacyConfigError(f"{output} has a finished head already; name another folder with --output")
         if ledger.budget_spent() is not None:
             raise BudgetSpent(f"{output}: an earlier attempt was charged and gave no head; choose another folder")
         if ledger.state.opened["head"] != json.loads(json.dumps(facts["head"])):
@@ -359,4 +360,11 @@ def private_rows(train: Features, num_classes: int) -> Rows:
     """
     keep_N = train.is_usable_N & (train.labels_N >= 0) & (train.labels_N < num_classes)
     train.values_ND[~keep_N] = 0  # a copy may take gigabytes
+    if not keep_N.all():  # on the console, which is inside the trust boundary, and before anything is charged
+        dropped = np.count_nonzero(~keep_N)
+        say(
+            f"private: {dropped:,} of {len(keep_N):,} training examples are unusable or have no label below "
+            f"{num_classes}; they add nothing",
+            file=sys.stderr,
+        )
     return Rows(train.values_ND, np.where(keep_N, train.labels_N, 0))

@@ -57,6 +57,8 @@ class SharedLedger:
             raise PrivacyConfigError(f"{path} exists already; to see it: shared_ledger.py show {path}")
         fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": UNIT, "adjacency": ADJACENCY}
         fields |= {"informal_runs": True} if informal_runs else {}
+        if not Path(path).parent.is_dir():
+            raise PrivacyConfigError(f"{path}: make its folder first")
         if mirror is not None:
             second = Path(mirror).resolve()
             require_apart({"the shared ledger": Path(path), "its mirror": second})

@@ -80,7 +80,7 @@ def test_one_head_next_to_what_it_would_be_without_privacy(run: Any, tmp_path: P
     assert scalars["dp-ls/without_privacy/accuracy"] == pytest.approx(plain)
     assert 0.3 < scalars["dp-ls/epsilon-2/accuracy"] < plain + 0.05
     assert scalars["regression/without_privacy/accuracy"] > 0.9
-    with pytest.raises(ValueError, match="holds a finished head; choose another folder"):
+    with pytest.raises(ValueError, match="has a finished head already; name another folder"):
         run(*told)
 
 
@@ -171,7 +171,7 @@ def test_fewer_classes_than_have_names_are_refused(run: Any, tmp_path: Path, mon
     assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
 
 
-def test_a_row_decides_about_itself_alone() -> None:
+def test_a_row_decides_about_itself_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """An undecodable image, a missing label, one out of range: a row of zeros, and no other row or count changes."""
     x, y, _, _ = digits()
     x, y, usable = x[:6].astype(np.float32), y[:6] % 3, np.ones(6, dtype=bool)
@@ -181,6 +181,7 @@ def test_a_row_decides_about_itself_alone() -> None:
         bad_y[2] = {"undecodable": y[2], "label": 3, "negative": -1}[change]
         bad_usable[2] = change != "undecodable"
         found = private_rows(Features(x.copy(), bad_y, bad_usable), 3)
+        assert capsys.readouterr().err.startswith("private: 1 of 6 training examples are unusable or have no label below 3")
         assert not found.features_ND[2].any() and len(found.features_ND) == 6
         assert 0 <= found.labels_N.min() <= found.labels_N.max() < 3
         assert np.array_equal(np.delete(found.features_ND, 2, 0), np.delete(plain.features_ND, 2, 0))

@@ -144,7 +144,7 @@ BAD = {
         (SMALL, "exactly one of"),
         (f"{SMALL} --noise_multiplier 0.1", "below 0.3"),
         (f"{SMALL} --noise_multiplier 1 train.num_steps=5", "give --recipe"),
-        (f"{SMALL} --noise_multiplier 1 --delta 2", "target_delta"),
+        (f"{SMALL} --noise_multiplier 1 --delta 2", "--delta must be below 1"),
         (f"{SMALL} --noise_multiplier x", "invalid float"),
         (f"{SMALL} --noise_multiplier 4 --gpu a100-80gb", "such as ds_configs/zero3.json, and --recipe"),
         (f"{SMALL} --noise_multiplier 4 --ds_config ds_configs/zero3.json", "give --recipe"),

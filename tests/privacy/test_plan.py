@@ -81,7 +81,7 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"cap": 0}, "cap"),
         ({"sampling": "streamed"}, "sampling must be one of"),
         ({"arithmetic": "certified", "sensitivity_slack": 1e-3}, "sensitivity_slack is 0"),
-        ({"target_delta": 1e-17}, "tail that the noise source cannot reach"),
+        ({"target_delta": 1e-17}, "is too small: the noise source leaves a tail"),
     ],
 )
 def test_bad_plans_are_refused_in_one_line(changes, message):

@@ -19,7 +19,7 @@ def announce(training: Training, engine_name: str, machine: MachineSettings, cho
     count = sum(shape.numel() for shape in run.parts.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
     lines = [
-        f"{config.name}: {count / 1e6:.1f}M parameters, {sharding}",
+        f"{config.name}: {f'{count / 1e6:.1f}M' if count >= 1e6 else f'{count:,}'} trained parameters, {sharding}",
         f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q {plan.sample_rate:.4g}), C {plan.max_grad_norm:g}, "
         f"sigma {plan.noise_multiplier:.4f}, {plan.num_steps} steps ({plan.reserved_attempts} in reserve)",
     ]
