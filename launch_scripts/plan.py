@@ -251,7 +251,7 @@ def _privacy(
 
 
 def _warn(line: str) -> None:
-    say(f"warning: {line}", file=sys.stderr)
+    say(f"warning: {line}", file=sys.stderr, folds=True)
 
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:

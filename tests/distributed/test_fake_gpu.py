@@ -137,3 +137,26 @@ def test_a_run_on_a_gpu(
             torch.testing.assert_close(
                 weights[name], expected, rtol=0, atol=tolerance * float(expected.abs().max() + 1)
             )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["dpcap_base", "dpcap_large"])
+def test_the_start_of_a_published_recipe_on_a_gpu(tmp_path: Path, recipe: str) -> None:
+    """Everything that a start can be refused for, at the recipe's own model and precision; only data and plan are small."""
+    smaller = [
+        "data.shards=data/demo/train-*.tar", "data.num_examples=3000", "init.parts=none", "privacy.expected_batch_size=16",
+        "privacy.target_delta=1e-4", "train.num_steps=2", "train.micro_batch_size=4", "schedule.warmup_steps=1",
+    ]  # fmt: skip
+    command = [
+        "tests/e2e/fake_gpu_train.py",
+        "--dry_run",
+        "--engine",
+        "local",
+        "--ds_config",
+        "ds_configs/zero1_bf16.json",
+    ]
+    command += ["--recipe", f"recipes/{recipe}.toml", "--run_dir", str(tmp_path / "run"), *smaller]
+    device = {"FAKE_GPU_NOTES": str(tmp_path / "notes"), "DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"}
+    done = run_python(command, timeout=3000, env=rank_environment(0, 1, str(free_port())) | device)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "cuda (NVIDIA H100 80GB HBM3), bfloat16" in done.stdout and "clipping mode bookkeeping" in done.stdout
