@@ -32,6 +32,8 @@ Place = tuple[str, str]
 Structure = dict[Place, object]
 T = TypeVar("T")
 
+SETTING = "setting "
+"""Before the name of a module's attribute that is a number or a word."""
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
 LARGE = 1e4
@@ -105,10 +107,11 @@ def require_passed(
     put_away(model)
     now = structure(model, task)
     changed = [changes(p.structure, now) - p.moved for p in passed]
-    unchanged = [p for p, places in zip(passed, changed, strict=True) if not places]
+    unchanged = [p for p, places in zip(passed, changed, strict=True) if not any(map(_is_fixed, places))]
     if not unchanged:
+        place = min(filter(_is_fixed, changed[-1]))
         raise PrivacyConfigError(
-            f"since the self-check, {'.'.join(min(changed[-1])).strip('.') or 'the model'} has changed (layers were exchanged, "
+            f"since the self-check, {'.'.join(place).strip('.') or 'the model'} has changed (layers were exchanged, "
             "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): check the model as it is trained; "
             f"{HOW}"
         )
@@ -117,10 +120,13 @@ def require_passed(
             "since this sum was made, parameters of its model were frozen, unfrozen, exchanged or given another dtype: make a "
             "new one"
         )
-    # Shapes, devices and autocasts may send a micro-batch another way through the model: a new way is tried once.
+    # Shapes, devices, autocasts and settings may send a micro-batch another way through the model: a new way is tried once.
     devices = sorted({"cpu", *(x.device.type for x in inputs.values())} - {"meta"})
     autocasts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
-    way = (tuple((name, x.shape, x.device) for name, x in sorted(inputs.items())), *autocasts)
+    shapes = tuple((name, x.shape, x.device) for name, x in sorted(inputs.items()))
+    known = {place for p in unchanged for place in p.structure}  # engines add attributes of their own
+    settings = {place for places in changed for place in places if not _is_fixed(place) and place in known}
+    way = (shapes, *autocasts, frozenset((place, now.get(place)) for place in settings))
     if any(way in p.tried for p in unchanged):
         return
     mine = max(unchanged, key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()))
@@ -149,7 +155,8 @@ def structure(model: nn.Module, task: object = None) -> Structure:
     """Reads, from ids and flags, what decides the way of a value or a gradient through the model; never values of tensors.
 
     These are the registered modules of the model, and of a task that is another module or a method of one: class, mode, hooks,
-    an own `forward`, and parameters with whether they are trained; and torch's global hooks. Hooks of clipping itself and of FSDP
+    an own `forward`, numbers and words such as a rate or a name, and parameters with whether they are trained; and torch's
+    global hooks. Hooks of clipping itself and of FSDP
     do not count. Objects are compared by weak references: an id could be given out again.
     """
 
@@ -169,6 +176,8 @@ def structure(model: nn.Module, task: object = None) -> Structure:
                 found[path, name] = foreign(value)
             elif name == "forward":
                 found[path, name] = _Same(value)
+            elif type(value) in (bool, int, float, str) and name[0] != "_" and name != "training":
+                found[path, SETTING + name] = value
         found[path, "training"] = module.training
         for name, p in module._parameters.items():
             if p is not None:
@@ -180,6 +189,11 @@ def structure(model: nn.Module, task: object = None) -> Structure:
 def changes(before: Structure, now: Structure) -> set[Place]:
     """Where two structures differ."""
     return {place for place in {**before, **now} if before.get(place, ...) != now.get(place, ...)}
+
+
+def _is_fixed(place: Place) -> bool:
+    """Whether a model that differs there is another model; a module's own numbers and words may be scheduled."""
+    return not place[1].startswith(SETTING)
 
 
 class _Same:

@@ -181,7 +181,9 @@ def test_a_row_decides_about_itself_alone(capsys: pytest.CaptureFixture[str]) ->
         bad_y[2] = {"undecodable": y[2], "label": 3, "negative": -1}[change]
         bad_usable[2] = change != "undecodable"
         found = private_rows(Features(x.copy(), bad_y, bad_usable), 3)
-        assert capsys.readouterr().err.startswith("private: 1 of 6 training examples are unusable or have no label below 3")
+        assert capsys.readouterr().err.startswith(
+            "private: 1 of 6 training examples are unusable or have no label below 3"
+        )
         assert not found.features_ND[2].any() and len(found.features_ND) == 6
         assert 0 <= found.labels_N.min() <= found.labels_N.max() < 3
         assert np.array_equal(np.delete(found.features_ND, 2, 0), np.delete(plain.features_ND, 2, 0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum, accumulators, recorder, selfcheck
@@ -150,6 +151,37 @@ def test_the_model_must_be_what_it_was_when_it_passed(change: Callable[[Any], ob
     change(model)
     with pytest.raises(PrivacyConfigError, match=f"since the self-check.*{line}"):
         add(total, model, ids=ids)
+
+
+FORWARDS: list[int] = []
+
+
+class Scheduled(nn.Module):
+    """A program may set its rate and temperature between steps; its forward counts, here and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.rate, self.temperature, self.calls = nn.Linear(4, 3), 0.0, 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        FORWARDS.append(len(x))
+        return F.dropout(self.last(x) / self.temperature, self.rate).sin().sum(1)
+
+
+def test_numbers_of_a_module_may_change_where_examples_stay_apart() -> None:
+    model, x = Scheduled(), torch.randn(3, 4)
+    check_against_autograd(model, {"x": x})
+    total, calls = ClippedSum(model, 1.0), []
+    for temperature in (1.0, 1.0, 2.0, 2.0):
+        model.temperature = temperature
+        FORWARDS.clear()
+        add(total, model, x=x)
+        calls.append(len(FORWARDS))
+    assert calls[1] == calls[3] == 1 < calls[2]  # a new value is tried on made-up examples, once
+    model.rate = 0.5
+    with pytest.raises(PrivacyConfigError, match="draws random numbers"):
+        add(total, model, x=x)
 
 
 @pytest.mark.parametrize("change", ["global hook", "hook at a reused address", "mode of the task"])
