@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.workloads import make_step
+from benchmarks.step import make_step
 from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.reading.reader import RawExample
