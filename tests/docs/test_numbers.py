@@ -59,7 +59,10 @@ def spread(found: Mapping[str, float], digits: int) -> str:
 
 def test_the_same_network_by_other_libraries() -> None:
     """benchmarks/README.md has accuracy and time of every cell, README.md one accuracy and this project's time over Opacus'."""
-    cells = {f"{cell['data']}, epsilon {cell['target_epsilon']:g}": cell for cell in record("2026-11-23-utility.json")["cells"]}
+    cells = {
+        f"{cell['data']}, epsilon {cell['target_epsilon']:g}": cell
+        for cell in record("2026-11-23-utility.json")["cells"]
+    }
     assert set(cells) == {f"{data}, epsilon {epsilon}" for data in ("digits", "fashion") for epsilon in (3, 8)}
     times, memories = [], []
     table = rows("benchmarks/README.md", "accuracy; time")
