@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -359,17 +359,10 @@ def judged(sigma: float, rate: float, steps: int) -> dict[str, float]:
     return {"pld": pld_epsilon(sigma, rate, steps), "opacus_prv": float(prv.get_epsilon(DELTA))}
 
 
-def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and half of the 95 % interval of the mean (Student's t); none for one value."""
-    from scipy import stats
-
-    count = len(values)
-    half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count) if count > 1 else None
-    return {"mean": float(np.mean(values)), "half_width": None if half is None else float(half)}
-
-
 def summary(rounds: list[dict[str, Outcome]], system: str, sigma: float, num_steps: int) -> dict[str, Any]:
     """One system's row."""
+    from evaluation.few_shot import interval
+
     own, pairs = [r[system] for r in rounds], [(r[system], r["non_private"]) for r in rounds if "non_private" in r]
     row: dict[str, Any] = {
         "version": own[0].version, "noise_multiplier": sigma, "sample_rate": own[0].sample_rate,

@@ -379,27 +379,22 @@ def boxes_of(values: np.ndarray, side: int, num_classes: int) -> Detections:
     scores = (scores / scores.sum(axis=0))[:num_classes]
     centre = (np.arange(cells) + 0.5) * side / cells
     x, y = np.meshgrid(centre, centre)
-    left, top, right, bottom = np.clip(values[num_classes + 1 :], 0, None) * side
-    boxes = np.stack([x - left, y - top, x + right, y + bottom], axis=-1).reshape(-1, 4)
-    kept: list[tuple[np.ndarray, int, float]] = []
-    for kind in range(num_classes):
-        of_cell = scores[kind].reshape(-1)
-        cells_left = np.flatnonzero(of_cell >= LEAST_SCORE)
-        cells_left = cells_left[np.argsort(-of_cell[cells_left], kind="stable")]
-        while len(cells_left):
-            kept.append((boxes[cells_left[0]], kind, float(of_cell[cells_left[0]])))
-            best, others = boxes[cells_left[0]], boxes[cells_left[1:]]
-            low, high = np.maximum(best[:2], others[:, :2]), np.minimum(best[2:], others[:, 2:])
-            shared = np.clip(high - low, 0, None).prod(-1)
-            whole = (best[2:] - best[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(-1) - shared
-            cells_left = cells_left[1:][shared <= NMS_OVERLAP * whole]
-    kept.sort(key=lambda one: -one[2])
-    kept = kept[:MOST_BOXES]
-    return Detections(
-        np.array([box for box, _, _ in kept]).reshape(-1, 4),
-        np.array([kind for _, kind, _ in kept], dtype=np.int64),
-        np.array([score for _, _, score in kept]),
-    )
+    west, north, east, south = np.clip(values[num_classes + 1 :], 0, None) * side
+    boxes = np.stack([x - west, y - north, x + east, y + south], axis=-1).reshape(-1, 4)
+    kinds, places = np.nonzero(scores.reshape(num_classes, -1) >= LEAST_SCORE)
+    found = scores.reshape(num_classes, -1)[kinds, places]
+    order = np.argsort(-found, kind="stable")
+    kinds, boxes, found = kinds[order], boxes[places[order]], found[order]
+    kept: list[int] = []
+    left = np.arange(len(found))
+    while len(left) and len(kept) < MOST_BOXES:
+        first, others = left[0], left[1:]
+        kept.append(first)
+        low = np.maximum(boxes[first, :2], boxes[others, :2])
+        shared = np.clip(np.minimum(boxes[first, 2:], boxes[others, 2:]) - low, 0, None).prod(-1)
+        whole = (boxes[first, 2:] - boxes[first, :2]).prod() + (boxes[others, 2:] - boxes[others, :2]).prod(-1) - shared
+        left = others[(kinds[others] != kinds[first]) | (shared <= NMS_OVERLAP * whole)]
+    return Detections(boxes[kept], kinds[kept], found[kept])
 
 
 def confusion(mask_HW: np.ndarray, predicted_HW: np.ndarray, num_classes: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.utility import interval
+from evaluation.few_shot import interval
 from tests.docs.pages import ROOT, read
 
 

@@ -93,8 +93,7 @@ def test_lars_follows_the_released_rule(augmented: bool) -> None:
     expected = released_lars(x_of_epoch, y, x_test, start, 0.5 * 1200 / 256, 4)
     assert (found.batch_size, found.peak_lr) == (1200, 0.5 * 1200 / 256)
     assert found.head.scores(x_test) == pytest.approx(expected, abs=2e-3)
-    assert found.last == np.mean(expected.argmax(1) == y_test) and len(found.accuracies) == 20
-    assert found.best == found.accuracies[found.best_epoch - 1] == max(found.accuracies)
+    assert found.accuracies[-1] == np.mean(expected.argmax(1) == y_test) and len(found.accuracies) == 20
 
 
 def test_lars_and_lbfgs_agree_on_digits(
@@ -170,8 +169,8 @@ def test_the_probe_is_regression_on_unit_rows() -> None:
     """scikit-learn's, with DP-Cap's ridge, on rows that are centred and of length one."""
     x, y, x_test, y_test = digits()
     x, x_test = x * np.linspace(1, 50, len(x))[:, None] + 3, x_test - 1  # each row's own scale and offset do not matter
-    [found] = few_shot_probe((x, y), (x_test, y_test), 10, [5], num_splits=2)
-    for number, accuracy in enumerate(found.accuracies):
+    found = few_shot_probe((x, y), (x_test, y_test), 10, [5], num_splits=2)
+    for number, accuracy in enumerate(found[5]):
         rows = split(y, 5, number)
         z = unit_rows(x[rows])
         assert np.linalg.norm(z, axis=1) == pytest.approx(1) and z.mean(1) == pytest.approx(0)
