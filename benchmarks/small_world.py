@@ -1,6 +1,6 @@
 """Does private captioning teach an encoder to see? The papers' claims in a small world, beside controls that can win.
 
-    python benchmarks/small_world.py --short --json       one seed, at most 10 processor minutes
+    python benchmarks/small_world.py --short              one seed, at most 10 processor minutes
     python benchmarks/small_world.py --claim a --seeds 0 1 2 3 4 5
 
 The world (`data/synthetic/scenes.py`): cluttered, coloured scenes of 32 x 32 pixels with one object, captioned with colour, kind
@@ -29,7 +29,8 @@ colours; `published_few_shot`), and place, which a mean over tokens cannot hold,
 encoder (`place`). Judges see photographs and families of fonts that no training shows. `--hard` is a second world (one or two
 objects, more clutter) that chose nothing.
 
-Every arm of every seed is a file below OUTPUT, so that a run that was stopped goes on; `--json` prints all that is there.
+Every arm of every seed is a file below OUTPUT, so that a run that was stopped goes on; one JSON object of all that is there is
+printed.
 """
 
 import argparse
@@ -535,7 +536,6 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=ROOT / "runs/small-world", help="folder of results by arm and seed"
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     world = Scenes(objects=2, clutter=1.0) if options.hard else Scenes()
@@ -551,16 +551,7 @@ def main() -> None:
             sets = cache(lambda seed=seed: judges(world, seed))
             for name in wanted:
                 run_arm(name, seed, world, output, sets)
-    found = summary(output)
-    if options.json:
-        print(json.dumps(found))
-        return
-    for name, arm in found["arms"].items():
-        half = "" if arm["half_width"] is None else f" ± {arm['half_width']:.3f}"
-        loss = "" if arm["heldout_loss"] is None else f"loss {arm['heldout_loss']:.3f}"
-        print(f"{name:20} {arm['mean_of_probes']:.3f}{half} {loss} seeds {arm['seeds']}")
-    for name, one in found["differences"].items():
-        print(f"{name}: {one['mean']:+.3f} ± {one['half_width'] or math.nan:.3f} {one['seeds']}")
+    print(json.dumps(summary(output)))
 
 
 if __name__ == "__main__":

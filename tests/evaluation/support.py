@@ -1,13 +1,9 @@
-"""evaluate.py in this process, scikit-learn's digits, small opened models and labelled pictures."""
+"""Scikit-learn's digits, small opened models and labelled pictures."""
 
-import json
-import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from sklearn.datasets import load_digits
 
@@ -18,18 +14,6 @@ from trainer.weights.open_model import OpenedModel
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 16
-
-
-def evaluate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The JSON object that it prints; an error comes as the exception that the script would print in one line."""
-    monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
-    import evaluate as script
-
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments, "--json"])
-    assert script.main() == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return dict(json.loads(out))
 
 
 @cache

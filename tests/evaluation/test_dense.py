@@ -23,11 +23,10 @@ from evaluation.dense import (
     open_dense,
     pixel_scores,
 )
-from tests.evaluation.support import evaluate
+from tests.evaluation.conftest import Evaluate
 from tests.trainer.trained_runs import recipe, trained
 
 SIDE = 48
-Dense = Callable[..., dict[str, Any]]
 
 
 def objects(*rows: tuple[float, float, float, float, int], crowd: tuple[bool, ...] = ()) -> Objects:
@@ -103,12 +102,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def dense(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dense:
-    def run(*arguments: object) -> dict[str, Any]:
-        told = ["--checkpoint", run_dir, "--image_size", SIDE, *arguments]
-        return evaluate(monkeypatch, capsys, "dense", *map(str, told))
-
-    return run
+def dense(run_dir: Path, run: Evaluate) -> Evaluate:
+    return lambda *arguments: run("dense", "--checkpoint", run_dir, "--image_size", SIDE, *arguments)
 
 
 def as_ade20k(root: Path, split: str, count: int, seed: int) -> str:
@@ -152,7 +147,7 @@ def as_coco(root: Path, count: int, seed: int, *, crowd: bool = False) -> str:
 
 
 @pytest.mark.full
-def test_training_pictures_are_learnt(dense: Dense) -> None:
+def test_training_pictures_are_learnt(dense: Evaluate) -> None:
     """The same pictures for both: what is scored must have been trained on, in the same classes, boxes and pixels."""
     pytest.importorskip("pycocotools")
     told = ("--train", "synthetic:1:6", "--test", "synthetic:1:6", "--epochs", 120, "--lr", 0.01)
@@ -160,7 +155,7 @@ def test_training_pictures_are_learnt(dense: Dense) -> None:
     assert dense("--task", "detection", *told)["scalars"]["detection/AP50"] > 0.3
 
 
-def test_folders_of_ade20k(dense: Dense, tmp_path: Path) -> None:
+def test_folders_of_ade20k(dense: Evaluate, tmp_path: Path) -> None:
     train, test = as_ade20k(tmp_path, "training", 6, 1), as_ade20k(tmp_path, "validation", 3, 2)
     source, drawn = open_dense(train, SIDE), SyntheticShapes(1, 6, SIDE)
     assert len(source) == 6 and len(source.mask_classes) == 150 and source.read(0).objects is None
@@ -180,7 +175,7 @@ def test_folders_of_ade20k(dense: Dense, tmp_path: Path) -> None:
         open_dense(train, SIDE)
 
 
-def test_coco_instances(dense: Dense, tmp_path: Path) -> None:
+def test_coco_instances(dense: Evaluate, tmp_path: Path) -> None:
     """Both tasks; the reader gives the classes, masks and boxes that were drawn, in the order of the category ids."""
     pytest.importorskip("pycocotools")
     train, test = as_coco(tmp_path / "train", 6, 1), as_coco(tmp_path / "test", 3, 2)

@@ -18,14 +18,14 @@ from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.evaluation.support import ROOT, evaluate, pictures, save_digits
+from tests.evaluation.conftest import Evaluate
+from tests.evaluation.support import ROOT, pictures, save_digits
 from tests.evaluation.test_private_head_ledger import exact_delta, spent
 from tests.privacy.ledger_files import PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, recipe, trained
 from trainer.weights.open_model import open_model
 
 PRIVATE = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
-Evaluate = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "captions"
     trained(run, recipe())
     return run
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
-    return lambda *arguments: evaluate(monkeypatch, capsys, *map(str, arguments))
 
 
 def arrays(folder: Path, count: int = 12) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from evaluation.options import COMMANDS, Command
 from tests.evaluation import support
-from tests.evaluation.support import evaluate
+from tests.evaluation.conftest import Evaluate
 
 Values = dict[str, Any]
 each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -45,9 +45,8 @@ def words(given: Values) -> list[str]:
 
 @each_command
 def test_a_command_is_a_function(
-    command: Command, values: dict[str, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    command: Command, values: dict[str, Values], tmp_path: Path, run: Evaluate, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = values[command.name]
     options = command.options(**given, output=tmp_path / "python")
     before = options.model_copy(deep=True)
@@ -55,7 +54,7 @@ def test_a_command_is_a_function(
     assert results is not None and results.name == command.name and options == before
     assert capsys.readouterr() == ("", "")
     assert not list(tmp_path.rglob("evaluation")), "a record is the business of `publish`"
-    record = evaluate(monkeypatch, capsys, command.name, *words(given), "--output", str(tmp_path / "shell"))
+    record = run(command.name, *words(given), "--output", str(tmp_path / "shell"))
     if command.name == "private-head":  # its noise is drawn anew
         assert record["scalars"].keys() == results.scalars.keys()
     else:

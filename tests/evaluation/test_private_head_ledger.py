@@ -28,7 +28,8 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
-from tests.evaluation.support import digits, evaluate, save_digits
+from tests.evaluation.conftest import Evaluate
+from tests.evaluation.support import digits, save_digits
 from trainer.errors import ConfigError
 from trainer.report import build_card
 
@@ -38,11 +39,11 @@ GIVEN = "the examples of shards:a.tar, given the encoder, whose epsilon is to be
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(tmp_path: Path, run: Evaluate) -> Evaluate:
     train, test = save_digits(tmp_path, 300)
     sources = ("--train", train, "--test", test)
     common = ("private-head", *sources, "--num_classes", "10", "--output", str(tmp_path / "out"))
-    return lambda *arguments: evaluate(monkeypatch, capsys, *common, *arguments)
+    return lambda *arguments: run(*common, *arguments)
 
 
 def exact_delta(mu: float, epsilon: float) -> float:
@@ -56,7 +57,7 @@ def spent(ledger: Path) -> float:
     return math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in releases))
 
 
-def test_one_head_next_to_what_it_would_be_without_privacy(run: Any, tmp_path: Path) -> None:
+def test_one_head_next_to_what_it_would_be_without_privacy(run: Evaluate, tmp_path: Path) -> None:
     told = ("--method", "dp-ls", "--target_epsilon", "2", "--delta", "1e-5", "--option", "ridge=0.05", "--compare")
     record = run(*told)
     [release] = record["released_with_differential_privacy"]
@@ -83,7 +84,7 @@ def test_one_head_next_to_what_it_would_be_without_privacy(run: Any, tmp_path: P
         (["--method", "dp-x", "--target_epsilon", "1"], "invalid choice"),
     ],
 )
-def test_refused(run: Any, tmp_path: Path, arguments: list[str], match: str) -> None:
+def test_refused(run: Evaluate, tmp_path: Path, arguments: list[str], match: str) -> None:
     with pytest.raises(ValueError, match=match) as caught:
         run(*arguments)
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
@@ -100,7 +101,7 @@ def whitened(folder: Path) -> tuple[list[str], np.ndarray]:
     return ["--whiten_on", f"features:{folder}/others.npz"], x_test + far[:1]
 
 
-def test_whitening_on_public_pictures_lets_classes_be_seen(run: Any, tmp_path: Path) -> None:
+def test_whitening_on_public_pictures_lets_classes_be_seen(run: Evaluate, tmp_path: Path) -> None:
     whiten_on, x_test = whitened(tmp_path)
     told = ["--method", "dp-ls", "--target_epsilon", "4", "--delta", "1e-5"]
     [plain] = run(*told, "--heads", str(tmp_path / "plain"))["scalars"].values()
@@ -139,7 +140,7 @@ def test_a_row_is_whitened_by_itself_and_by_public_pictures_alone() -> None:
         Whitening.of(Features(np.full((9, 4), np.inf), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool)))
 
 
-def test_whitening_on_private_or_other_features_is_refused(run: Any, tmp_path: Path) -> None:
+def test_whitening_on_private_or_other_features_is_refused(run: Evaluate, tmp_path: Path) -> None:
     np.savez(tmp_path / "narrow.npz", features=np.eye(9), labels=np.zeros(9, dtype=np.int64))
     for source, match in (("train", "is not public"), ("./test", "is not public"), ("narrow", "of another width")):
         with pytest.raises(ConfigError, match=match):
@@ -147,7 +148,9 @@ def test_whitening_on_private_or_other_features_is_refused(run: Any, tmp_path: P
     assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
 
 
-def test_fewer_classes_than_have_names_are_refused(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_classes_than_have_names_are_refused(
+    run: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load = head_command.load_inputs
 
     def named(*arguments: Any, **options: Any) -> Any:

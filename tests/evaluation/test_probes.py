@@ -19,7 +19,8 @@ from evaluation.few_shot import few_shot_probe, split, unit_rows
 from evaluation.linear_probe import cross_validated_regression, fold_of, lars_probe, regression
 from evaluation.options import FeatureOptions
 from evaluation.sources import Arrays, Augmentation
-from tests.evaluation.support import digits, evaluate, pictures, save_digits
+from tests.evaluation.conftest import Evaluate
+from tests.evaluation.support import digits, pictures, save_digits
 from tests.trainer.trained_runs import recipe, trained
 from trainer.weights.open_model import open_model
 
@@ -96,12 +97,10 @@ def test_lars_follows_the_released_rule(augmented: bool) -> None:
     assert found.accuracies[-1] == np.mean(expected.argmax(1) == y_test) and len(found.accuracies) == 20
 
 
-def test_lars_and_lbfgs_agree_on_digits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lars_and_lbfgs_agree_on_digits(tmp_path: Path, run: Evaluate) -> None:
     train, test = save_digits(tmp_path)
     common = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "3")
-    record = evaluate(monkeypatch, capsys, *common, "--trust_coefficient", "0.03")
+    record = run(*common, "--trust_coefficient", "0.03")
     scalars = record["scalars"]
     assert scalars["lbfgs_accuracy"] > 0.94
     assert abs(scalars["lars_accuracy_last_epoch"] - scalars["lbfgs_accuracy"]) <= 0.01
@@ -118,20 +117,16 @@ def test_lars_and_lbfgs_agree_on_digits(
     assert list((folder / "tensorboard").iterdir())
 
 
-def test_public_data_leave_the_private_part_and_few_steps_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_public_data_leave_the_private_part_and_few_steps_are_named(tmp_path: Path, run: Evaluate) -> None:
     train, test = save_digits(tmp_path, 300)
     told = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "2")
-    record = evaluate(monkeypatch, capsys, *told, "--epochs", "2", "--data_is_public")
+    record = run(*told, "--epochs", "2", "--data_is_public")
     assert "LARS has hardly converged" in record["notes"][0]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["evaluation"] and record["data_is_public"]
     assert record["formal_guarantee"] is False
 
 
-def test_the_probe_on_random_crops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_probe_on_random_crops(tmp_path: Path, run: Evaluate) -> None:
     """Every epoch has features of its own, of the images' own crops."""
     trained(
         tmp_path / "run", recipe("classifier", "encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3")
@@ -141,9 +136,7 @@ def test_the_probe_on_random_crops(
     source = f"arrays:{tmp_path}/pictures.npz"
     told = ["linear-probe", "--train", source, "--test", source, "--method", "lars", "--epochs", "3"]
     told += ["--checkpoint", str(tmp_path / "run")]
-    plain, augmented, again = (
-        evaluate(monkeypatch, capsys, *told, *more) for more in ([], ["--augment"], ["--augment"])
-    )
+    plain, augmented, again = (run(*told, *more) for more in ([], ["--augment"], ["--augment"]))
     assert augmented["details"]["lars"]["augmented"] and not plain["details"]["lars"]["augmented"]
     assert augmented["scalars"] == again["scalars"]
     opened, arrays, how = open_model(tmp_path / "run"), Arrays("here", images, labels), FeatureOptions()
@@ -178,9 +171,9 @@ def test_the_probe_is_regression_on_unit_rows() -> None:
         assert accuracy == pytest.approx(theirs.score(unit_rows(x_test), y_test), abs=0.004)
 
 
-def test_few_shot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_shot(tmp_path: Path, run: Evaluate) -> None:
     train, test = save_digits(tmp_path)
-    record = evaluate(monkeypatch, capsys, "few-shot", "--train", train, "--test", test, "--shots", "1", "10")
+    record = run("few-shot", "--train", train, "--test", test, "--shots", "1", "10")
     one, ten = (record["scalars"][f"probe/{k}-shot/accuracy"] for k in (1, 10))
     assert 0.4 < one < ten and ten > 0.85 and record["scalars"]["probe/10-shot/interval_half_width"] > 0
     assert len(record["details"]["accuracies"]["10"]) == 3 and record["formal_guarantee"] is False
