@@ -98,7 +98,19 @@ def test_what_people_read(
 
     shutil.copytree(whole, tmp_path / "run")
     remove_ledger(tmp_path / "run")
-    told = ["features", "--data", arrays(tmp_path), "--cache", str(tmp_path / "f"), "--checkpoint"]
+    source = arrays(tmp_path)
+    told = [
+        "few-shot",
+        "--train",
+        source,
+        "--test",
+        source,
+        "--shots",
+        "1",
+        "--cache",
+        str(tmp_path / "f"),
+        "--checkpoint",
+    ]
     for checkpoint, said in (
         (whole, "for its own training data: epsilon "),
         (tmp_path / "run", "no formal guarantee: not attested"),
@@ -111,7 +123,10 @@ def test_what_people_read(
 
 
 def test_features_are_private_to_their_owner_and_say_so(run: Evaluate, whole: Path, tmp_path: Path) -> None:
-    record = run("features", "--checkpoint", whole, "--data", arrays(tmp_path), "--data_is_public")
+    source = arrays(tmp_path)
+    record = run(
+        "few-shot", "--checkpoint", whole, "--train", source, "--test", source, "--shots", 1, "--data_is_public"
+    )
     assert record["formal_guarantee"] is False and record["released_with_differential_privacy"] == []
     (folder,) = (whole / "private/features").glob("features-*")
     assert json.loads((folder / "manifest.json").read_text())["formal_guarantee"] is False

@@ -22,7 +22,6 @@ def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
     arrays, folder = f"arrays:{tmp_path}/arrays.npz", f"folder:{pictures}"
     probe = {"train": arrays, "test": arrays}
     short: dict[str, Values] = {
-        "features": {"data": arrays},
         "linear-probe": {**probe, "epochs": 2, "num_folds": 2},
         "few-shot": {**probe, "shots": (1,), "num_splits": 2},
         "private-head": {**probe, "method": "dp-ls", "target_epsilon": 1.0, "num_classes": 3},
