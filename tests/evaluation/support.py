@@ -1,10 +1,13 @@
 """Scikit-learn's digits, small opened models and labelled pictures."""
 
+import json
+import math
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from scipy import stats
 from sklearn.datasets import load_digits
 
 from models.mae_config import masked_autoencoder_config
@@ -52,3 +55,14 @@ def pictures(count: int, *, num_classes: int = 3, side: int = 16, seed: int = 0)
     colours = np.random.default_rng(7).integers(40, 216, (num_classes, 3))
     noise = rng.integers(-40, 40, (count, side, side, 3))
     return np.clip(colours[labels_N][:, None, None] + noise, 0, 255).astype(np.uint8), labels_N
+
+
+def exact_delta(mu: float, epsilon: float) -> float:
+    return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu))
+
+
+def spent(ledger: Path) -> float:
+    """mu of all releases of all intents."""
+    records = [json.loads(line) for line in ledger.read_text().splitlines()]
+    releases = [release for record in records if record["type"] == "intent" for release in record["releases"]]
+    return math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in releases))

@@ -14,7 +14,7 @@ from PIL import Image
 from data.errors import DataError
 from data.examples.transforms import eval_image
 from evaluation.captions import caption_metrics, require_metrics, says
-from evaluation.compositional import pixels_of, read_aro
+from evaluation.compositional import Choice, pixels_of, read_aro
 from evaluation.options import CaptionedOptions
 from evaluation.sources import decoded_batches, open_source
 from models.generation import greedy_captions
@@ -96,7 +96,12 @@ def test_every_format_of_aro(
     format_name, _, file = told[-1].partition(":")
     model = opening.open_model(run_dir).model
     right: dict[str, list[float]] = {}
-    for test in read_aro(Path(file), pictures, format_name):  # type: ignore[arg-type]
+    given = read_aro(Path(file), pictures, format_name)  # type: ignore[arg-type]
+    first = Choice(pictures / "star/c.png", ("a dog runs fast", *WRONG), "order") if kind == "order" else Choice(
+        pictures / "circle/a.png", ("a horse on grass 0", "grass on a horse 0"), next(iter(groups)), (2, 3, 12, 12)
+    )  # fmt: skip
+    assert given[0] == first
+    for test in given:
         pixels = torch.from_numpy(pixels_of(test, 16))[None]  # type: ignore[arg-type]
         losses = []
         for caption in test.captions:

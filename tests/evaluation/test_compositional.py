@@ -1,7 +1,6 @@
 """ARO's files, choices by loss, and tests from synthetic programs: false captions are false and as long as the true one."""
 
 import io
-import json
 import re
 from collections import Counter
 from math import comb
@@ -33,28 +32,13 @@ def captioner() -> Captioner:
     return build_captioner(config, generator=torch.Generator().manual_seed(0)).eval()
 
 
-PAIR = {
-    "image_path": "a.png", "bbox_x": 20, "bbox_y": 0, "bbox_w": 20, "bbox_h": 20, "relation_name": "on", "image_id": 7,
-    "true_caption": "the horse is on the grass", "false_caption": "the grass is on the horse",
-    "attributes": ["brown", "green"],
-}  # fmt: skip
-
-
-def test_pairs_of_aro(tmp_path: Path) -> None:
-    """Records as released, further keys included; the box cuts the image."""
+def test_the_box_is_what_is_shown(tmp_path: Path) -> None:
+    """The formats: test_caption_commands.py."""
     halves = np.zeros((20, 40, 3), np.uint8)
     halves[:, :20, 0], halves[:, 20:, 2] = 255, 255  # red on the left, blue on the right
     Image.fromarray(halves).save(tmp_path / "a.png")
-    (tmp_path / "relation.json").write_text(json.dumps([PAIR]))
-    (test,) = read_aro(tmp_path / "relation.json", tmp_path, "vg-relation")
-    assert test.captions == ("the horse is on the grass", "the grass is on the horse") and test.group == "on"
-    pixels = compositional.pixels_of(test, 16)
-    assert pixels is not None
-    assert (denormalize(pixels).reshape(-1, 3) == (0, 0, 255)).all()
-    ordered = {"image": "a.png", "true_caption": "a b c", "false_captions": ["b a c", "c b a", "a c b", "b c a"]}
-    (tmp_path / "order.json").write_text(json.dumps([ordered]))
-    (test,) = read_aro(tmp_path / "order.json", tmp_path, "order")
-    assert test == Choice(tmp_path / "a.png", ("a b c", *ordered["false_captions"]), "order")
+    pixels = compositional.pixels_of(Choice(tmp_path / "a.png", ("x",), "g", (20, 0, 40, 20)), 16)
+    assert pixels is not None and (denormalize(pixels).reshape(-1, 3) == (0, 0, 255)).all()
     whole = compositional.pixels_of(Choice(tmp_path / "a.png", ("x",), "g"), 16)
     assert whole is not None  # squashed, not cropped: both halves are whole
     assert denormalize(whole)[8, 0].tolist() == [255, 0, 0] and denormalize(whole)[8, 15].tolist() == [0, 0, 255]

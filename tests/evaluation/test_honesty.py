@@ -19,8 +19,7 @@ from privacy.errors import PrivacyStateRefused
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.evaluation.conftest import Evaluate
-from tests.evaluation.support import ROOT, pictures, save_digits
-from tests.evaluation.test_private_head_ledger import exact_delta, spent
+from tests.evaluation.support import ROOT, exact_delta, pictures, save_digits, spent
 from tests.privacy.ledger_files import PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, recipe, trained
 from trainer.weights.open_model import open_model

@@ -1,7 +1,6 @@
 """evaluate.py private-head: claim, card and audit; whoever interrupts, edits or repeats heads gets no ledger that says less."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from scipy import stats
 
 from data.errors import DataError
 from evaluation.features import Features
@@ -29,7 +27,7 @@ from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
 from tests.evaluation.conftest import Evaluate
-from tests.evaluation.support import digits, save_digits
+from tests.evaluation.support import digits, exact_delta, save_digits, spent
 from trainer.errors import ConfigError
 from trainer.report import build_card
 
@@ -44,17 +42,6 @@ def run(tmp_path: Path, run: Evaluate) -> Evaluate:
     sources = ("--train", train, "--test", test)
     common = ("private-head", *sources, "--num_classes", "10", "--output", str(tmp_path / "out"))
     return lambda *arguments: run(*common, *arguments)
-
-
-def exact_delta(mu: float, epsilon: float) -> float:
-    return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu))
-
-
-def spent(ledger: Path) -> float:
-    """mu of all releases of all intents."""
-    records = [json.loads(line) for line in ledger.read_text().splitlines()]
-    releases = [release for record in records if record["type"] == "intent" for release in record["releases"]]
-    return math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in releases))
 
 
 def test_one_head_next_to_what_it_would_be_without_privacy(run: Evaluate, tmp_path: Path) -> None:
