@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from models.captioner import build_captioner
+from models.captioner import Captioner, build_captioner
 from tests.evaluation.support import ROOT
 from tests.models.tiny import tiny_config
 from trainer.weights import open_model as opening
@@ -46,13 +46,16 @@ class _Task:
         return SimpleNamespace(tokenizer=TOKENIZER)
 
 
+def captioner() -> Captioner:
+    """Small, with the words of the embedded tokenizer."""
+    words = {"vocab_size": TOKENIZER.vocab_size, "bos_id": TOKENIZER.bos_id, "eos_id": TOKENIZER.eos_id}
+    return build_captioner(tiny_config(**words, num_tokens=32), generator=torch.Generator().manual_seed(0)).eval()
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """evaluate.py in this process; a run folder whose checkpoint opens as the small captioner."""
-    config = tiny_config(
-        vocab_size=TOKENIZER.vocab_size, bos_id=TOKENIZER.bos_id, eos_id=TOKENIZER.eos_id, num_tokens=32
-    )
-    model = build_captioner(config, generator=torch.Generator().manual_seed(0)).eval()
+    model = captioner()
     manifest = {"step": 7, "formal_guarantee": False, "reasons": ["a test"]}
     monkeypatch.setattr(
         opening,

@@ -57,6 +57,13 @@ def pictures(count: int, *, num_classes: int = 3, side: int = 16, seed: int = 0)
     return np.clip(colours[labels_N][:, None, None] + noise, 0, 255).astype(np.uint8), labels_N
 
 
+def save_pictures(folder: Path, count: int) -> str:
+    """As a source of labelled images."""
+    images, labels = pictures(count)
+    np.savez(folder / "pictures.npz", images=images, labels=labels)
+    return f"arrays:{folder}/pictures.npz"
+
+
 def exact_delta(mu: float, epsilon: float) -> float:
     return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu))
 

@@ -135,26 +135,18 @@ def test_captions(run_dir: Path, pictures: Path, run: Evaluate) -> None:
         run(*told[:-1], "99")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Three images, one with captions next to it, and a file that is none."""
-    (tmp_path / "b").mkdir()
-    for name, value in (("b/two.png", 90), ("a.jpg", 30), ("c.png", 200)):
-        Image.new("RGB", (20, 16), (value, 10, 10)).save(tmp_path / name)
-    (tmp_path / "a.txt").write_text("A red picture.\n\n dark \n")
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    return tmp_path
-
-
-def test_folders_files_and_shards(folder: Path, tmp_path: Path) -> None:
+def test_folders_files_and_shards(pictures: Path, tmp_path: Path) -> None:
+    (pictures / "circle/a.txt").write_text("A red picture.\n\n dark \n")
+    (pictures / "circle/b.txt").unlink()
+    (pictures / "star/c.png").write_bytes(b"no image")
     options = CaptionedOptions(cache=tmp_path / "cache")
-    source = open_source(f"folder:{folder}", options)
+    source = open_source(f"folder:{pictures}", options)
     (batch,) = decoded_batches(source, range(len(source)), image_size=16, batch_size=8)
-    assert [Path(e.name).name for e in batch.examples] == ["a.jpg", "two.png", "broken.png", "c.png"]
+    assert [Path(e.name).name for e in batch.examples] == ["a.png", "b.png", "c.png", "d.png"]
     assert batch.is_usable_B.tolist() == [True, True, False, True]
     assert batch.examples[0].captions == ("A red picture.", "dark") and batch.examples[1].captions == ()
     assert batch.images_BCHW.shape == (4, 3, 16, 16)
-    assert len(open_source(f"images:{folder / 'a.jpg'},{folder / 'c.png'}", options)) == 2
+    assert len(open_source(f"images:{pictures / 'circle/a.png'},{pictures / 'star/d.png'}", options)) == 2
     shards = open_source("shards:data/demo/heldout-*.tar", options)
     batches = list(decoded_batches(shards, range(6), image_size=16, batch_size=4))
     assert [len(b.examples) for b in batches] == [4, 2] and all(e.captions for b in batches for e in b.examples)

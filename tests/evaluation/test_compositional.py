@@ -13,23 +13,15 @@ from PIL import Image
 from torch import Tensor
 
 from data.errors import DataError
-from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
 from data.synthetic.generate import SyntheticData
 from evaluation import compositional
 from evaluation.compositional import Answers, Choice, choose, losses, read_aro, shape_choices
-from models.captioner import Captioner, build_captioner
-from tests.models.tiny import tiny_config
+from models.captioner import Captioner
+from tests.evaluation.conftest import TOKENIZER, captioner
 
-TOKENIZER = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
 SHAPES = SyntheticData(8, 32, "shapes")
-
-
-def captioner() -> Captioner:
-    config = tiny_config(
-        vocab_size=TOKENIZER.vocab_size, bos_id=TOKENIZER.bos_id, eos_id=TOKENIZER.eos_id, num_tokens=32
-    )
-    return build_captioner(config, generator=torch.Generator().manual_seed(0)).eval()
 
 
 def test_the_box_is_what_is_shown(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from evaluation.options import COMMANDS, Command
-from tests.evaluation import support
 from tests.evaluation.conftest import Evaluate
+from tests.evaluation.support import save_pictures
 
 Values = dict[str, Any]
 each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -17,9 +16,7 @@ each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: 
 @pytest.fixture
 def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
     """Options with which every command is short."""
-    images, labels = support.pictures(12)
-    np.savez(tmp_path / "arrays.npz", images=images, labels=labels)
-    arrays, folder = f"arrays:{tmp_path}/arrays.npz", f"folder:{pictures}"
+    arrays, folder = save_pictures(tmp_path, 12), f"folder:{pictures}"
     probe = {"train": arrays, "test": arrays}
     short: dict[str, Values] = {
         "linear-probe": {**probe, "epochs": 2, "num_folds": 2},

@@ -20,7 +20,7 @@ from evaluation.linear_probe import cross_validated_regression, fold_of, lars_pr
 from evaluation.options import FeatureOptions
 from evaluation.sources import Arrays, Augmentation
 from tests.evaluation.conftest import Evaluate
-from tests.evaluation.support import digits, pictures, save_digits
+from tests.evaluation.support import digits, pictures, save_digits, save_pictures
 from tests.trainer.trained_runs import recipe, trained
 from trainer.weights.open_model import open_model
 
@@ -131,9 +131,7 @@ def test_the_probe_on_random_crops(tmp_path: Path, run: Evaluate) -> None:
     trained(
         tmp_path / "run", recipe("classifier", "encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3")
     )
-    images, labels = pictures(24)
-    np.savez(tmp_path / "pictures.npz", images=images, labels=labels)
-    source = f"arrays:{tmp_path}/pictures.npz"
+    source, (images, labels) = save_pictures(tmp_path, 24), pictures(24)
     told = ["linear-probe", "--train", source, "--test", source, "--method", "lars", "--epochs", "3"]
     told += ["--checkpoint", str(tmp_path / "run")]
     plain, augmented, again = (run(*told, *more) for more in ([], ["--augment"], ["--augment"]))
