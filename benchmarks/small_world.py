@@ -1,6 +1,6 @@
 """Does private captioning teach an encoder to see? The papers' claims in a small world, beside controls that can win.
 
-    python benchmarks/small_world.py --short --json       one seed, at most 10 processor minutes
+    python benchmarks/small_world.py --short              one seed, at most 10 processor minutes
     python benchmarks/small_world.py --claim a --seeds 0 1 2 3 4 5
 
 The world (`data/synthetic/scenes.py`): cluttered, coloured scenes of 32 x 32 pixels with one object, captioned with colour, kind
@@ -14,7 +14,6 @@ and place; N = 10,000,000. The encoder has 3 blocks of width 64, the captioner 0
     e  larger encoders do better
     f  features at epsilon 1, 2, 4, 8
     g  captions exactly right on scenes never seen, private and not (part of every captioner's row)
-    i  interventions: why does noise cost features more than loss?
 
 Private arms: `dpcap_ledger` is trained by `PrivateLoop` (Poisson coins, ledger, `privacy/verify.py`); its items are the scenes'
 numbers. The other private arms take the same steps without coins and ledger: the project's clipped sums, the noise multiplier
@@ -22,7 +21,7 @@ that the project's plan calibrates for epsilon, batches in order. "published" an
 sigma / B is that of a run with a larger batch; nothing about them is private, and their epsilon is null.
 
 Fixed before any arm ran: seeds 0 to 5 of a and 0 alone elsewhere (later, after seed 0 and before the others ran: seeds 1 to 5 of
-b, d, e, `epsilon_1` and `average`; and before its first, seeds 0 to 5 of a in the second world); B = 300, T = 400 (long arms 256
+b, d, e and `epsilon_1`; and before its first, seeds 0 to 5 of a in the second world); B = 300, T = 400 (long arms 256
 and 1,500); the rates, C and shapes below, which a prototype on another version of this world chose on its seed 0; sixteen probes,
 all of which count in `mean_of_probes`: eight judges (`judges`) with 10 shots and with a linear probe, ridge on standardised
 features, strength by leave-one-out. Beside them stand DP-Cap's own few-shot probe, which subtracts no mean (of encoders and
@@ -30,7 +29,8 @@ colours; `published_few_shot`), and place, which a mean over tokens cannot hold,
 encoder (`place`). Judges see photographs and families of fonts that no training shows. `--hard` is a second world (one or two
 objects, more clutter) that chose nothing.
 
-Every arm of every seed is a file below OUTPUT, so that a run that was stopped goes on; `--json` prints all that is there.
+Every arm of every seed is a file below OUTPUT, so that a run that was stopped goes on; one JSON object of all that is there is
+printed.
 """
 
 import argparse
@@ -56,6 +56,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from data.synthetic import scenes as w  # noqa: E402
 from data.synthetic.scenes import WORDS, Pool, Scenes, from_ink, pool, pools  # noqa: E402
+from evaluation.few_shot import few_shot_probe, interval, split  # noqa: E402
 from models.captioner import build_captioner  # noqa: E402
 from models.config import captioner_config  # noqa: E402
 from models.mae_config import masked_autoencoder_config  # noqa: E402
@@ -79,10 +80,6 @@ class Arm:
         ratio: sigma / B of a simulation; 0 clips without noise. Neither of the two: no clipping and no noise.
         starts: from the synthetic start's encoder.
         uses_ledger: by PrivateLoop.
-        keeps_rate: constant after warming up.
-        average: decay of an average of the weights, which is what is judged.
-        frozen: blocks of the encoder that stay as they are, with everything before them.
-        corrects: DP-AdamBC.
         is_synthetic: trained on rendered textures and shapes.
     """
 
@@ -96,10 +93,6 @@ class Arm:
     bound: float = 1.0
     width: int = 64
     uses_ledger: bool = False
-    keeps_rate: bool = False
-    average: float = 0.0
-    frozen: int = 0
-    corrects: bool = False
     is_synthetic: bool = False
 
 
@@ -123,11 +116,6 @@ ARMS = {
     **{f"vip_ratio_batch_{b}": replace(VIP, epsilon=None, starts=False, ratio=1.1e-3, batch=b, steps=300) for b in (100, 800)},
     **{f"width_{w}": replace(DPCAP, starts=False, width=w) for w in (32, 96)},
     **{f"epsilon_{e}": replace(DPCAP, epsilon=float(e)) for e in (1, 2, 4)},
-    "average": replace(DPCAP, keeps_rate=True, average=0.98),
-    "large_batch": replace(DPCAP, batch=600, steps=200),
-    "small_rate": replace(DPCAP, batch=150, steps=800, rate=4e-3),
-    "frozen": replace(DPCAP, frozen=2),
-    "adam_bc": replace(DPCAP, corrects=True),
 }  # fmt: skip
 CLAIMS = {
     "a": ("untrained", "start", "dpcap", "dpcap_ledger", *(name for name in ARMS if name.startswith("long"))),
@@ -137,7 +125,6 @@ CLAIMS = {
     "e": ("width_32", "dpcap_random", "width_96"),
     "f": ("start", "epsilon_1", "epsilon_2", "epsilon_4", "dpcap"),
     "g": ("dpcap", "dpcap_published", "non_private"),
-    "i": ("start", "dpcap", "average", "large_batch", "small_rate", "frozen", "adam_bc"),
 }  # fmt: skip
 SHORT = ("untrained", "start", "dpcap_ledger", "non_private")
 CONTROLS = ("pixels", "hog", "colours", "hog and colours", "convolutions 64", "convolutions 256")
@@ -145,7 +132,7 @@ PAIRS = (
     *(("dpcap", worse) for worse in ("untrained", *CONTROLS, "start", "dpcap_random", "vip")), ("vip", "start"),
     ("dpcap_published", "untrained"), ("dpcap_published", "non_private"), ("non_private", "dpcap"), ("dpcap_ledger", "dpcap"),
     *(("long_published", worse) for worse in CONTROLS), ("dpcap_random", "width_32"), ("width_96", "dpcap_random"),
-    ("dpcap", "epsilon_1"), ("average", "dpcap"),
+    ("dpcap", "epsilon_1"),
 )  # fmt: skip
 
 
@@ -187,12 +174,11 @@ def inputs(
 ) -> dict[str, Tensor]:
     """What the model's loss takes, of scenes or of synthetic pictures."""
     if arm.task == "autoencoder":
-        chosen = (
-            torch.randint(0, len(synthetic_pictures()), (len(index_B),), generator=generator)
-            if arm.is_synthetic
-            else None
-        )
-        images = world.pairs(index_B)[0] if chosen is None else synthetic_pictures()[chosen]
+        if arm.is_synthetic:
+            images = synthetic_pictures()
+            images = images[torch.randint(0, len(images), (len(index_B),), generator=generator)]
+        else:
+            images = world.pairs(index_B)[0]
         return {"images_BCHW": normalised(images), "mask_BP": masks(model, len(index_B), generator)}
     images, tokens = world.pairs(index_B)
     return {"images_BCHW": normalised(images), "tokens_BL": tokens, "token_mask_BL": tokens > 0}
@@ -230,10 +216,10 @@ def held_out(arm: Arm, model: Any, world: Scenes, among: str = "captioned", coun
 
 
 def rate_at(arm: Arm, step: int) -> float:
-    """Warm-up over a twentieth of the steps, then a cosine to zero, or constant."""
+    """Warm-up over a twentieth of the steps, then a cosine to zero."""
     warm = max(1, arm.steps // 20)
-    if step <= warm or arm.keeps_rate:
-        return arm.rate * min(1, step / warm)
+    if step <= warm:
+        return arm.rate * step / warm
     return arm.rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / (arm.steps - warm)))
 
 
@@ -251,16 +237,7 @@ def plan_of(epsilon: float, batch: int, steps: int) -> Any:
 
 
 def optimizer_of(arm: Arm, model: nn.Module) -> torch.optim.Optimizer:
-    from trainer.optimizers import AdamBC
-
-    for block in model.encoder.blocks[: arm.frozen] if arm.frozen else ():  # type: ignore[union-attr, index]
-        block.requires_grad_(False)
-    if arm.frozen:
-        model.encoder.patch_embedding.requires_grad_(False)  # type: ignore[union-attr]
-    trained, betas = [p for p in model.parameters() if p.requires_grad], (0.9, 0.95)
-    if arm.corrects:
-        return AdamBC([{"params": trained, "weight_decay": 0.005}], lr=arm.rate, betas=betas, variance_floor=1e-10)
-    return torch.optim.AdamW(trained, lr=arm.rate, betas=betas, weight_decay=0.005)
+    return torch.optim.AdamW(model.parameters(), lr=arm.rate, betas=(0.9, 0.95), weight_decay=0.005)
 
 
 def stepped(arm: Arm, model: nn.Module, world: Scenes, seed: int) -> Iterable[int]:
@@ -277,7 +254,6 @@ def stepped(arm: Arm, model: nn.Module, world: Scenes, seed: int) -> Iterable[in
         first = seed * 1_000_000 + (step - 1) * arm.batch
         for group in optimizer.param_groups:
             group["lr"] = rate_at(arm, step)
-            group["noise_variance"] = ((sigma or 0) * arm.bound / arm.batch) ** 2
         if clipped is None:
             optimizer.zero_grad()
             model(**inputs(arm, model, world, np.arange(first, first + arm.batch), generator)).mean().backward()
@@ -323,22 +299,15 @@ def trained(name: str, seed: int, world: Scenes, output: Path) -> tuple[nn.Modul
     if arm.starts:
         weights = torch.load(output / f"{seed}-start.pt")
         model.encoder.load_state_dict({k[8:]: v for k, v in weights.items() if k.startswith("encoder.")})  # type: ignore[union-attr]
-    average = {key: value.clone() for key, value in model.state_dict().items()}
     steps = stepped(arm, model, world, seed)
     if arm.uses_ledger:
         steps = stepped_with_ledger(arm, model, world, output / f"{seed}-{name}")
     trajectory = []
     for step in steps:
-        if arm.average:
-            decay = min(arm.average, (1 + step) / (10 + step))
-            for key, value in model.state_dict().items():
-                average[key].mul_(decay).add_(value, alpha=1 - decay)
         if step % max(1, arm.steps // 8) == 0:
             trajectory.append({"step": step, **held_out(arm, model.eval(), world, count=500)})
             print(name, seed, trajectory[-1], flush=True)
             model.train()
-    if arm.average:
-        model.load_state_dict(average)
     found: dict[str, Any] = {"trajectory": trajectory}
     if arm.uses_ledger:
         check = [sys.executable, "privacy/verify.py", str(output / f"{seed}-{name}")]
@@ -353,8 +322,6 @@ Labelled = tuple[Tensor, np.ndarray]
 def judges(world: Scenes, seed: int, train: int = 600, test: int = 500) -> dict[str, tuple[Labelled, Labelled]]:
     """By name, pictures with labels to fit on and to ask. No caption names a kind here, and no training shows a sprite."""
     from sklearn.datasets import load_digits
-
-    from evaluation.few_shot import split
 
     world = Scenes(world.seed, world.size, 1, world.clutter)
     pixels, digit = load_digits(return_X_y=True)
@@ -413,8 +380,6 @@ Describe = Callable[[Tensor], tuple[np.ndarray, np.ndarray]]
 
 def probed(sets: dict[str, tuple[Labelled, Labelled]], describe: Describe, seed: int) -> dict[str, Any]:
     """Accuracies. `describe` gives the features for few shots and those for the linear probe of pictures."""
-    from evaluation.few_shot import few_shot_probe, split
-
     found: dict[str, dict[str, float]] = {"probes": {}, "published_few_shot": {}, "place": {}}
     for name, ((x, y), (z, asked)) in sets.items():
         (few, linear), (few_z, linear_z) = describe(x), describe(z)
@@ -423,8 +388,8 @@ def probed(sets: dict[str, tuple[Labelled, Labelled]], describe: Describe, seed:
         goes_to = found["place" if name == "place" else "probes"]
         goes_to[f"{name}, 10 shots"], goes_to[f"{name}, linear"] = shots, ridge_accuracy((linear, y), (linear_z, asked))
         if name != "place" and few.shape[1] < 100:  # for thousands of numbers it takes minutes
-            [own] = few_shot_probe((few, y), (few_z, asked), 1 + int(y.max()), (10,), num_splits=1, seed=100 * seed)
-            found["published_few_shot"][name] = own.mean
+            own = few_shot_probe((few, y), (few_z, asked), 1 + int(y.max()), (10,), num_splits=1, seed=100 * seed)
+            found["published_few_shot"][name] = own[10][0]
     return {**found, "mean_of_probes": float(np.mean(list(found["probes"].values())))}
 
 
@@ -522,15 +487,6 @@ def run_arm(name: str, seed: int, world: Scenes, output: Path, sets: Callable[[]
     return result
 
 
-def interval(values: list[float]) -> dict[str, float | None]:
-    """Mean and half of its 95 % interval (Student's t); none for one value."""
-    from scipy import stats
-
-    n = len(values)
-    half = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else None
-    return {"mean": float(np.mean(values)), "half_width": half}
-
-
 def summary(output: Path) -> dict[str, Any]:
     """All results in a folder: arms with means over seeds, and paired differences."""
     by_arm: dict[str, dict[int, Any]] = {}
@@ -580,7 +536,6 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=ROOT / "runs/small-world", help="folder of results by arm and seed"
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     world = Scenes(objects=2, clutter=1.0) if options.hard else Scenes()
@@ -596,16 +551,7 @@ def main() -> None:
             sets = cache(lambda seed=seed: judges(world, seed))
             for name in wanted:
                 run_arm(name, seed, world, output, sets)
-    found = summary(output)
-    if options.json:
-        print(json.dumps(found))
-        return
-    for name, arm in found["arms"].items():
-        half = "" if arm["half_width"] is None else f" ± {arm['half_width']:.3f}"
-        loss = "" if arm["heldout_loss"] is None else f"loss {arm['heldout_loss']:.3f}"
-        print(f"{name:20} {arm['mean_of_probes']:.3f}{half} {loss} seeds {arm['seeds']}")
-    for name, one in found["differences"].items():
-        print(f"{name}: {one['mean']:+.3f} ± {one['half_width'] or math.nan:.3f} {one['seeds']}")
+    print(json.dumps(summary(output)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""This project next to Opacus, JAX Privacy and DP-SGD by hand: one network, data, epsilon, batch and number of steps.
+"""This project next to Opacus and DP-SGD by hand: one network, data, epsilon, batch and number of steps.
 
-    python benchmarks/utility.py --jax /path/to/jax/bin/python --output benchmarks/results/DATE-utility.json
+    python benchmarks/utility.py --data digits fashion --epsilons 8 3 --output benchmarks/results/DATE-utility.json
 
 Each system trains in a process of its own on one thread. In every round (one seed, which the starting weights come from) the
 systems take turns, so that whatever else the machine does meets all of them. Every system calibrates sigma by its own
@@ -10,60 +10,56 @@ round; memory is the high-water mark of the process over that of the same. Sampl
 
 OUTPUT is written after every data set and epsilon (a cell); where it exists already, its cells are kept and the others are run.
 
-Networks: one of 26,010 parameters, and, in the cell `lora`, adapters on 100 million frozen ones.
 Data: scikit-learn's digits, drawn three times as large in a frame of 28 x 28 (1,200 to train on, 597 to test), and the embedded
 Fashion-MNIST (10,000 and 1,000). The settings of the optimizer were chosen once, on 500 other pictures of clothes.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import io
 import json
 import lzma
 import math
+import multiprocessing
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.peers.job import Job, Outcome
+if TYPE_CHECKING:
+    from privacy.plan import PrivacyPlan
 
-PEERS = Path(__file__).resolve().parent / "peers"
-TORCH = ("ours", "opacus", "opacus_ghost", "by_hand", "non_private")
-JAX = "jax_privacy"
-DELTA = 1e-5
-EPSILONS = (3.0, 8.0)
-
-
-class Task(NamedTuple):
-    """A data set with its batch and steps, the same for every system."""
-
-    expected_batch_size: int
-    num_steps: int
-    network: str = "small"
-
-
-TASKS = {"digits": Task(200, 36), "fashion": Task(400, 45), "lora": Task(64, 6, "lora")}
-RATE, MOMENTUM, MAX_GRAD_NORM = 0.5, 0.9, 1.0
+DELTA, EPSILONS = 1e-5, (3.0, 8.0)
+RATE, MOMENTUM = 0.5, 0.9
+MICRO_BATCH = 256
+"""The most examples whose gradients a system may hold at the same time."""
 
 
 class Arrays(NamedTuple):
     """Pictures (N, 1, 28, 28) in float32 with labels (N,): to train on and to test."""
 
-    x: np.ndarray
-    y: np.ndarray
-    x_test: np.ndarray
-    y_test: np.ndarray
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
 
 
 def digits() -> Arrays:
@@ -72,97 +68,302 @@ def digits() -> Arrays:
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
     large = np.pad(np.kron(x[order].reshape(-1, 8, 8) / 16, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2)))
-    x, y = ((large - 0.25) / 0.35).astype(np.float32)[:, None], y[order].astype(np.int64)
-    return Arrays(x[:1200], y[:1200], x[1200:], y[1200:])
+    return _split(((large - 0.25) / 0.35)[:, None], y[order], slice(1200), slice(1200, None))
 
 
 def fashion() -> Arrays:
     from data.embedded import FASHION_FILE, NUM_SHADES, PARTS
 
     with np.load(io.BytesIO(lzma.decompress(FASHION_FILE.read_bytes()))) as held:
-        x, y = held["shades_NHW"] / (NUM_SHADES - 1), held["caption_N"].astype(np.int64) // 2  # two tones of each class
-    x = ((x - 0.7) / 0.35).astype(np.float32)[:, None]
-    train, first = PARTS["train"], PARTS["train"] + PARTS["choice"]
-    return Arrays(x[:train], y[:train], x[first:], y[first:])
+        x, y = held["shades_NHW"] / (NUM_SHADES - 1), held["caption_N"] // 2  # two tones of each class
+    return _split(((x - 0.7) / 0.35)[:, None], y, slice(PARTS["train"]), slice(PARTS["train"] + PARTS["choice"], None))
 
 
-DATA = {"digits": digits, "fashion": fashion, "lora": digits}
+def _split(x: np.ndarray, y: np.ndarray, train: slice, test: slice) -> Arrays:
+    images, labels = torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y.astype(np.int64))
+    return Arrays(images[train], labels[train], images[test], labels[test])
 
 
-def prepared(arrays: Arrays, seed: int, path: Path, network: str) -> None:
-    """Writes the data and the starting weights of a seed, but for those that are frozen."""
-    import torch
-
-    from benchmarks.peers.torch_run import NETWORKS, trained
-
-    torch.manual_seed(seed)
-    weights: dict[str, Any] = {name: value.detach().numpy() for name, value in trained(NETWORKS[network]()).items()}
-    np.savez(path, **arrays._asdict(), **weights)
+DATA = {"digits": (digits, 200, 36), "fashion": (fashion, 400, 45)}
+"""A data set with its expected batch and steps, the same for every system."""
 
 
-class Refused(Exception):
-    """The line by which a system refused."""
+@dataclass(frozen=True)
+class Job:
+    """
+    Attributes:
+        num_examples, expected_batch_size: n and B; the sampling rate is B / n.
+        noise_multiplier: sigma; None asks the system to calibrate it by its own accountant, and for nothing else.
+    """
+
+    system: str
+    data: str
+    seed: int
+    epsilon: float
+    num_examples: int
+    expected_batch_size: int
+    num_steps: int
+    noise_multiplier: float | None = None
+    max_grad_norm: float = 1.0
 
 
-class Worker:
-    """A process that trains by one system, one job after the other, on one thread."""
+@dataclass(frozen=True)
+class Outcome:
+    """
+    Attributes:
+        sample_rate: as the system itself draws.
+        accuracy: on the test pictures.
+        seconds: processor time of the steps.
+        start_seconds: processor time before the first step: checks and wrapping, and in a system's first run its imports.
+        peak_mib: the high-water mark of the process during the run, interpreter and libraries included; `start_mib` before the
+            first step.
+    """
 
-    def __init__(self, system: str, jax: Path | None) -> None:
-        program = [jax, PEERS / "jax_run.py"] if system == JAX else [sys.executable, PEERS / "torch_run.py"]
-        one_thread = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [str(program[0]), "-W", "ignore", str(program[1])], env=os.environ | one_thread, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+    version: str
+    sample_rate: float
+    accuracy: float
+    seconds: float
+    start_seconds: float
+    start_mib: float
+    peak_mib: float
+
+
+def peak_mib() -> float:
+    """The high-water mark of this process since `Clock` began to look."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
+
+
+class Clock:
+    """Processor time and memory of this process, of one job."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is that of now (proc(5))
+        self.start_seconds = self.start_mib = 0.0
+        self._began = time.process_time()
+
+    def begin(self) -> None:
+        """Before the first step."""
+        self.start_seconds, self.start_mib = self.seconds(), peak_mib()
+        self._began = time.process_time()
+
+    def seconds(self) -> float:
+        return time.process_time() - self._began
+
+
+Train = Callable[[nn.Sequential, tuple[Tensor, Tensor], Job, Clock], float]
+"""Trains the model, and returns the sampling rate."""
+
+
+def network() -> nn.Sequential:
+    """26,010 parameters: the small network of many tutorials of DP-SGD, with tanh (Papernot et al. 2021, arXiv 2007.14191)."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1),
+        nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+
+
+def poisson(job: Job) -> Iterator[Tensor]:
+    """Members of each step, by numpy's generator: for the two systems that have no sampler of their own."""
+    rng = np.random.default_rng()
+    for _ in range(job.num_steps):
+        yield torch.from_numpy(
+            np.flatnonzero(rng.random(job.num_examples) < job.expected_batch_size / job.num_examples)
+        )
+
+
+def our_plan(job: Job) -> "PrivacyPlan":
+    """Calibrated by PLD, with the cap of batches, the slack for rounding and the attempts in reserve charged."""
+    from privacy.plan import make_plan
+    from privacy.plan_request import PlanRequest
+    from privacy.releases import SENSITIVITY_SLACK
+
+    request = PlanRequest(
+        num_examples=job.num_examples, expected_batch_size=job.expected_batch_size, num_steps=job.num_steps,
+        target_epsilon=job.epsilon if job.noise_multiplier is None else None, noise_multiplier=job.noise_multiplier,
+        target_delta=DELTA, max_grad_norm=job.max_grad_norm, sensitivity_slack=SENSITIVITY_SLACK,
+    )  # fmt: skip
+    return make_plan(request)
+
+
+def ours(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock) -> float:
+    """`PrivateLoop` with its ledger; one checkpoint, at the end."""
+    from privacy.loop import PrivateLoop, floats, integers
+
+    cap = our_plan(job).cap
+    assert cap is not None
+    rows = math.ceil(cap / math.ceil(cap / MICRO_BATCH))  # every step runs the micro-batches of the largest batch
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PrivateLoop(
+            model, optimizer_of(model), TensorDataset(*train), example=(floats(1, 28, 28), integers(10)), loss=loss,
+            run_dir=Path(folder) / "run", starts_from="public", expected_batch_size=job.expected_batch_size,
+            num_steps=job.num_steps, noise_multiplier=job.noise_multiplier, target_delta=DELTA,
+            max_grad_norm=job.max_grad_norm, micro_batch_size=rows, save_every=job.num_steps,
+        ) as loop,
+    ):  # fmt: skip
+        clock.begin()
+        for _ in loop:
+            pass
+        return loop.plan.sample_rate
+
+
+def by_opacus(job: Job) -> float:
+    from opacus.accountants.utils import get_noise_multiplier
+
+    return get_noise_multiplier(
+        target_epsilon=job.epsilon, target_delta=DELTA, sample_rate=job.expected_batch_size / job.num_examples,
+        steps=job.num_steps, accountant="prv",
+    )  # fmt: skip
+
+
+def opacus(mode: str) -> Train:
+    """`make_private` with Poisson sampling, and physical batches by its BatchMemoryManager."""
+
+    def train_it(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock) -> float:
+        from opacus import PrivacyEngine
+        from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+        assert job.noise_multiplier is not None
+        loader = DataLoader(TensorDataset(*train), batch_size=job.expected_batch_size)
+        rate = 1 / len(loader)
+        criterion: nn.Module = nn.CrossEntropyLoss()
+        engine = PrivacyEngine(accountant="prv")
+        made = engine.make_private(
+            module=model, optimizer=optimizer_of(model), data_loader=loader, noise_multiplier=job.noise_multiplier,
+            max_grad_norm=job.max_grad_norm, grad_sample_mode=mode, criterion=criterion,
         )  # fmt: skip
+        wrapped, optimizer, loader = made[0], made[1], made[-1]
+        criterion = made[2] if mode == "ghost" else criterion
+        clock.begin()
+        while True:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=MICRO_BATCH, optimizer=optimizer
+            ) as batches:
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    criterion(wrapped(x), y).backward()
+                    optimizer.step()
+                    if sum(steps for _, _, steps in engine.accountant.history) == job.num_steps:
+                        return rate
 
-    def answer(self, job: Job) -> Any:
-        """What the process printed.
-
-        Raises:
-            Refused: it ended instead.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            self._errors.seek(0)
-            said = self._errors.read().strip().splitlines()
-            raise Refused(said[-1] if said else f"ended with {code} without a word")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    return train_it
 
 
-def judged(sigma: float, rate: float, steps: int) -> dict[str, float]:
-    """Epsilon of a plain Poisson-sampled Gaussian by two accountants that this project did not write."""
+def by_hand(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock) -> float:
+    """Autograd for one example after the other, torch's Gaussian: what a reader of the paper would write first."""
+    assert job.noise_multiplier is not None
+    deviation = job.noise_multiplier * job.max_grad_norm
+    parameters, optimizer = list(model.parameters()), optimizer_of(model)
+    clock.begin()
+    for ids in poisson(job):
+        sums = [torch.zeros_like(p) for p in parameters]
+        for i in ids.tolist():
+            loss = F.cross_entropy(model(train[0][i : i + 1]), train[1][i : i + 1])
+            gradients = torch.autograd.grad(loss, parameters)
+            norm = torch.sqrt(torch.stack([g.square().sum() for g in gradients]).sum())
+            factor = (job.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total += factor * gradient
+        for p, total in zip(parameters, sums, strict=True):
+            p.grad = (total + deviation * torch.randn_like(p)) / job.expected_batch_size
+        optimizer.step()
+    return job.expected_batch_size / job.num_examples
+
+
+def pld_epsilon(sigma: float, rate: float, steps: int) -> float:
+    """By dp-accounting's PLD, of Poisson samples without a cap."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
-    from opacus.accountants import PRVAccountant
 
     accountant = PLDAccountant()
     accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), steps)
+    return float(accountant.get_epsilon(DELTA))
+
+
+def by_dp_accounting(job: Job) -> float:
+    """By bisection of the PLD accountant's epsilon."""
+    low, high = 0.3, 100.0
+    while high / low > 1.0005:
+        middle = math.sqrt(low * high)
+        epsilon = pld_epsilon(middle, job.expected_batch_size / job.num_examples, job.num_steps)
+        low, high = (middle, high) if epsilon > job.epsilon else (low, middle)
+    return high
+
+
+def non_private(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock) -> float:
+    """The same steps without clipping and noise."""
+    optimizer = optimizer_of(model)
+    clock.begin()
+    for ids in poisson(job):
+        optimizer.zero_grad()
+        for rows in ids.split(MICRO_BATCH):
+            loss = F.cross_entropy(model(train[0][rows]), train[1][rows], reduction="sum")
+            (loss / job.expected_batch_size).backward()
+        optimizer.step()
+    return job.expected_batch_size / job.num_examples
+
+
+SYSTEMS: dict[str, tuple[Callable[[Job], float], Train]] = {
+    "ours": (lambda job: our_plan(job).noise_multiplier, ours),
+    "opacus": (by_opacus, opacus("hooks")),
+    "opacus_ghost": (by_opacus, opacus("ghost")),
+    "by_hand": (by_dp_accounting, by_hand),
+    "non_private": (lambda job: 0.0, non_private),
+}
+"""How each calibrates sigma, and how it trains."""
+
+
+def calibrated(job: Job) -> float:
+    """sigma; in a process whose memory nobody measures."""
+    return SYSTEMS[job.system][0](job)
+
+
+def run(job: Job) -> Outcome:
+    """Trains once, in a process that does nothing else."""
+    clock = Clock()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    arrays = DATA[job.data][0]()
+    torch.manual_seed(job.seed)
+    model = network()
+    torch.seed()  # the seed is that of the starting weights alone
+    rate = SYSTEMS[job.system][1](model, arrays[:2], job, clock)
+    seconds, peak = clock.seconds(), peak_mib()
+    with torch.no_grad():
+        accuracy = float((model(arrays.x_test).argmax(1) == arrays.y_test).double().mean())
+    written = f"opacus {version('opacus')}" if job.system.startswith("opacus") else f"torch {torch.__version__}"
+    return Outcome(written, rate, accuracy, seconds, clock.start_seconds, clock.start_mib, peak)
+
+
+def alone() -> ProcessPoolExecutor:
+    """A process that starts bare and takes one job after the other."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def judged(sigma: float, rate: float, steps: int) -> dict[str, float]:
+    """Epsilon of what a system really used, by two accountants."""
+    from opacus.accountants import PRVAccountant
+
     prv = PRVAccountant()
     prv.history = [(sigma, rate, steps)]
-    return {"pld": float(accountant.get_epsilon(DELTA)), "opacus_prv": float(prv.get_epsilon(DELTA))}
-
-
-def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and half of the 95 % interval of the mean (Student's t)."""
-    from scipy import stats
-
-    count = len(values)
-    half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count) if count > 1 else None
-    return {"mean": float(np.mean(values)), "half_width": None if half is None else float(half)}
+    return {"pld": pld_epsilon(sigma, rate, steps), "opacus_prv": float(prv.get_epsilon(DELTA))}
 
 
 def summary(rounds: list[dict[str, Outcome]], system: str, sigma: float, num_steps: int) -> dict[str, Any]:
     """One system's row."""
-    own = [r[system] for r in rounds]
+    from evaluation.few_shot import interval
+
+    own, pairs = [r[system] for r in rounds], [(r[system], r["non_private"]) for r in rounds if "non_private" in r]
     row: dict[str, Any] = {
         "version": own[0].version, "noise_multiplier": sigma, "sample_rate": own[0].sample_rate,
         "accuracy": interval([o.accuracy for o in own]), "accuracies": [o.accuracy for o in own],
@@ -171,8 +372,8 @@ def summary(rounds: list[dict[str, Outcome]], system: str, sigma: float, num_ste
         row["epsilon_judged"] = judged(sigma, own[0].sample_rate, num_steps)
     for name, values in {
         "accuracy_minus_ours": [r[system].accuracy - r["ours"].accuracy for r in rounds if "ours" in r],
-        "time_ratio": [r[system].seconds / r["non_private"].seconds for r in rounds if "non_private" in r],
-        "memory_ratio": [r[system].peak_mib / r["non_private"].peak_mib for r in rounds if "non_private" in r],
+        "time_ratio": [one.seconds / plain.seconds for one, plain in pairs],
+        "memory_ratio": [one.peak_mib / plain.peak_mib for one, plain in pairs],
     }.items():
         row[name] = interval(values) if values else None
     row["seconds"] = [round(o.seconds, 2) for o in own]
@@ -182,80 +383,60 @@ def summary(rounds: list[dict[str, Outcome]], system: str, sigma: float, num_ste
     return row
 
 
-def cell(name: str, epsilon: float, seeds: int, task: Task, workers: dict[str, Worker], jax: Path | None) -> Any:
-    """All rounds of a data set and an epsilon; a worker that refuses is out from then on."""
-    arrays, systems = DATA[name](), list(workers)
+def cell(name: str, epsilon: float, seeds: int) -> dict[str, Any]:
+    """All rounds of a data set and an epsilon; a system that refuses is out from then on."""
+    load, batch, num_steps = DATA[name]
+    arrays, systems = load(), list(SYSTEMS)
     refused: dict[str, str] = {}
     sigmas: dict[str, float] = {}
     rounds: list[dict[str, Outcome]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        workers = {system: stack.enter_context(alone()) for system in systems}
         for seed in range(seeds):
-            file = Path(folder) / f"{seed}.npz"
-            prepared(arrays, seed, file, task.network)
             rounds.append({})
             turn = [*systems[seed % len(systems) :], *systems[: seed % len(systems)]]
-            for system in (s for s in turn if s in workers):
-                job = Job(
-                    system, str(file), epsilon, DELTA, len(arrays.y), *task[:2], RATE, MOMENTUM, MAX_GRAD_NORM,
-                    sigmas.get(system), task.network,
-                )  # fmt: skip
+            for system in (s for s in turn if s not in refused):
+                job = Job(system, name, seed, epsilon, len(arrays.y), batch, num_steps)
                 print(f"{name}, epsilon {epsilon:g}, seed {seed}: {system}", file=sys.stderr, flush=True)
                 try:
-                    if job.noise_multiplier is None:
-                        # In a process whose memory nobody measures.
-                        with contextlib.closing(Worker(system, jax)) as alone:
-                            sigmas[system] = float(alone.answer(job))
-                        job = dataclasses.replace(job, noise_multiplier=sigmas[system])
-                    rounds[-1][system] = Outcome(**workers[system].answer(job))
-                except Refused as error:
-                    refused[system] = str(error)
-                    del workers[system]
+                    if system not in sigmas:
+                        with alone() as other:
+                            sigmas[system] = other.submit(calibrated, job).result()
+                    job = replace(job, noise_multiplier=sigmas[system])
+                    rounds[-1][system] = workers[system].submit(run, job).result()
+                except Exception as error:  # whatever a system says no with
+                    refused[system] = f"{type(error).__name__}: {error}"
     return {
         "data": name, "target_epsilon": epsilon, "delta": DELTA, "num_train": len(arrays.y), "num_test": len(arrays.y_test),
-        **task._asdict(), "refused": refused,
-        "systems": {system: summary(rounds, system, sigmas[system], task.num_steps) for system in workers},
+        "expected_batch_size": batch, "num_steps": num_steps, "refused": refused,
+        "systems": {one: summary(rounds, one, sigmas[one], num_steps) for one in systems if one not in refused},
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jax", type=Path, help="a Python with jax_privacy 2; without one JAX Privacy is left out")
-    parser.add_argument("--data", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="the JSON, written after every cell; cells there are kept")
     arguments = parser.parse_args()
-    systems = TORCH if arguments.jax is None else (*TORCH, JAX)
-
-    import warnings
-
-    from benchmarks.peers.wirings import verdicts
-
-    told = ["PYTHON" if a == str(arguments.jax) else a for a in sys.argv[1:]]
-    warnings.simplefilter("ignore")  # of hooks on models of tokens
-    record: dict[str, Any] = {
-        "benchmark": "utility",
-        "optimizer": {"rate": RATE, "momentum": MOMENTUM, "max_grad_norm": MAX_GRAD_NORM},
-        "wirings": verdicts(),
-        "cells": [],
-    }  # fmt: skip
+    optimizer = {"rate": RATE, "momentum": MOMENTUM, "max_grad_norm": Job.max_grad_norm}
+    record: dict[str, Any] = {"benchmark": "utility", "optimizer": optimizer, "cells": []}
     if arguments.output is not None and arguments.output.exists():
-        record["cells"] = json.loads(arguments.output.read_text())["cells"]
+        record |= json.loads(arguments.output.read_text())
     done = {(c["data"], c["target_epsilon"]) for c in record["cells"]}
-    workers = {system: Worker(system, arguments.jax) for system in systems}
     for name in arguments.data:
         for epsilon in (e for e in arguments.epsilons if (name, e) not in done):
-            machine = platform.processor() or platform.machine()
             began = {
                 "date": datetime.date.today().isoformat(),
-                "command": " ".join(["python benchmarks/utility.py", *told]),
-                "machine": {"cpu": machine, "cores": os.cpu_count(), "load": os.getloadavg()[0]},
-            }
-            record["cells"].append(began | cell(name, epsilon, arguments.seeds, TASKS[name], workers, arguments.jax))
+                "command": " ".join(["python benchmarks/utility.py", *sys.argv[1:]]),
+                "machine": {
+                    "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0],
+                },
+            }  # fmt: skip
+            record["cells"].append(began | cell(name, epsilon, arguments.seeds))
             if arguments.output is not None:
                 arguments.output.write_text(json.dumps(record, indent=1) + "\n")
-    for worker in workers.values():
-        worker.close()
     print(json.dumps(record, indent=1))
 
 

@@ -4,8 +4,8 @@
     ade20k:DIR/training                images/SPLIT/*.jpg and annotations/SPLIT/*.png (0 is no class, 1 to 150 are)
     coco:instances.json:IMAGES         COCO instances (needs pycocotools, an extra), later objects over earlier ones
 
-Shapes: B batch, D width, h w cells of the token map, H W pixels, S side of the picture in pixels, C classes, N pictures. Boxes
-are left, top, right, bottom in pixels of the picture as stored.
+Shapes: B batch, D width, h w cells of the token map, H W pixels, S side of the picture in pixels, C classes, N pictures, M boxes.
+Boxes are rows of six numbers: left, top, right, bottom in pixels, class, and 1 for a crowd (of what was found: the score).
 The boxes are those of FCOS (Tian et al. 2019, https://arxiv.org/abs/1904.01355) on one scale: a cell inside of a box predicts its
 class and its distances to the four sides. COCO's own code computes their average precision (Lin et al. 2014,
 https://arxiv.org/abs/1405.0312; `pycocotools`, an extra): thresholds 0.50 to 0.95, 101 recalls, at most 100 boxes per picture
@@ -47,25 +47,17 @@ MOST_BOXES = 100
 IGNORED = -1
 
 
-class Objects(NamedTuple):
-    """Boxes (M, 4) float32, their classes (M,) int64, and whether each stands for a crowd (M,) bool."""
-
-    boxes_M4: np.ndarray
-    classes_M: np.ndarray
-    is_crowd_M: np.ndarray
-
-
 class DensePicture(NamedTuple):
     """
     Attributes:
         image: encoded bytes.
         mask_HW: int64 class of each pixel, IGNORED where there is none.
-        objects: None where the source has no boxes.
+        boxes_M6: None where the source has no boxes.
     """
 
     image: bytes
     mask_HW: np.ndarray
-    objects: Objects | None
+    boxes_M6: np.ndarray | None
 
 
 class SyntheticShapes:
@@ -84,7 +76,7 @@ class SyntheticShapes:
     def read(self, index: int) -> DensePicture:
         example = self._data.example(index)
         mask_HW = np.zeros(example.image_HWC.shape[:2], dtype=np.int64)
-        boxes, classes = [], []
+        boxes = []
         for shape in example.scene.shapes:
             white = replace(shape, colour="white", fill="solid", second=None)
             alone_HWC = draw(Scene((Texture("plain", ("black",)),), (white,)), self._data.image_size)
@@ -92,9 +84,8 @@ class SyntheticShapes:
             kind = SIMPLE.index(shape.name)
             mask_HW[covered_HW] = 1 + kind
             rows, columns = np.flatnonzero(covered_HW.any(1)), np.flatnonzero(covered_HW.any(0))
-            boxes.append((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
-            classes.append(kind)
-        return DensePicture(encode_png(example.image_HWC), mask_HW, _objects(boxes, classes, [False] * len(boxes)))
+            boxes.append((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1, kind, 0))
+        return DensePicture(encode_png(example.image_HWC), mask_HW, np.array(boxes, np.float32).reshape(-1, 6))
 
 
 class Ade20k:
@@ -168,7 +159,7 @@ class Coco:
             ReadError: the picture cannot be read.
         """
         image = self._images[index]
-        boxes, classes, crowd = [], [], []
+        boxes = []
         try:
             mask_HW = np.zeros((image["height"], image["width"]), dtype=np.int64)
             for annotation in self._coco.imgToAnns[image["id"]]:
@@ -177,10 +168,9 @@ class Coco:
                 covered_HW = self._coco.annToMask(annotation).astype(bool)
                 mask_HW[covered_HW] = IGNORED if is_crowd else 1 + kind
                 left, top, width, height = annotation["bbox"]
-                boxes.append((left, top, left + width, top + height))
-                classes.append(kind)
-                crowd.append(is_crowd)
-            return DensePicture(bytes_of(self._folder / image["file_name"]), mask_HW, _objects(boxes, classes, crowd))
+                boxes.append((left, top, left + width, top + height, kind, is_crowd))
+            boxes_M6 = np.array(boxes, np.float32).reshape(-1, 6)
+            return DensePicture(bytes_of(self._folder / image["file_name"]), mask_HW, boxes_M6)
         except Exception as error:  # COCO's code raises what it runs into, plain Exceptions too
             if hasattr(error, "exit_code"):
                 raise
@@ -233,28 +223,14 @@ def open_dense(text: str, image_size: int) -> DensePictures:
     )
 
 
-def _objects(boxes: Sequence[Sequence[float]], classes: Sequence[int], crowd: Sequence[bool]) -> Objects:
-    return Objects(
-        np.array(boxes, dtype=np.float32).reshape(-1, 4), np.array(classes, dtype=np.int64), np.array(crowd, dtype=bool)
-    )
-
-
 @dataclass(frozen=True)
 class DenseSet:
     """Token maps (N, D, h, w) of pictures, with masks as stored and boxes in pixels of the square of side S."""
 
     maps_NDhw: Tensor
     masks: list[np.ndarray]
-    objects: list[Objects] | None
+    boxes: list[np.ndarray] | None
     side: int
-
-
-class Detections(NamedTuple):
-    """Boxes (M, 4), classes (M,) and scores (M,) of one picture."""
-
-    boxes_M4: np.ndarray
-    classes_M: np.ndarray
-    scores_M: np.ndarray
 
 
 @torch.no_grad()
@@ -267,7 +243,7 @@ def prepare(model: nn.Module, source: DensePictures, side: int) -> DenseSet:
     """
     encoder = encoder_of(model)
     device = encoder.class_token.device
-    maps, masks, objects = [], [], []
+    maps, masks, boxes = [], [], []
     for index in range(len(source)):
         picture = source.read(index)
         try:
@@ -276,10 +252,9 @@ def prepare(model: nn.Module, source: DensePictures, side: int) -> DenseSet:
             raise DataError(f"a picture cannot be used: {error}") from error
         maps.append(token_maps(encoder, torch.from_numpy(image_CHW)[None].to(device)).float())
         masks.append(picture.mask_HW)
-        if picture.objects is not None:
-            scale = np.array([side / width, side / height] * 2, dtype=np.float32)
-            objects.append(picture.objects._replace(boxes_M4=picture.objects.boxes_M4 * scale))
-    return DenseSet(torch.cat(maps), masks, objects if len(objects) == len(masks) else None, side)
+        if picture.boxes_M6 is not None:
+            boxes.append(picture.boxes_M6 * np.array([side / width, side / height] * 2 + [1, 1], dtype=np.float32))
+    return DenseSet(torch.cat(maps), masks, boxes if len(boxes) == len(masks) else None, side)
 
 
 def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
@@ -305,10 +280,10 @@ def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: 
 
 def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
     """Trains a detection head and gives COCO's AP, AP50 and AP75 on the test pictures."""
-    assert train.objects is not None and test.objects is not None
+    assert train.boxes is not None and test.boxes is not None
     factor = 2 if how.head == "conv" else 1
     cells = train.maps_NDhw.shape[2] * factor
-    targets = [cell_targets(objects, cells, train.side, num_classes) for objects in train.objects]
+    targets = [cell_targets(boxes_M6, cells, train.side, num_classes) for boxes_M6 in train.boxes]
     device = train.maps_NDhw.device
     kind_Nhw = torch.stack([torch.from_numpy(kind) for kind, _ in targets]).to(device)
     sides_N4hw = torch.stack([torch.from_numpy(sides) for _, sides in targets]).to(device)
@@ -321,7 +296,7 @@ def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Den
 
     head = _train(train, num_classes + 5, loss, how)
     detected = [boxes_of(values.cpu().numpy(), test.side, num_classes) for values in _values(head, test)]
-    return average_precision(test.objects, detected, num_classes)
+    return average_precision(test.boxes, detected, num_classes)
 
 
 def _train(train: DenseSet, num_values: int, loss: Loss, how: DenseOptions) -> nn.Sequential:
@@ -355,51 +330,45 @@ def _values(head: nn.Sequential, test: DenseSet) -> list[Tensor]:
     return [values for part in test.maps_NDhw.split(32) for values in head(part)]
 
 
-def cell_targets(objects: Objects, cells: int, side: int, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+def cell_targets(boxes_M6: np.ndarray, cells: int, side: int, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Class of each cell (h, w), `num_classes` outside of all boxes, and distances of its centre to left, top, right and bottom,
     in parts of the picture's side (4, h, w). Of several boxes around a cell the smallest is meant; crowds are left out."""
     centre = (np.arange(cells, dtype=np.float32) + 0.5) * side / cells
     x, y = np.meshgrid(centre, centre)
     kind_hw = np.full((cells, cells), num_classes, dtype=np.int64)
     sides_4hw = np.zeros((4, cells, cells), dtype=np.float32)
-    boxes = objects.boxes_M4
-    for m in np.argsort(-(boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])):
-        left, top, right, bottom = boxes[m]
+    areas_M = (boxes_M6[:, 2] - boxes_M6[:, 0]) * (boxes_M6[:, 3] - boxes_M6[:, 1])
+    for left, top, right, bottom, kind, is_crowd in boxes_M6[np.argsort(-areas_M)]:
         distances = np.stack([x - left, y - top, right - x, bottom - y])
-        inside = (distances > 0).all(axis=0) & ~objects.is_crowd_M[m]
-        kind_hw[inside] = objects.classes_M[m]
+        inside = (distances > 0).all(axis=0) & (is_crowd == 0)
+        kind_hw[inside] = kind
         sides_4hw[:, inside] = distances[:, inside] / side
     return kind_hw, sides_4hw
 
 
-def boxes_of(values: np.ndarray, side: int, num_classes: int) -> Detections:
-    """Boxes of one picture from a head's values (C + 5, h, w): by score, overlapping ones of a class left out."""
+def boxes_of(values: np.ndarray, side: int, num_classes: int) -> np.ndarray:
+    """Boxes (M, 6) of one picture from a head's values (C + 5, h, w): by score, overlapping ones of a class left out."""
     cells = values.shape[1]
     scores = np.exp(values[: num_classes + 1] - values[: num_classes + 1].max(axis=0))
     scores = (scores / scores.sum(axis=0))[:num_classes]
     centre = (np.arange(cells) + 0.5) * side / cells
     x, y = np.meshgrid(centre, centre)
-    left, top, right, bottom = np.clip(values[num_classes + 1 :], 0, None) * side
-    boxes = np.stack([x - left, y - top, x + right, y + bottom], axis=-1).reshape(-1, 4)
-    kept: list[tuple[np.ndarray, int, float]] = []
-    for kind in range(num_classes):
-        of_cell = scores[kind].reshape(-1)
-        cells_left = np.flatnonzero(of_cell >= LEAST_SCORE)
-        cells_left = cells_left[np.argsort(-of_cell[cells_left], kind="stable")]
-        while len(cells_left):
-            kept.append((boxes[cells_left[0]], kind, float(of_cell[cells_left[0]])))
-            best, others = boxes[cells_left[0]], boxes[cells_left[1:]]
-            low, high = np.maximum(best[:2], others[:, :2]), np.minimum(best[2:], others[:, 2:])
-            shared = np.clip(high - low, 0, None).prod(-1)
-            whole = (best[2:] - best[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(-1) - shared
-            cells_left = cells_left[1:][shared <= NMS_OVERLAP * whole]
-    kept.sort(key=lambda one: -one[2])
-    kept = kept[:MOST_BOXES]
-    return Detections(
-        np.array([box for box, _, _ in kept]).reshape(-1, 4),
-        np.array([kind for _, kind, _ in kept], dtype=np.int64),
-        np.array([score for _, _, score in kept]),
-    )
+    west, north, east, south = np.clip(values[num_classes + 1 :], 0, None) * side
+    boxes = np.stack([x - west, y - north, x + east, y + south], axis=-1).reshape(-1, 4)
+    kinds, places = np.nonzero(scores.reshape(num_classes, -1) >= LEAST_SCORE)
+    found = scores.reshape(num_classes, -1)[kinds, places]
+    order = np.argsort(-found, kind="stable")
+    kinds, boxes, found = kinds[order], boxes[places[order]], found[order]
+    kept: list[int] = []
+    left = np.arange(len(found))
+    while len(left) and len(kept) < MOST_BOXES:
+        first, others = left[0], left[1:]
+        kept.append(first)
+        low = np.maximum(boxes[first, :2], boxes[others, :2])
+        shared = np.clip(np.minimum(boxes[first, 2:], boxes[others, 2:]) - low, 0, None).prod(-1)
+        whole = (boxes[first, 2:] - boxes[first, :2]).prod() + (boxes[others, 2:] - boxes[others, :2]).prod(-1) - shared
+        left = others[(kinds[others] != kinds[first]) | (shared <= NMS_OVERLAP * whole)]
+    return np.column_stack([boxes[kept], kinds[kept], found[kept]])
 
 
 def confusion(mask_HW: np.ndarray, predicted_HW: np.ndarray, num_classes: int) -> np.ndarray:
@@ -417,25 +386,25 @@ def pixel_scores(counts_CC: np.ndarray) -> dict[str, float]:
     return {"mean_iou": mean_iou, "pixel_accuracy": float(both.sum() / max(counts_CC.sum(), 1))}
 
 
-def average_precision(truth: Sequence[Objects], detected: Sequence[Detections], num_classes: int) -> dict[str, float]:
+def average_precision(
+    truth: Sequence[np.ndarray], detected: Sequence[np.ndarray], num_classes: int
+) -> dict[str, float]:
     """AP (mean over thresholds and classes with objects), AP50 and AP75 by COCO's own code; NaN without objects."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     annotations: list[dict[str, Any]] = []
     answers: list[dict[str, Any]] = []
-    for number, (objects, found) in enumerate(zip(truth, detected, strict=True)):
-        rows = zip(objects.boxes_M4.tolist(), objects.classes_M.tolist(), objects.is_crowd_M.tolist(), strict=True)
-        for (left, top, right, bottom), kind, is_crowd in rows:
+    for number, (true_M6, found_M6) in enumerate(zip(truth, detected, strict=True)):
+        for left, top, right, bottom, kind, is_crowd in true_M6.tolist():
             box = [left, top, right - left, bottom - top]
             annotations.append({
-                "id": len(annotations) + 1, "image_id": number, "category_id": kind, "bbox": box, "iscrowd": int(is_crowd),
-                "area": box[2] * box[3],
+                "id": len(annotations) + 1, "image_id": number, "category_id": int(kind), "bbox": box,
+                "iscrowd": int(is_crowd), "area": box[2] * box[3],
             })  # fmt: skip
-        rows = zip(found.boxes_M4.tolist(), found.classes_M.tolist(), found.scores_M.tolist(), strict=True)
-        for (left, top, right, bottom), kind, score in rows:
+        for left, top, right, bottom, kind, score in found_M6.tolist():
             box = [left, top, right - left, bottom - top]
-            answers.append({"image_id": number, "category_id": kind, "bbox": box, "score": score})
+            answers.append({"image_id": number, "category_id": int(kind), "bbox": box, "score": score})
     names = ("AP", "AP50", "AP75")
     if all(annotation["iscrowd"] for annotation in annotations):
         return dict.fromkeys(names, math.nan)

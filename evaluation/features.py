@@ -26,8 +26,8 @@ from data.errors import DataError, ReadError
 from data.files import named_when_whole, write_durably
 from evaluation.encoder import check_options, encoder_of
 from evaluation.encoder import features as features_of
-from evaluation.options import CommandOptions, FeatureOptions, FeaturesOptions, ImageOptions
-from evaluation.results import DataUse, ModelFacts, Results
+from evaluation.options import CommandOptions, FeatureOptions, ImageOptions
+from evaluation.results import DataUse, ModelFacts
 from evaluation.sources import Augmentation, Source, decoded_batches, open_source
 from privacy.step import collectives
 from trainer.errors import ConfigError
@@ -323,20 +323,3 @@ def load_inputs(options: FeatureOptions, **sources: str) -> Inputs | None:
         return None
     model = None if opened is None else ModelFacts.of(opened.path, opened.manifest)
     return Inputs(found, model, opened, images)
-
-
-def features(options: FeaturesOptions) -> Results | None:
-    """The command; see its options."""
-    if options.cache_folder is None:
-        raise ConfigError("the checkpoint lies in no run folder: give --cache, a folder for the features")
-    inputs = load_inputs(options, data=options.data)
-    if inputs is None:
-        return None
-    computed = inputs.features["data"]
-    scalars = {
-        "num_examples": len(computed.labels_N),
-        "num_unusable": computed.num_unusable,
-        "width": computed.values_ND.shape[1],
-        "num_classes": computed.num_classes,
-    }
-    return Results("features", scalars, inputs.uses(), inputs.model, notes=[f"kept in {options.cache_folder}"])

@@ -6,7 +6,6 @@ brought to length 1, then multinomial regression without intercept, ridge 0.0025
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,28 +21,11 @@ from evaluation.results import Results
 DPCAP_RIDGE = 0.0025
 
 
-@dataclass(frozen=True)
-class Shots:
-    """
-    Attributes:
-        shots: K.
-        accuracies: on the test set, one per split.
-    """
-
-    shots: int
-    accuracies: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.accuracies))
-
-    @property
-    def half_width(self) -> float:
-        """Half of the 95 % interval of the mean over splits (Student's t); NaN for one. The test set counts as fixed."""
-        count = len(self.accuracies)
-        if count < 2:
-            return math.nan
-        return float(stats.t.ppf(0.975, count - 1) * np.std(self.accuracies, ddof=1) / math.sqrt(count))
+def interval(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and half of the 95 % interval of the mean (Student's t); none for one value."""
+    count = len(values)
+    half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count) if count > 1 else None
+    return {"mean": float(np.mean(values)), "half_width": None if half is None else float(half)}
 
 
 def split(labels_N: np.ndarray, shots: int, seed: int) -> np.ndarray:
@@ -77,8 +59,8 @@ def few_shot_probe(
     num_splits: int = 3,
     seed: int = 0,
     device: torch.device | str = "cpu",
-) -> list[Shots]:
-    """DP-Cap's regression on features.
+) -> dict[int, list[float]]:
+    """Test accuracies of DP-Cap's regression on features, one per split, by the number of shots.
 
     Args:
         train, test: (features (N, D), labels (N,)).
@@ -90,18 +72,16 @@ def few_shot_probe(
     """
     x_ND, y_N = unit_rows(train[0]), train[1]
     x_test_ND = unit_rows(test[0])
-    measured = []
-    for count in shots:
-        accuracies = []
+    accuracies: dict[int, list[float]] = {count: [] for count in shots}
+    for count, own in accuracies.items():
         for number in range(num_splits):
             rows = split(y_N, count, seed + number)
             head = regression(
                 x_ND[rows], y_N[rows], num_classes, ridge=DPCAP_RIDGE / len(rows), device=device, standardise=False,
                 intercept=False,
             )  # fmt: skip
-            accuracies.append(head.accuracy(x_test_ND, test[1]))
-        measured.append(Shots(count, tuple(accuracies)))
-    return measured
+            own.append(head.accuracy(x_test_ND, test[1]))
+    return accuracies
 
 
 def few_shot(options: FewShotOptions) -> Results | None:
@@ -115,15 +95,17 @@ def few_shot(options: FewShotOptions) -> Results | None:
     )  # fmt: skip
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
-    for shots in measured:
-        row: dict[str, Any] = {"shots": shots.shots, "test accuracy": shots.mean}
-        scalars[f"probe/{shots.shots}-shot/accuracy"] = shots.mean
-        if not math.isnan(shots.half_width):
-            row["95 % interval"] = f"+- {shots.half_width:.4f}"
-            scalars[f"probe/{shots.shots}-shot/interval_half_width"] = shots.half_width
+    for count, accuracies in measured.items():
+        mean, half = interval(accuracies).values()  # the test set counts as fixed
+        row: dict[str, Any] = {"shots": count, "test accuracy": mean}
+        scalars[f"probe/{count}-shot/accuracy"] = float(np.mean(accuracies))
+        if half is not None:
+            row["95 % interval"] = f"+- {half:.4f}"
+            scalars[f"probe/{count}-shot/interval_half_width"] = half
         table.append(row)
     details = {
-        "num_splits": options.num_splits, "seed": options.seed,
-        "accuracies": {str(shots.shots): shots.accuracies for shots in measured},
-    }  # fmt: skip
+        "num_splits": options.num_splits,
+        "seed": options.seed,
+        "accuracies": {str(k): v for k, v in measured.items()},
+    }
     return Results("few-shot", scalars, inputs.uses(), inputs.model, table, details)

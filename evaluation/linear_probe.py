@@ -14,7 +14,7 @@ computed once, are the default. The papers report the best epoch on the test set
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,8 +68,7 @@ class LinearHead:
         return float((self.scores(x_ND).argmax(axis=1) == y_N).mean())
 
 
-@dataclass(frozen=True)
-class LarsResult:
+class LarsResult(NamedTuple):
     """
     Attributes:
         accuracies: on the test set after every epoch.
@@ -81,20 +80,6 @@ class LarsResult:
     batch_size: int
     peak_lr: float
     head: LinearHead
-
-    @property
-    def last(self) -> float:
-        return self.accuracies[-1]
-
-    @property
-    def best(self) -> float:
-        """Chosen by looking at the test set, as the papers do: an optimistic number."""
-        return max(self.accuracies)
-
-    @property
-    def best_epoch(self) -> int:
-        """The number of the best epoch, counted from 1."""
-        return self.accuracies.index(self.best) + 1
 
 
 def lars_probe(
@@ -291,15 +276,19 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
             trust_coefficient=options.trust_coefficient, seed=options.seed, device=device,
             train_of=of_epoch if options.augment else None,
         )  # fmt: skip
-        scalars |= {"lars_accuracy_last_epoch": lars.last, "lars_accuracy_best_epoch": lars.best}
+        last, best = (
+            lars.accuracies[-1],
+            max(lars.accuracies),
+        )  # chosen by looking at the test set: an optimistic number
+        best_epoch = 1 + lars.accuracies.index(best)
+        scalars |= {"lars_accuracy_last_epoch": last, "lars_accuracy_best_epoch": best}
         details["lars"] = {
-            "accuracies": lars.accuracies, "best_epoch": lars.best_epoch, "batch_size": lars.batch_size,
+            "accuracies": lars.accuracies, "best_epoch": best_epoch, "batch_size": lars.batch_size,
             "peak_lr": lars.peak_lr, "epochs": options.epochs, "trust_coefficient": options.trust_coefficient,
             "augmented": options.augment,
         }  # fmt: skip
-        best = f"LARS, best epoch ({lars.best_epoch}), chosen on the test set"
-        table.append({"probe": "LARS, last epoch", "test accuracy": lars.last})
-        table.append({"probe": best, "test accuracy": lars.best})
+        table.append({"probe": "LARS, last epoch", "test accuracy": last})
+        table.append({"probe": f"LARS, best epoch ({best_epoch}), chosen on the test set", "test accuracy": best})
     if options.method != "lars":
         head, by_ridge = cross_validated_regression(
             *train, inputs.num_classes(), num_folds=options.num_folds, seed=options.seed, device=device

@@ -25,7 +25,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Count = Annotated[int | None, Shown("N"), Field(ge=1, le=10**12)]
 Source = Annotated[str, Shown("SOURCE")]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
-HeadMethod = Literal["dp-ls", "dp-newton", "dp-fc"]
+HeadMethod = Literal["dp-ls", "dp-fc"]
 
 
 class CommandOptions(Options):
@@ -120,21 +120,8 @@ class FeatureOptions(LabelledOptions):
     """shorter side before the centre is cut out: 256 in the papers; default: the image size"""
 
 
-class FeaturesOptions(FeatureOptions):
-    """Computes features of a frozen encoder and keeps them, for the other commands or for anything else.
-
-        deepspeed launch_scripts/evaluate.py features --checkpoint runs/x --data shards:imagenet/train-{0000..1023}.tar \\
-            --features blocks --num_blocks 12 --num_workers 8
-
-    Under a launcher the ranks share the images, and the others than rank 0 return None.
-    """
-
-    data: Source
-    """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
-
-
 class TrainTestOptions(FeatureOptions):
-    """What is trained on and tested on."""
+    """What is trained on and tested on. Under a launcher the ranks share the images, and the others than rank 0 return None."""
 
     train: Source
     """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
@@ -352,8 +339,6 @@ class Command:
 
 
 COMMANDS = (
-    Command("features", "features of a frozen encoder, computed once", FeaturesOptions,
-            "evaluation.features:features", uses_ranks=True),
     Command("linear-probe", "linear classifier on frozen features (LARS and L-BFGS), not private", LinearProbeOptions,
             "evaluation.linear_probe:linear_probe", uses_ranks=True),
     Command("few-shot", "classifier from K examples per class, not private", FewShotOptions,

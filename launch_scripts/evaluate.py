@@ -1,7 +1,7 @@
 """Evaluates what a model has learnt.
 
     python launch_scripts/evaluate.py COMMAND --checkpoint RUN_OR_CHECKPOINT ... [--json] [--data_is_public]
-    deepspeed launch_scripts/evaluate.py features ...        # commands that share their work over ranks
+    deepspeed launch_scripts/evaluate.py linear-probe ...    # commands that share their work over ranks
 
 Results are printed, and written to RUN_DIR/private/evaluation, or to RUN_DIR/evaluation where the data are declared public.
 Exit codes: 0 done, 2 bad input, 3 a private head's budget is spent, 4 its privacy state is refused, 1 anything else.

@@ -35,7 +35,7 @@ def test_arms_are_trained_judged_and_kept(
     )
     for name in arms:
         monkeypatch.setitem(small_world.ARMS, name, replace(small_world.ARMS[name], steps=2, batch=20))
-    told = ["small_world.py", "--output", str(tmp_path), "--json", "--arms", "colours", "untrained", *arms]
+    told = ["small_world.py", "--output", str(tmp_path), "--arms", "colours", "untrained", *arms]
     monkeypatch.setattr(sys, "argv", told)
     small_world.main()
     found = json.loads(capsys.readouterr().out)

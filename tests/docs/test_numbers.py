@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.utility import interval
+from evaluation.few_shot import interval
 from tests.docs.pages import ROOT, read
 
 
@@ -59,7 +59,10 @@ def spread(found: Mapping[str, float], digits: int) -> str:
 
 def test_the_same_network_by_other_libraries() -> None:
     """benchmarks/README.md has accuracy and time of every cell, README.md one accuracy and this project's time over Opacus'."""
-    cells = {f"{cell['data']}, epsilon {cell['target_epsilon']:g}": cell for cell in record("-utility.json")["cells"]}
+    cells = {
+        f"{cell['data']}, epsilon {cell['target_epsilon']:g}": cell
+        for cell in record("2026-11-23-utility.json")["cells"]
+    }
     assert set(cells) == {f"{data}, epsilon {epsilon}" for data in ("digits", "fashion") for epsilon in (3, 8)}
     times, memories = [], []
     table = rows("benchmarks/README.md", "accuracy; time")
@@ -90,7 +93,7 @@ def test_the_same_network_by_other_libraries() -> None:
 
 def test_what_opacus_gets_wrong() -> None:
     """benchmarks/README.md has the record's words; README.md counts the models on which Opacus is wrong or stops."""
-    found = record("-utility.json")["wirings"]
+    found = record("2026-11-23-utility.json")["wirings"]
     table = rows("benchmarks/README.md", "small model")
     systems = ("ours", "opacus", "opacus_ghost", "by_hand")
     for name, words in table.items():

@@ -1,14 +1,13 @@
-"""evaluate.py in this process, scikit-learn's digits, small opened models and labelled pictures."""
+"""Scikit-learn's digits, small opened models and labelled pictures."""
 
 import json
-import sys
+import math
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from scipy import stats
 from sklearn.datasets import load_digits
 
 from models.mae_config import masked_autoencoder_config
@@ -18,18 +17,6 @@ from trainer.weights.open_model import OpenedModel
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 16
-
-
-def evaluate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The JSON object that it prints; an error comes as the exception that the script would print in one line."""
-    monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
-    import evaluate as script
-
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments, "--json"])
-    assert script.main() == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return dict(json.loads(out))
 
 
 @cache
@@ -68,3 +55,21 @@ def pictures(count: int, *, num_classes: int = 3, side: int = 16, seed: int = 0)
     colours = np.random.default_rng(7).integers(40, 216, (num_classes, 3))
     noise = rng.integers(-40, 40, (count, side, side, 3))
     return np.clip(colours[labels_N][:, None, None] + noise, 0, 255).astype(np.uint8), labels_N
+
+
+def save_pictures(folder: Path, count: int) -> str:
+    """As a source of labelled images."""
+    images, labels = pictures(count)
+    np.savez(folder / "pictures.npz", images=images, labels=labels)
+    return f"arrays:{folder}/pictures.npz"
+
+
+def exact_delta(mu: float, epsilon: float) -> float:
+    return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu))
+
+
+def spent(ledger: Path) -> float:
+    """mu of all releases of all intents."""
+    records = [json.loads(line) for line in ledger.read_text().splitlines()]
+    releases = [release for record in records if record["type"] == "intent" for release in record["releases"]]
+    return math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in releases))

@@ -14,39 +14,34 @@ from PIL import Image
 from data.errors import DataError
 from data.examples.transforms import eval_image
 from evaluation.captions import caption_metrics, require_metrics, says
-from evaluation.compositional import pixels_of, read_aro
+from evaluation.compositional import Choice, pixels_of, read_aro
 from evaluation.options import CaptionedOptions
 from evaluation.sources import decoded_batches, open_source
 from models.generation import greedy_captions
-from tests.evaluation.conftest import TOKENIZER
-from tests.evaluation.support import evaluate
+from tests.evaluation.conftest import TOKENIZER, Evaluate
 from trainer.errors import ConfigError
 from trainer.weights import open_model as opening
 
 
-def test_zero_shot(
-    run_dir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_zero_shot(run_dir: Path, pictures: Path, run: Evaluate) -> None:
     told = ["zero-shot", "--checkpoint", str(run_dir)]
-    record = evaluate(
-        monkeypatch, capsys, *told, "--data", f"folder:{pictures}", "--template", "a {}", "--template", "{}"
-    )
+    record = run(*told, "--data", f"folder:{pictures}", "--template", "a {}", "--template", "{}")
     assert record["details"]["num_prompts"] == 4 and record["scalars"]["chance"] == 0.5
     assert record["data"][0]["num_examples"] == 4 and set(record["details"]["per_class"]["mean"]) == {"circle", "star"}
     assert not record["data_is_public"] and list((run_dir / "private" / "evaluation").glob("zero-shot-*.json"))
     names = pictures.parent / "names.txt"
     names.write_text("red circle\nblue star\n\n")
-    shapes = evaluate(monkeypatch, capsys, *told, "--synthetic_shapes", "6")
+    shapes = run(*told, "--synthetic_shapes", "6")
     assert shapes["details"]["num_classes"] == 120 and shapes["data_is_public"]
     (pictures / "heart").mkdir()
     Image.new("RGB", (9, 9)).save(pictures / "heart" / "e.png")
     with pytest.raises(DataError, match="has no name"):
-        evaluate(monkeypatch, capsys, *told, "--data", f"folder:{pictures}", "--classes", str(names))
+        run(*told, "--data", f"folder:{pictures}", "--classes", str(names))
 
 
-def test_aro(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_aro(run_dir: Path, run: Evaluate) -> None:
     told = ["aro", "--checkpoint", str(run_dir)]
-    record = evaluate(monkeypatch, capsys, *told, "--synthetic", "shapes", "--synthetic_tests", "3")
+    record = run(*told, "--synthetic", "shapes", "--synthetic_tests", "3")
     assert {row["group"] for row in record["table"]} == {"colour", "shape", "relation", "order", "all"}
     assert {row["rule"] for row in record["table"]} == {"loss", "sum", "prior"}
     for arguments, message in (
@@ -54,7 +49,7 @@ def test_aro(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (["--test", "order:x.json"], "--images DIR"),
     ):
         with pytest.raises(ConfigError, match=message):
-            evaluate(monkeypatch, capsys, *told, *arguments)
+            run(*told, *arguments)
 
 
 ARO_PAIR = {"bbox_x": 2, "bbox_y": 3, "bbox_w": 10, "bbox_h": 9, "image_id": 7, "object1_name": "horse"}
@@ -90,18 +85,23 @@ def aro_file(kind: str, folder: Path) -> str:
 )
 def test_every_format_of_aro(
     kind: str, groups: dict[str, int], tests: int, chance: float, run_dir: Path, pictures: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    run: Evaluate,
 ) -> None:  # fmt: skip
     """Groups and chance are the file's, and the accuracies are those of the model's own losses."""
     told = ["aro", "--checkpoint", str(run_dir), "--images", str(pictures), "--test", aro_file(kind, pictures)]
-    record = evaluate(monkeypatch, capsys, *told)
+    record = run(*told)
     by_rule = [row for row in record["table"] if row["rule"] == "loss"]
     assert {row["group"]: row["tests"] for row in by_rule} == groups | {"all": tests}
     assert record["scalars"]["chance"] == pytest.approx(chance) and record["data"][0]["num_examples"] == tests
     format_name, _, file = told[-1].partition(":")
     model = opening.open_model(run_dir).model
     right: dict[str, list[float]] = {}
-    for test in read_aro(Path(file), pictures, format_name):  # type: ignore[arg-type]
+    given = read_aro(Path(file), pictures, format_name)  # type: ignore[arg-type]
+    first = Choice(pictures / "star/c.png", ("a dog runs fast", *WRONG), "order") if kind == "order" else Choice(
+        pictures / "circle/a.png", ("a horse on grass 0", "grass on a horse 0"), next(iter(groups)), (2, 3, 12, 12)
+    )  # fmt: skip
+    assert given[0] == first
+    for test in given:
         pixels = torch.from_numpy(pixels_of(test, 16))[None]  # type: ignore[arg-type]
         losses = []
         for caption in test.captions:
@@ -111,22 +111,18 @@ def test_every_format_of_aro(
         right.setdefault(test.group, []).append(float(losses[0] == min(losses)))
     assert record["scalars"]["accuracy_loss"] == pytest.approx(np.mean([r for one in right.values() for r in one]))
     assert record["scalars"]["group_mean_loss"] == pytest.approx(np.mean([np.mean(one) for one in right.values()]))
-    few = evaluate(monkeypatch, capsys, *told, "--max_examples", "1")
+    few = run(*told, "--max_examples", "1")
     assert few["data"][0]["num_examples"] == 1
     (pictures / "star/d.png").write_bytes(b"no picture")
-    assert evaluate(monkeypatch, capsys, *told)["data"][0]["num_undecodable"] == 1
+    assert run(*told)["data"][0]["num_undecodable"] == 1
 
 
-def test_captions(
-    run_dir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_captions(run_dir: Path, pictures: Path, run: Evaluate) -> None:
     """Greedy by default, the likeliest of a beam search otherwise; the picture shows them."""
     grid = pictures.parent / "grid.png"
     told = ["captions", "--checkpoint", str(run_dir), "--data", f"folder:{pictures}", "--max_tokens", "5"]
-    greedy = evaluate(monkeypatch, capsys, *told)["details"]["captions"]
-    beams = evaluate(monkeypatch, capsys, *told, "--num_beams", "6", "--length_penalty", "0", "--grid", str(grid))[
-        "details"
-    ]["captions"]
+    greedy = run(*told)["details"]["captions"]
+    beams = run(*told, "--num_beams", "6", "--length_penalty", "0", "--grid", str(grid))["details"]["captions"]
     assert [row["references"] for row in beams] == [[f"picture number {k}"] for k in range(4)]
     assert np.asarray(Image.open(grid)).std() > 20
     model = opening.open_model(run_dir).model
@@ -136,29 +132,21 @@ def test_captions(
         assert row["caption"] == TOKENIZER.decode(tokens) and best["log_prob"] >= row["log_prob"] - 1e-4
     assert says("A red  circle\n", "a Red circle") and not says("a circle red", "a red circle")
     with pytest.raises(ConfigError, match="--max_tokens must be between 1 and 31, got 99"):
-        evaluate(monkeypatch, capsys, *told[:-1], "99")
+        run(*told[:-1], "99")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Three images, one with captions next to it, and a file that is none."""
-    (tmp_path / "b").mkdir()
-    for name, value in (("b/two.png", 90), ("a.jpg", 30), ("c.png", 200)):
-        Image.new("RGB", (20, 16), (value, 10, 10)).save(tmp_path / name)
-    (tmp_path / "a.txt").write_text("A red picture.\n\n dark \n")
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    return tmp_path
-
-
-def test_folders_files_and_shards(folder: Path, tmp_path: Path) -> None:
+def test_folders_files_and_shards(pictures: Path, tmp_path: Path) -> None:
+    (pictures / "circle/a.txt").write_text("A red picture.\n\n dark \n")
+    (pictures / "circle/b.txt").unlink()
+    (pictures / "star/c.png").write_bytes(b"no image")
     options = CaptionedOptions(cache=tmp_path / "cache")
-    source = open_source(f"folder:{folder}", options)
+    source = open_source(f"folder:{pictures}", options)
     (batch,) = decoded_batches(source, range(len(source)), image_size=16, batch_size=8)
-    assert [Path(e.name).name for e in batch.examples] == ["a.jpg", "two.png", "broken.png", "c.png"]
+    assert [Path(e.name).name for e in batch.examples] == ["a.png", "b.png", "c.png", "d.png"]
     assert batch.is_usable_B.tolist() == [True, True, False, True]
     assert batch.examples[0].captions == ("A red picture.", "dark") and batch.examples[1].captions == ()
     assert batch.images_BCHW.shape == (4, 3, 16, 16)
-    assert len(open_source(f"images:{folder / 'a.jpg'},{folder / 'c.png'}", options)) == 2
+    assert len(open_source(f"images:{pictures / 'circle/a.png'},{pictures / 'star/d.png'}", options)) == 2
     shards = open_source("shards:data/demo/heldout-*.tar", options)
     batches = list(decoded_batches(shards, range(6), image_size=16, batch_size=4))
     assert [len(b.examples) for b in batches] == [4, 2] and all(e.captions for b in batches for e in b.examples)

@@ -1,7 +1,6 @@
 """ARO's files, choices by loss, and tests from synthetic programs: false captions are false and as long as the true one."""
 
 import io
-import json
 import re
 from collections import Counter
 from math import comb
@@ -14,47 +13,24 @@ from PIL import Image
 from torch import Tensor
 
 from data.errors import DataError
-from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
 from data.synthetic.generate import SyntheticData
 from evaluation import compositional
 from evaluation.compositional import Answers, Choice, choose, losses, read_aro, shape_choices
-from models.captioner import Captioner, build_captioner
-from tests.models.tiny import tiny_config
+from models.captioner import Captioner
+from tests.evaluation.conftest import TOKENIZER, captioner
 
-TOKENIZER = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
 SHAPES = SyntheticData(8, 32, "shapes")
 
 
-def captioner() -> Captioner:
-    config = tiny_config(
-        vocab_size=TOKENIZER.vocab_size, bos_id=TOKENIZER.bos_id, eos_id=TOKENIZER.eos_id, num_tokens=32
-    )
-    return build_captioner(config, generator=torch.Generator().manual_seed(0)).eval()
-
-
-PAIR = {
-    "image_path": "a.png", "bbox_x": 20, "bbox_y": 0, "bbox_w": 20, "bbox_h": 20, "relation_name": "on", "image_id": 7,
-    "true_caption": "the horse is on the grass", "false_caption": "the grass is on the horse",
-    "attributes": ["brown", "green"],
-}  # fmt: skip
-
-
-def test_pairs_of_aro(tmp_path: Path) -> None:
-    """Records as released, further keys included; the box cuts the image."""
+def test_the_box_is_what_is_shown(tmp_path: Path) -> None:
+    """The formats: test_caption_commands.py."""
     halves = np.zeros((20, 40, 3), np.uint8)
     halves[:, :20, 0], halves[:, 20:, 2] = 255, 255  # red on the left, blue on the right
     Image.fromarray(halves).save(tmp_path / "a.png")
-    (tmp_path / "relation.json").write_text(json.dumps([PAIR]))
-    (test,) = read_aro(tmp_path / "relation.json", tmp_path, "vg-relation")
-    assert test.captions == ("the horse is on the grass", "the grass is on the horse") and test.group == "on"
-    pixels = compositional.pixels_of(test, 16)
-    assert pixels is not None
-    assert (denormalize(pixels).reshape(-1, 3) == (0, 0, 255)).all()
-    ordered = {"image": "a.png", "true_caption": "a b c", "false_captions": ["b a c", "c b a", "a c b", "b c a"]}
-    (tmp_path / "order.json").write_text(json.dumps([ordered]))
-    (test,) = read_aro(tmp_path / "order.json", tmp_path, "order")
-    assert test == Choice(tmp_path / "a.png", ("a b c", *ordered["false_captions"]), "order")
+    pixels = compositional.pixels_of(Choice(tmp_path / "a.png", ("x",), "g", (20, 0, 40, 20)), 16)
+    assert pixels is not None and (denormalize(pixels).reshape(-1, 3) == (0, 0, 255)).all()
     whole = compositional.pixels_of(Choice(tmp_path / "a.png", ("x",), "g"), 16)
     assert whole is not None  # squashed, not cropped: both halves are whole
     assert denormalize(whole)[8, 0].tolist() == [255, 0, 0] and denormalize(whole)[8, 15].tolist() == [0, 0, 255]

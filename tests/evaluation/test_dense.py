@@ -13,8 +13,6 @@ from data.errors import DataError
 from evaluation.dense import (
     IGNORED,
     Coco,
-    Detections,
-    Objects,
     SyntheticShapes,
     average_precision,
     boxes_of,
@@ -23,22 +21,15 @@ from evaluation.dense import (
     open_dense,
     pixel_scores,
 )
-from tests.evaluation.support import evaluate
+from tests.evaluation.conftest import Evaluate
 from tests.trainer.trained_runs import recipe, trained
 
 SIDE = 48
-Dense = Callable[..., dict[str, Any]]
 
 
-def objects(*rows: tuple[float, float, float, float, int], crowd: tuple[bool, ...] = ()) -> Objects:
-    table = np.array(rows, dtype=np.float32).reshape(-1, 5)
-    flags = np.array(crowd or [False] * len(rows), dtype=bool)
-    return Objects(table[:, :4], table[:, 4].astype(np.int64), flags)
-
-
-def detections(*rows: tuple[float, float, float, float, int, float]) -> Detections:
-    table = np.array(rows).reshape(-1, 6)
-    return Detections(table[:, :4], table[:, 4].astype(np.int64), table[:, 5])
+def boxes(*rows: tuple[float, ...]) -> np.ndarray:
+    """Each of left, top, right, bottom, class, and crowd or score."""
+    return np.array(rows, dtype=np.float32).reshape(-1, 6)
 
 
 def test_synthetic_masks_are_what_is_drawn() -> None:
@@ -48,10 +39,10 @@ def test_synthetic_masks_are_what_is_drawn() -> None:
         picture = source.read(index)
         scene = source._data.example(index).scene
         pixels = source._data.example(index).image_HWC.astype(int)
-        assert picture.objects is not None and len(picture.objects.classes_M) == len(scene.shapes) > 0
+        assert picture.boxes_M6 is not None and len(picture.boxes_M6) == len(scene.shapes) > 0
         background = pixels[0, 0]
         assert np.abs(pixels[picture.mask_HW == 0] - background).max(axis=1).mean() < 8
-        for (left, top, right, bottom), kind in zip(picture.objects.boxes_M4, picture.objects.classes_M, strict=True):
+        for left, top, right, bottom, kind, _ in picture.boxes_M6:
             own = picture.mask_HW == kind + 1
             spread = pixels[own].std(axis=0).max()
             assert own.sum() > 20 and spread < 45  # one colour, but for soft edges
@@ -69,30 +60,29 @@ def test_mean_iou_by_hand() -> None:
 def test_average_precision_by_hand() -> None:
     """Two objects; the best box is right at every threshold, the second is wrong, the third overlaps by 0.6."""
     pytest.importorskip("pycocotools")
-    truth = [objects((0, 0, 10, 10, 0), (20, 20, 30, 30, 0))]
-    found = [detections((0, 0, 10, 10, 0, 0.9), (50, 50, 60, 60, 0, 0.8), (20, 20, 30, 26, 0, 0.7))]
+    truth = [boxes((0, 0, 10, 10, 0, 0), (20, 20, 30, 30, 0, 0))]
+    found = [boxes((0, 0, 10, 10, 0, 0.9), (50, 50, 60, 60, 0, 0.8), (20, 20, 30, 26, 0, 0.7))]
     low = 51 / 101 + 50 / 101 * 2 / 3  # precision 1 up to recall 0.5 (51 of 101 points), then 2/3
     high = 51 / 101
     score = average_precision(truth, found, 2)
     assert score["AP50"] == pytest.approx(low) and score["AP75"] == pytest.approx(high)
     assert score["AP"] == pytest.approx((3 * low + 7 * high) / 10)  # 0.50, 0.55 and 0.60
-    crowd = [objects((0, 0, 10, 10, 0), (0, 20, 40, 60, 0), crowd=(False, True))]
-    in_crowd = [detections((1, 21, 9, 30, 0, 0.9), (2, 22, 9, 30, 0, 0.8), (0, 0, 10, 10, 0, 0.5))]
+    crowd = [boxes((0, 0, 10, 10, 0, 0), (0, 20, 40, 60, 0, 1))]
+    in_crowd = [boxes((1, 21, 9, 30, 0, 0.9), (2, 22, 9, 30, 0, 0.8), (0, 0, 10, 10, 0, 0.5))]
     assert average_precision(crowd, in_crowd, 1)["AP"] == pytest.approx(1.0)
-    assert average_precision(truth, [detections()], 2) == {"AP": 0, "AP50": 0, "AP75": 0}
-    assert np.isnan(average_precision([objects()], [detections()], 1)["AP"])
+    assert average_precision(truth, [boxes()], 2) == {"AP": 0, "AP50": 0, "AP75": 0}
+    assert np.isnan(average_precision([boxes()], [boxes()], 1)["AP"])
 
 
 def test_cells_and_boxes_are_inverse() -> None:
-    truth = objects((4, 8, 28, 24, 1), (40, 40, 60, 56, 0), (0, 0, 60, 60, 2))
+    truth = boxes((4, 8, 28, 24, 1, 0), (40, 40, 60, 56, 0, 0), (0, 0, 60, 60, 2, 0))
     kind, sides = cell_targets(truth, 16, 64, 3)
     assert kind[4, 3] == 1 and kind[12, 12] == 0 and kind[0, 15] == 3 and kind[8, 8] == 2
     logits = np.full((4, 16, 16), -10.0)
     np.put_along_axis(logits, kind[None], 10.0, axis=0)
     found = boxes_of(np.concatenate([logits, sides]), 64, 3)  # one box for each object: overlapping ones are left out
-    order = np.argsort(found.classes_M)
-    assert found.classes_M[order].tolist() == [0, 1, 2] and (found.scores_M > 0.9).all()
-    assert found.boxes_M4[order] == pytest.approx(truth.boxes_M4[[1, 0, 2]], abs=1e-3)
+    found = found[np.argsort(found[:, 4])]
+    assert found[:, :5] == pytest.approx(truth[[1, 0, 2], :5], abs=1e-3) and (found[:, 5] > 0.9).all()
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +93,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def dense(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dense:
-    def run(*arguments: object) -> dict[str, Any]:
-        told = ["--checkpoint", run_dir, "--image_size", SIDE, *arguments]
-        return evaluate(monkeypatch, capsys, "dense", *map(str, told))
-
-    return run
+def dense(run_dir: Path, run: Evaluate) -> Evaluate:
+    return lambda *arguments: run("dense", "--checkpoint", run_dir, "--image_size", SIDE, *arguments)
 
 
 def as_ade20k(root: Path, split: str, count: int, seed: int) -> str:
@@ -131,11 +117,10 @@ def as_coco(root: Path, count: int, seed: int, *, crowd: bool = False) -> str:
     root.mkdir()
     for index in range(count):
         picture = source.read(index)
-        assert picture.objects is not None
+        assert picture.boxes_M6 is not None
         (root / f"{index}.png").write_bytes(picture.image)
         images.append({"id": 10 + 3 * index, "file_name": f"{index}.png", "height": SIDE, "width": SIDE})
-        for box, kind in zip(picture.objects.boxes_M4.astype(float), picture.objects.classes_M, strict=True):
-            left, top, right, bottom = box
+        for left, top, right, bottom, kind, _ in picture.boxes_M6.tolist():
             mask = picture.mask_HW == kind + 1
             edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.T.reshape(-1), [False]]).astype(int)))
             counts = np.diff(np.concatenate([[0], edges, [mask.size]])).tolist()
@@ -152,7 +137,7 @@ def as_coco(root: Path, count: int, seed: int, *, crowd: bool = False) -> str:
 
 
 @pytest.mark.full
-def test_training_pictures_are_learnt(dense: Dense) -> None:
+def test_training_pictures_are_learnt(dense: Evaluate) -> None:
     """The same pictures for both: what is scored must have been trained on, in the same classes, boxes and pixels."""
     pytest.importorskip("pycocotools")
     told = ("--train", "synthetic:1:6", "--test", "synthetic:1:6", "--epochs", 120, "--lr", 0.01)
@@ -160,10 +145,10 @@ def test_training_pictures_are_learnt(dense: Dense) -> None:
     assert dense("--task", "detection", *told)["scalars"]["detection/AP50"] > 0.3
 
 
-def test_folders_of_ade20k(dense: Dense, tmp_path: Path) -> None:
+def test_folders_of_ade20k(dense: Evaluate, tmp_path: Path) -> None:
     train, test = as_ade20k(tmp_path, "training", 6, 1), as_ade20k(tmp_path, "validation", 3, 2)
     source, drawn = open_dense(train, SIDE), SyntheticShapes(1, 6, SIDE)
-    assert len(source) == 6 and len(source.mask_classes) == 150 and source.read(0).objects is None
+    assert len(source) == 6 and len(source.mask_classes) == 150 and source.read(0).boxes_M6 is None
     assert np.array_equal(source.read(2).mask_HW, drawn.read(2).mask_HW)
     record = dense("--task", "segmentation", "--train", train, "--test", test, "--epochs", 3)
     assert 0 < record["scalars"]["segmentation/mean_iou"] <= 1 and record["data"][1]["name"] == test
@@ -180,7 +165,7 @@ def test_folders_of_ade20k(dense: Dense, tmp_path: Path) -> None:
         open_dense(train, SIDE)
 
 
-def test_coco_instances(dense: Dense, tmp_path: Path) -> None:
+def test_coco_instances(dense: Evaluate, tmp_path: Path) -> None:
     """Both tasks; the reader gives the classes, masks and boxes that were drawn, in the order of the category ids."""
     pytest.importorskip("pycocotools")
     train, test = as_coco(tmp_path / "train", 6, 1), as_coco(tmp_path / "test", 3, 2)
@@ -189,9 +174,7 @@ def test_coco_instances(dense: Dense, tmp_path: Path) -> None:
     for index in (0, 2, 4):
         found, expected = source.read(index), drawn.read(index)
         assert np.array_equal(found.mask_HW, expected.mask_HW)
-        assert found.objects is not None and expected.objects is not None
-        assert np.array_equal(found.objects.boxes_M4, expected.objects.boxes_M4)
-        assert np.array_equal(found.objects.classes_M, expected.objects.classes_M)
+        assert found.boxes_M6 is not None and np.array_equal(found.boxes_M6, expected.boxes_M6)  # type: ignore[arg-type]
     for task, score in (("segmentation", "segmentation/mean_iou"), ("detection", "detection/AP50")):
         record = dense("--task", task, "--train", train, "--test", test, "--epochs", 3)
         assert 0 <= record["scalars"][score] <= 1

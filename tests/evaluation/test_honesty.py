@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from evaluation.private_head.run import spent_in
@@ -18,14 +17,13 @@ from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.evaluation.support import ROOT, evaluate, pictures, save_digits
-from tests.evaluation.test_private_head_ledger import exact_delta, spent
+from tests.evaluation.conftest import Evaluate
+from tests.evaluation.support import ROOT, exact_delta, pictures, save_digits, save_pictures, spent
 from tests.privacy.ledger_files import PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, recipe, trained
 from trainer.weights.open_model import open_model
 
 PRIVATE = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
-Evaluate = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +34,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
-    return lambda *arguments: evaluate(monkeypatch, capsys, *map(str, arguments))
-
-
-def arrays(folder: Path, count: int = 12) -> str:
-    images, labels = pictures(count)
-    np.savez(folder / "pictures.npz", images=images, labels=labels)
-    return f"arrays:{folder}/pictures.npz"
-
-
 def probe(run: Evaluate, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    source = arrays(folder)
+    source = save_pictures(folder, 12)
     return run(
         "linear-probe", "--checkpoint", checkpoint, "--train", source, "--test", source, "--method", "lars", "--epochs", 2,
         "--output", folder / "out",
@@ -103,7 +90,19 @@ def test_what_people_read(
 
     shutil.copytree(whole, tmp_path / "run")
     remove_ledger(tmp_path / "run")
-    told = ["features", "--data", arrays(tmp_path), "--cache", str(tmp_path / "f"), "--checkpoint"]
+    source = save_pictures(tmp_path, 12)
+    told = [
+        "few-shot",
+        "--train",
+        source,
+        "--test",
+        source,
+        "--shots",
+        "1",
+        "--cache",
+        str(tmp_path / "f"),
+        "--checkpoint",
+    ]
     for checkpoint, said in (
         (whole, "for its own training data: epsilon "),
         (tmp_path / "run", "no formal guarantee: not attested"),
@@ -116,7 +115,10 @@ def test_what_people_read(
 
 
 def test_features_are_private_to_their_owner_and_say_so(run: Evaluate, whole: Path, tmp_path: Path) -> None:
-    record = run("features", "--checkpoint", whole, "--data", arrays(tmp_path), "--data_is_public")
+    source = save_pictures(tmp_path, 12)
+    record = run(
+        "few-shot", "--checkpoint", whole, "--train", source, "--test", source, "--shots", 1, "--data_is_public"
+    )
     assert record["formal_guarantee"] is False and record["released_with_differential_privacy"] == []
     (folder,) = (whole / "private/features").glob("features-*")
     assert json.loads((folder / "manifest.json").read_text())["formal_guarantee"] is False
@@ -132,7 +134,16 @@ def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Pa
     """The head's epsilon is given the encoder, and the record, the line and head.json say what that is worth."""
     (path,) = (whole / "checkpoints").glob("step-*")
     shutil.copytree(path, tmp_path / "alone")
-    told = ("--train", arrays(tmp_path), "--test", arrays(tmp_path), "--method", "dp-ls", "--target_epsilon", 1)
+    told = (
+        "--train",
+        save_pictures(tmp_path, 12),
+        "--test",
+        save_pictures(tmp_path, 12),
+        "--method",
+        "dp-ls",
+        "--target_epsilon",
+        1,
+    )
     for checkpoint, said in (
         (tmp_path / "alone", "given the encoder, which has no formal guarantee: if it has seen them, none is left"),
         (whole, "given nothing: what the encoder spent is composed with the head, in case it has seen them"),

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from evaluation.options import COMMANDS, Command
-from tests.evaluation import support
-from tests.evaluation.support import evaluate
+from tests.evaluation.conftest import Evaluate
+from tests.evaluation.support import save_pictures
 
 Values = dict[str, Any]
 each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -17,12 +16,9 @@ each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: 
 @pytest.fixture
 def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
     """Options with which every command is short."""
-    images, labels = support.pictures(12)
-    np.savez(tmp_path / "arrays.npz", images=images, labels=labels)
-    arrays, folder = f"arrays:{tmp_path}/arrays.npz", f"folder:{pictures}"
+    arrays, folder = save_pictures(tmp_path, 12), f"folder:{pictures}"
     probe = {"train": arrays, "test": arrays}
     short: dict[str, Values] = {
-        "features": {"data": arrays},
         "linear-probe": {**probe, "epochs": 2, "num_folds": 2},
         "few-shot": {**probe, "shots": (1,), "num_splits": 2},
         "private-head": {**probe, "method": "dp-ls", "target_epsilon": 1.0, "num_classes": 3},
@@ -45,9 +41,8 @@ def words(given: Values) -> list[str]:
 
 @each_command
 def test_a_command_is_a_function(
-    command: Command, values: dict[str, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    command: Command, values: dict[str, Values], tmp_path: Path, run: Evaluate, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = values[command.name]
     options = command.options(**given, output=tmp_path / "python")
     before = options.model_copy(deep=True)
@@ -55,7 +50,7 @@ def test_a_command_is_a_function(
     assert results is not None and results.name == command.name and options == before
     assert capsys.readouterr() == ("", "")
     assert not list(tmp_path.rglob("evaluation")), "a record is the business of `publish`"
-    record = evaluate(monkeypatch, capsys, command.name, *words(given), "--output", str(tmp_path / "shell"))
+    record = run(command.name, *words(given), "--output", str(tmp_path / "shell"))
     if command.name == "private-head":  # its noise is drawn anew
         assert record["scalars"].keys() == results.scalars.keys()
     else:

@@ -1,7 +1,6 @@
 """evaluate.py private-head: claim, card and audit; whoever interrupts, edits or repeats heads gets no ledger that says less."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from scipy import stats
 
 from data.errors import DataError
 from evaluation.features import Features
@@ -28,7 +26,8 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
-from tests.evaluation.support import digits, evaluate, save_digits
+from tests.evaluation.conftest import Evaluate
+from tests.evaluation.support import digits, exact_delta, save_digits, spent
 from trainer.errors import ConfigError
 from trainer.report import build_card
 
@@ -38,34 +37,14 @@ GIVEN = "the examples of shards:a.tar, given the encoder, whose epsilon is to be
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(tmp_path: Path, run: Evaluate) -> Evaluate:
     train, test = save_digits(tmp_path, 300)
-    common = (
-        "private-head",
-        "--train",
-        train,
-        "--test",
-        test,
-        "--num_classes",
-        "10",
-        "--output",
-        str(tmp_path / "out"),
-    )
-    return lambda *arguments: evaluate(monkeypatch, capsys, *common, *arguments)
+    sources = ("--train", train, "--test", test)
+    common = ("private-head", *sources, "--num_classes", "10", "--output", str(tmp_path / "out"))
+    return lambda *arguments: run(*common, *arguments)
 
 
-def exact_delta(mu: float, epsilon: float) -> float:
-    return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu))
-
-
-def spent(ledger: Path) -> float:
-    """mu of all releases of all intents."""
-    records = [json.loads(line) for line in ledger.read_text().splitlines()]
-    releases = [release for record in records if record["type"] == "intent" for release in record["releases"]]
-    return math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in releases))
-
-
-def test_one_head_next_to_what_it_would_be_without_privacy(run: Any, tmp_path: Path) -> None:
+def test_one_head_next_to_what_it_would_be_without_privacy(run: Evaluate, tmp_path: Path) -> None:
     told = ("--method", "dp-ls", "--target_epsilon", "2", "--delta", "1e-5", "--option", "ridge=0.05", "--compare")
     record = run(*told)
     [release] = record["released_with_differential_privacy"]
@@ -92,7 +71,7 @@ def test_one_head_next_to_what_it_would_be_without_privacy(run: Any, tmp_path: P
         (["--method", "dp-x", "--target_epsilon", "1"], "invalid choice"),
     ],
 )
-def test_refused(run: Any, tmp_path: Path, arguments: list[str], match: str) -> None:
+def test_refused(run: Evaluate, tmp_path: Path, arguments: list[str], match: str) -> None:
     with pytest.raises(ValueError, match=match) as caught:
         run(*arguments)
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
@@ -109,7 +88,7 @@ def whitened(folder: Path) -> tuple[list[str], np.ndarray]:
     return ["--whiten_on", f"features:{folder}/others.npz"], x_test + far[:1]
 
 
-def test_whitening_on_public_pictures_lets_classes_be_seen(run: Any, tmp_path: Path) -> None:
+def test_whitening_on_public_pictures_lets_classes_be_seen(run: Evaluate, tmp_path: Path) -> None:
     whiten_on, x_test = whitened(tmp_path)
     told = ["--method", "dp-ls", "--target_epsilon", "4", "--delta", "1e-5"]
     [plain] = run(*told, "--heads", str(tmp_path / "plain"))["scalars"].values()
@@ -148,7 +127,7 @@ def test_a_row_is_whitened_by_itself_and_by_public_pictures_alone() -> None:
         Whitening.of(Features(np.full((9, 4), np.inf), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool)))
 
 
-def test_whitening_on_private_or_other_features_is_refused(run: Any, tmp_path: Path) -> None:
+def test_whitening_on_private_or_other_features_is_refused(run: Evaluate, tmp_path: Path) -> None:
     np.savez(tmp_path / "narrow.npz", features=np.eye(9), labels=np.zeros(9, dtype=np.int64))
     for source, match in (("train", "is not public"), ("./test", "is not public"), ("narrow", "of another width")):
         with pytest.raises(ConfigError, match=match):
@@ -156,7 +135,9 @@ def test_whitening_on_private_or_other_features_is_refused(run: Any, tmp_path: P
     assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
 
 
-def test_fewer_classes_than_have_names_are_refused(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_classes_than_have_names_are_refused(
+    run: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load = head_command.load_inputs
 
     def named(*arguments: Any, **options: Any) -> Any:
@@ -193,11 +174,11 @@ def test_a_row_decides_about_itself_alone(capsys: pytest.CaptureFixture[str]) ->
 def test_card_verifier_and_audit_tell_what_was_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And find an epsilon in head.json that is too small."""
     folder = tmp_path / "head"
-    train_head(Rows(FEATURES[:60], LABELS[:60]), 3, "dp-newton", epsilon=1.0, delta=1e-3, output=folder, covers=GIVEN)
+    train_head(Rows(FEATURES[:60], LABELS[:60]), 3, "dp-fc", epsilon=1.0, delta=1e-3, output=folder, covers=GIVEN)
     card = build_card(folder)
     page = to_markdown(card).casefold()
     assert card.epsilon == pytest.approx(1.0, rel=1e-2) and card.epsilon <= 1.0
-    for said in ("dp-newton", "one labelled example", GIVEN, "full batch", "gradient[0]", "hessians[0]", "ridge"):
+    for said in ("dp-fc", "one labelled example", GIVEN, "full batch", "gradient[0]", "second_moment", "ridge"):
         assert said.casefold() in page, said
     for wrong in ("DP-SGD", "AES-256", "image-text pair", "optimizer", "divisor", "Poisson", "Whole batches"):
         assert wrong.casefold() not in page, wrong
@@ -244,7 +225,7 @@ def cut(output: Path, lines: int = 2) -> None:
 
 
 AGAIN: dict[str, dict[str, Any]] = {
-    "another method": {"method": "dp-newton"},
+    "another method": {"method": "dp-fc"},
     "other words": {"covers": "nobody"},
     "another option": {"options": {"ridge": 0.5}},
     "another epsilon": {"epsilon": 2.0},

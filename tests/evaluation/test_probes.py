@@ -15,11 +15,12 @@ from data.errors import DataError
 from data.examples.transforms import train_image
 from evaluation.encoder import features
 from evaluation.features import compute
-from evaluation.few_shot import few_shot_probe, split, unit_rows
+from evaluation.few_shot import few_shot_probe, interval, split, unit_rows
 from evaluation.linear_probe import cross_validated_regression, fold_of, lars_probe, regression
 from evaluation.options import FeatureOptions
 from evaluation.sources import Arrays, Augmentation
-from tests.evaluation.support import digits, evaluate, pictures, save_digits
+from tests.evaluation.conftest import Evaluate
+from tests.evaluation.support import digits, pictures, save_digits, save_pictures
 from tests.trainer.trained_runs import recipe, trained
 from trainer.weights.open_model import open_model
 
@@ -93,16 +94,13 @@ def test_lars_follows_the_released_rule(augmented: bool) -> None:
     expected = released_lars(x_of_epoch, y, x_test, start, 0.5 * 1200 / 256, 4)
     assert (found.batch_size, found.peak_lr) == (1200, 0.5 * 1200 / 256)
     assert found.head.scores(x_test) == pytest.approx(expected, abs=2e-3)
-    assert found.last == np.mean(expected.argmax(1) == y_test) and len(found.accuracies) == 20
-    assert found.best == found.accuracies[found.best_epoch - 1] == max(found.accuracies)
+    assert found.accuracies[-1] == np.mean(expected.argmax(1) == y_test) and len(found.accuracies) == 20
 
 
-def test_lars_and_lbfgs_agree_on_digits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lars_and_lbfgs_agree_on_digits(tmp_path: Path, run: Evaluate) -> None:
     train, test = save_digits(tmp_path)
     common = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "3")
-    record = evaluate(monkeypatch, capsys, *common, "--trust_coefficient", "0.03")
+    record = run(*common, "--trust_coefficient", "0.03")
     scalars = record["scalars"]
     assert scalars["lbfgs_accuracy"] > 0.94
     assert abs(scalars["lars_accuracy_last_epoch"] - scalars["lbfgs_accuracy"]) <= 0.01
@@ -119,32 +117,24 @@ def test_lars_and_lbfgs_agree_on_digits(
     assert list((folder / "tensorboard").iterdir())
 
 
-def test_public_data_leave_the_private_part_and_few_steps_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_public_data_leave_the_private_part_and_few_steps_are_named(tmp_path: Path, run: Evaluate) -> None:
     train, test = save_digits(tmp_path, 300)
     told = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "2")
-    record = evaluate(monkeypatch, capsys, *told, "--epochs", "2", "--data_is_public")
+    record = run(*told, "--epochs", "2", "--data_is_public")
     assert "LARS has hardly converged" in record["notes"][0]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["evaluation"] and record["data_is_public"]
     assert record["formal_guarantee"] is False
 
 
-def test_the_probe_on_random_crops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_probe_on_random_crops(tmp_path: Path, run: Evaluate) -> None:
     """Every epoch has features of its own, of the images' own crops."""
     trained(
         tmp_path / "run", recipe("classifier", "encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3")
     )
-    images, labels = pictures(24)
-    np.savez(tmp_path / "pictures.npz", images=images, labels=labels)
-    source = f"arrays:{tmp_path}/pictures.npz"
+    source, (images, labels) = save_pictures(tmp_path, 24), pictures(24)
     told = ["linear-probe", "--train", source, "--test", source, "--method", "lars", "--epochs", "3"]
     told += ["--checkpoint", str(tmp_path / "run")]
-    plain, augmented, again = (
-        evaluate(monkeypatch, capsys, *told, *more) for more in ([], ["--augment"], ["--augment"])
-    )
+    plain, augmented, again = (run(*told, *more) for more in ([], ["--augment"], ["--augment"]))
     assert augmented["details"]["lars"]["augmented"] and not plain["details"]["lars"]["augmented"]
     assert augmented["scalars"] == again["scalars"]
     opened, arrays, how = open_model(tmp_path / "run"), Arrays("here", images, labels), FeatureOptions()
@@ -170,18 +160,12 @@ def test_the_probe_is_regression_on_unit_rows() -> None:
     """scikit-learn's, with DP-Cap's ridge, on rows that are centred and of length one."""
     x, y, x_test, y_test = digits()
     x, x_test = x * np.linspace(1, 50, len(x))[:, None] + 3, x_test - 1  # each row's own scale and offset do not matter
-    [found] = few_shot_probe((x, y), (x_test, y_test), 10, [5], num_splits=2)
-    for number, accuracy in enumerate(found.accuracies):
+    found = few_shot_probe((x, y), (x_test, y_test), 10, [5], num_splits=2)
+    for number, accuracy in enumerate(found[5]):
         rows = split(y, 5, number)
         z = unit_rows(x[rows])
         assert np.linalg.norm(z, axis=1) == pytest.approx(1) and z.mean(1) == pytest.approx(0)
         theirs = LogisticRegression(C=1 / 0.0025, fit_intercept=False, tol=1e-8, max_iter=5000).fit(z, y[rows])
         assert accuracy == pytest.approx(theirs.score(unit_rows(x_test), y_test), abs=0.004)
-
-
-def test_few_shot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    train, test = save_digits(tmp_path)
-    record = evaluate(monkeypatch, capsys, "few-shot", "--train", train, "--test", test, "--shots", "1", "10")
-    one, ten = (record["scalars"][f"probe/{k}-shot/accuracy"] for k in (1, 10))
-    assert 0.4 < one < ten and ten > 0.85 and record["scalars"]["probe/10-shot/interval_half_width"] > 0
-    assert len(record["details"]["accuracies"]["10"]) == 3 and record["formal_guarantee"] is False
+    three = interval([0.5, 0.6, 0.8])  # Student's t of two degrees of freedom: 4.303
+    assert three["half_width"] == pytest.approx(4.3027 * np.std([0.5, 0.6, 0.8], ddof=1) / math.sqrt(3), rel=1e-4)

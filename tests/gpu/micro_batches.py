@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.step import flops, largest_micro_batch, matrix_peak
-from benchmarks.workloads import Workload, make_step
+from benchmarks.step import Workload, flops, largest_micro_batch, make_step, matrix_peak
 from tests.gpu.checks import Check, Setting
 from trainer.planner.probe import count_flops
 

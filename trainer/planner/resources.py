@@ -43,7 +43,7 @@ LATTICE_BYTES = 190
 the norm, 76 to scale and round in fp64, 80 for exact squares, 30 to multiply and add up, in the unfused operations of
 privacy/clipping/integers.py."""
 DECODED_PER_SECOND = 366.0
-"""Examples that one core decodes and transforms: JPEGs of 82 kB to 224 pixels (benchmarks/loader.py, 2026-11-22)."""
+"""Examples that one core decodes and transforms: JPEGs of 82 kB to 224 pixels (2026-11-22-loader-two-cores.json)."""
 GPU_MTBF_HOURS = 50_000.0
 """Assumed: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv:2407.21783, section 3.3.4)."""
 RESTART_SECONDS = 600.0

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.step import flop_ratios, operations
-from benchmarks.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
+from benchmarks.step import CPU_WORKLOADS, CUDA_WORKLOADS, flop_ratios, operations
 
 
 @pytest.mark.parametrize(
