@@ -25,7 +25,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Count = Annotated[int | None, Shown("N"), Field(ge=1, le=10**12)]
 Source = Annotated[str, Shown("SOURCE")]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
-HeadMethod = Literal["dp-ls", "dp-fc"]
+HeadMethod = Literal["dp-ls", "dp-newton", "dp-fc"]
 
 
 class CommandOptions(Options):

@@ -1,16 +1,16 @@
-"""DP-LS and DP-FC: weights of a linear head, argmax_l w_l . x, from a few noised statistics.
+"""DP-LS, DP-Newton and DP-FC: weights of a linear head, argmax_l w_l . x, from a few noised statistics.
 
 Full-batch methods of Mehta, Krichene, Thakurta, Kurakin and Cutkosky 2022 (arXiv 2211.13403): a handful of statistics, each
-noised once, all of them together one Gaussian mechanism. Their DP-Newton was measured here and left out: every example touches
-every class, and it was behind DP-LS at each epsilon (docs/evaluation.md).
+noised once, all of them together one Gaussian mechanism.
 
-Shapes: N examples, B of them in a block, D features, L classes, W weights (L, D). Each method first says
+Shapes: N examples, B of them in a block, D features, L classes, K of them in a chunk, W weights (L, D). Each method first says
 which statistics it will ask for, with their sensitivities for one example there or zeroed out, so that the ledger has them before
 any is computed; `fit` gives (L, D) weights and refuses steps that diverge, which is seen on released weights. Noise is
 independent for every class, every entry and every step (the released code of the paper adds one vector to all classes, which
 cancels in the argmax: no privacy at all).
 
-Nothing is held for all examples, and no array of shape (L, D, D).
+Nothing is held for all examples, and no array of shape (L, D, D): classes whose matrices take CHUNK_BYTES together are gone
+through at once, which means one pass over the examples for each such chunk.
 
 Statistics with L2 sensitivities s_k, noised with standard deviations n_k, are together one Gaussian mechanism with
 mu = sqrt(sum_k (s_k / n_k)^2) (Dong, Roth and Su 2019, arXiv 1905.02383, corollary 3.3), whose epsilon(delta) is exact:
@@ -25,13 +25,15 @@ import numpy as np
 import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from scipy.special import softmax
+from scipy.special import expit, softmax
 
 from evaluation.private_head.rows import Rows
 from privacy.errors import PrivacyConfigError
 from privacy.noise import NoiseSource, add_noise
 from privacy.releases import Release
 
+CHUNK_BYTES = 1 << 27
+"""Second moments or Hessians of several classes that are held at once, in fp64. Speed and memory only."""
 LARGEST_WEIGHT = 1e100
 
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
@@ -47,6 +49,16 @@ class Statistic(NamedTuple):
     name: str
     sensitivity: float
     share: float = 1.0
+
+
+class Piece(NamedTuple):
+    """A statistic that does not fit into memory is released in `of` pieces, which share no entry; this is one of them.
+
+    Noise is independent for every entry, so pieces that are noised one after the other are the same Gaussian mechanism.
+    """
+
+    number: int = 0
+    of: int = 1
 
 
 class Budget:
@@ -70,35 +82,45 @@ class Budget:
         self._stds = {release["name"]: release["std"] for release in self.releases}
         if len(self._stds) != len(statistics):
             raise ValueError("two statistics have one name")
+        self._left: dict[str, set[Piece]] = {}
         self._noise = noise
 
-    def release(self, name: str, values: np.ndarray) -> np.ndarray:
-        """The statistic with independent noise on every entry. A second request is an error: its noise is not paid for."""
-        std = self._take(name)
+    def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008  (immutable)
+        """The statistic with independent noise on every entry. A second request is an error: its noise is not paid for.
+
+        Args:
+            values: the whole statistic, or the entries of this piece of it.
+        """
+        std = self._take(name, piece)
         noised = torch.from_numpy(np.array(values, dtype=np.float64))
         if self._noise is not None:
             add_noise(noised.view(-1), std, self._noise)
         return noised.numpy()
 
-    def release_symmetric(self, name: str, matrix_DD: np.ndarray) -> np.ndarray:
-        """A symmetric matrix with symmetric noise, its negative eigenvalues removed (both free: post-processing).
+    def release_symmetric(self, name: str, matrices_KDD: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
+        """Symmetric matrices with symmetric noise, their negative eigenvalues removed (both free: post-processing).
 
         The noise of a full matrix, symmetrised, has variance std^2 on the diagonal and std^2 / 2 off it, which is exactly the
         Gaussian noise of the Frobenius norm on symmetric matrices.
         """
-        noised_DD = self.release(name, matrix_DD)
-        values, vectors = np.linalg.eigh((noised_DD + noised_DD.T) / 2)
-        return np.asarray((vectors * np.maximum(values, 0)) @ vectors.T)
+        noised = self.release(name, matrices_KDD, piece)
+        for matrix_DD in noised.reshape(-1, *noised.shape[-2:]):  # one by one, which bounds the memory
+            values, vectors = np.linalg.eigh((matrix_DD + matrix_DD.T) / 2)
+            matrix_DD[...] = (vectors * np.maximum(values, 0)) @ vectors.T
+        return noised
 
     def require_spent(self) -> None:
         """Everything that the ledger lists was asked for; a method that forgets one has planned wrongly."""
-        if self._stds:
-            raise RuntimeError(f"planned but never released: {', '.join(self._stds)}")
+        left = [name for name in self._stds if self._left.get(name, {Piece()})]
+        if left:
+            raise RuntimeError(f"planned but never released: {', '.join(left)}")
 
-    def _take(self, name: str) -> float:
-        if name not in self._stds:
+    def _take(self, name: str, piece: Piece) -> float:
+        pieces = self._left.setdefault(name, {Piece(number, piece.of) for number in range(piece.of)})
+        if name not in self._stds or piece not in pieces:
             raise RuntimeError(f"statistic {name} was released before, or never planned")
-        return self._stds.pop(name)
+        pieces.remove(piece)
+        return self._stds[name]
 
 
 def accuracy(weights_LD: np.ndarray, features_ND: np.ndarray, labels_N: np.ndarray) -> float:
@@ -106,9 +128,18 @@ def accuracy(weights_LD: np.ndarray, features_ND: np.ndarray, labels_N: np.ndarr
     return float((np.argmax(features_ND @ weights_LD.T, axis=1) == labels_N).mean())
 
 
+def _gram(x_BD: np.ndarray) -> np.ndarray:
+    """sum_b x_b x_b', exactly symmetric; numpy takes the product of half the work for a matrix and its own transpose."""
+    return np.asarray(x_BD.T @ x_BD)
+
+
 def _second_moment(rows: Rows, max_norm: float) -> np.ndarray:
-    """sum x x', exactly symmetric; numpy takes the product of half the work for a matrix and its own transpose."""
-    return rows.sum(lambda x_BD, _: np.asarray(x_BD.T @ x_BD), max_norm, "second moment")
+    return rows.sum(lambda x_BD, _: _gram(x_BD), max_norm, "second moment")
+
+
+def _chunks(num_classes: int, width: int) -> list[range]:
+    size = max(1, CHUNK_BYTES // (8 * width**2))
+    return [range(start, min(start + size, num_classes)) for start in range(0, num_classes, size)]
 
 
 def _solve(matrix_DD: np.ndarray, ridge: float, right_LD: np.ndarray) -> np.ndarray:
@@ -132,15 +163,20 @@ class LeastSquares:
         max_norm: C, to which features are clipped.
         alpha: weight of "not this class".
         ridge: relative to N C^2.
+        class_moments: whether each class's own second moment is released too; without it there is one statistic less to
+            pay for and one matrix to factorise.
     """
 
     max_norm: Positive = 1.0
     alpha: Positive = 1.0
     ridge: Positive = 0.03
+    class_moments: bool = False
 
     def statistics(self, num_classes: int) -> list[Statistic]:
         """One example is in one class, so that all classes together have the sensitivity of one."""
-        return [Statistic("second_moment", self.max_norm**2), Statistic("class_sums", self.max_norm)]
+        c = self.max_norm
+        extra = [Statistic("class_second_moments", c**2)] if self.class_moments else []
+        return [Statistic("second_moment", c**2), Statistic("class_sums", c), *extra]
 
     def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
         def class_sums(x_BD: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
@@ -151,7 +187,76 @@ class LeastSquares:
         moment_DD = self.alpha * budget.release_symmetric("second_moment", _second_moment(rows, self.max_norm))
         sums_LD = budget.release("class_sums", rows.sum(class_sums, self.max_norm, "class sums"))
         ridge = self.ridge * rows.num_examples * self.max_norm**2
-        return _solve(moment_DD, ridge, sums_LD)
+        if not self.class_moments:
+            return _solve(moment_DD, ridge, sums_LD)
+        weights_LD, chunks = np.empty_like(sums_LD), _chunks(num_classes, rows.width)
+        for number, chunk in enumerate(chunks):
+
+            def moments(x_BD: np.ndarray, labels_B: np.ndarray, chunk: range = chunk) -> np.ndarray:
+                return np.stack([_gram(x_BD[labels_B == label]) for label in chunk])
+
+            what = f"second moments of classes {chunk.start} to {chunk.stop - 1} of {num_classes}"
+            moments_KDD = rows.sum(moments, self.max_norm, what)
+            moments_KDD = budget.release_symmetric("class_second_moments", moments_KDD, Piece(number, len(chunks)))
+            for label, own_DD in zip(chunk, moments_KDD, strict=True):
+                weights_LD[label] = _solve(own_DD + moment_DD, ridge, sums_LD[label, None])[0]
+        return weights_LD
+
+
+@method_options
+class Newton:
+    """DP-Newton on the sum of one logistic loss per class, from zero weights.
+
+    An example touches every class, hence the sqrt(L) in both sensitivities: |p - y| <= sqrt(L), p (1 - p) <= 1/4.
+    """
+
+    max_norm: Positive = 1.0
+    num_steps: Steps = 1
+    lr: Positive = 1.0
+    ridge: Positive = 1e-3
+
+    def statistics(self, num_classes: int) -> list[Statistic]:
+        c, root = self.max_norm, num_classes**0.5
+        return [
+            statistic
+            for step in range(self.num_steps)
+            for statistic in (
+                Statistic(f"gradient[{step}]", c * (root if step else root / 2)),
+                Statistic(f"hessians[{step}]", root * c**2 / 4),
+            )
+        ]
+
+    def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
+        weights_LD = np.zeros((num_classes, rows.width))
+        ridge = self.ridge * rows.num_examples * self.max_norm**2
+        chunks = _chunks(num_classes, rows.width)
+        for step in range(self.num_steps):
+
+            def gradient(x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD) -> np.ndarray:
+                residual_BL = expit(
+                    x_BD @ weights_LD.T
+                )  # a half for all at step 0, hence the smaller sensitivity there
+                residual_BL[np.arange(len(x_BD)), labels_B] -= 1
+                return np.asarray(residual_BL.T @ x_BD)
+
+            name, step_LD = f"step {step + 1} of {self.num_steps}", np.empty_like(weights_LD)
+            gradient_LD = budget.release(f"gradient[{step}]", rows.sum(gradient, self.max_norm, f"gradient, {name}"))
+            for number, chunk in enumerate(chunks):
+                chosen_KD = weights_LD[chunk.start : chunk.stop]
+
+                def hessians(x_BD: np.ndarray, _: np.ndarray, chosen_KD: np.ndarray = chosen_KD) -> np.ndarray:
+                    p_BK = expit(x_BD @ chosen_KD.T)
+                    root_BK = np.sqrt(p_BK * (1 - p_BK))
+                    return np.stack([_gram(root_B[:, None] * x_BD) for root_B in root_BK.T])
+
+                what = f"Hessians of classes {chunk.start} to {chunk.stop - 1} of {num_classes}, {name}"
+                hessians_KDD = budget.release_symmetric(
+                    f"hessians[{step}]", rows.sum(hessians, self.max_norm, what), Piece(number, len(chunks))
+                )
+                for label, hessian_DD in zip(chunk, hessians_KDD, strict=True):
+                    step_LD[label] = _solve(hessian_DD, ridge, gradient_LD[label, None])[0]
+            weights_LD = _finite(weights_LD - self.lr * step_LD)
+        return weights_LD
 
 
 @method_options
@@ -197,6 +302,6 @@ class FeatureCovariance:
         return weights_LD
 
 
-HeadMethod = LeastSquares | FeatureCovariance
-METHODS: Mapping[str, type[HeadMethod]] = {"dp-ls": LeastSquares, "dp-fc": FeatureCovariance}
+HeadMethod = LeastSquares | Newton | FeatureCovariance
+METHODS: Mapping[str, type[HeadMethod]] = {"dp-ls": LeastSquares, "dp-newton": Newton, "dp-fc": FeatureCovariance}
 """The methods by the names that the command uses."""

@@ -1,7 +1,8 @@
 """Private heads: dense references, sensitivities by leaving one example out, noise by statistics, digits against non-private.
 
 A later step starts from weights that follow from releases, and these may be anything: the search draws them, small and huge. It
-looks for the example among hostile ones, some made for the weights of that step. Blocks are small, so that every sum has several.
+looks for the example among hostile ones, some made for the weights of that step. Blocks and chunks are small, so that every sum
+has several of them.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from evaluation.options import HeadMethod as Offered
 from evaluation.private_head import methods, rows
-from evaluation.private_head.methods import METHODS, Budget, Statistic, accuracy
+from evaluation.private_head.methods import METHODS, Budget, Piece, Statistic, accuracy
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, clip_rows, rounding
 from evaluation.private_head.run import head_plan, make_method, train_head, without_noise
 from privacy.errors import PrivacyConfigError
@@ -26,7 +27,8 @@ from tests.evaluation.support import digits, exact_delta, spent
 
 L, D, N = 5, 8, 30
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("dp-ls", {"alpha": 0.7}), ("dp-ls", {"max_norm": 0.5}),
+    ("dp-ls", {"alpha": 0.7}), ("dp-ls", {"class_moments": True, "max_norm": 0.5}),
+    ("dp-newton", {"num_steps": 4}), ("dp-newton", {"num_steps": 3, "max_norm": 3.0, "ridge": 1e-6}),
     ("dp-fc", {"num_steps": 4, "max_grad_norm": 0.3}), ("dp-fc", {"num_steps": 3, "max_norm": 50.0, "lr": 30.0}),
 ]  # fmt: skip
 
@@ -34,6 +36,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "ROWS_PER_BLOCK", 8)
+    monkeypatch.setattr(methods, "CHUNK_BYTES", 2 * 8 * D**2)
 
 
 def data(seed: int = 0, count: int = N) -> tuple[np.ndarray, np.ndarray]:
@@ -43,20 +46,30 @@ def data(seed: int = 0, count: int = N) -> tuple[np.ndarray, np.ndarray]:
 
 def reference(method: str, options: dict[str, Any], features: np.ndarray, labels: np.ndarray) -> torch.Tensor:
     """Dense, by torch's derivatives of the losses as they are published, each example's gradient by itself."""
-    o = {"max_norm": 1.0, "lr": 1.0, "max_grad_norm": 1.0, "alpha": 1.0} | options
+    o = {"max_norm": 1.0, "lr": 1.0, "max_grad_norm": 1.0, "num_steps": 1, "alpha": 1.0, "ridge": 1e-3} | options
     x, y = torch.tensor(features, dtype=torch.float64), torch.tensor(labels)
     target = functional.one_hot(y, L).double()
     x = x * (o["max_norm"] / x.norm(dim=1, keepdim=True)).clamp(max=1)
+    w = torch.zeros(L, D, dtype=torch.float64)
     moment, scale, eye = x.T @ x, len(x) * o["max_norm"] ** 2, torch.eye(D, dtype=torch.float64)
     if method == "dp-ls":
-        return torch.linalg.solve(o["alpha"] * moment + 0.03 * scale * eye, x.T @ target).T
+        own = [x[y == label] for label in range(L)]
+        extra = [part.T @ part if "class_moments" in o else 0 for part in own]
+        both = [o["alpha"] * moment + one + 0.03 * scale * eye for one in extra]
+        return torch.stack([torch.linalg.solve(m, part.sum(0)) for m, part in zip(both, own, strict=True)])
 
     def loss(w: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if method == "dp-newton":
+            return functional.binary_cross_entropy_with_logits(functional.linear(x, w), target, reduction="sum")
         return functional.cross_entropy(functional.linear(x, w), target)
 
-    w = torch.zeros(L, D, dtype=torch.float64)
     for _ in range(o["num_steps"]):
         g = torch.stack([torch.func.grad(loss)(w, x[i], target[i]) for i in range(len(x))])
+        if method == "dp-newton":
+            for label in range(L):
+                h = torch.func.hessian(lambda own, k=label: loss(own, x, target[:, k]))(w[label])
+                w[label] = w[label] - torch.linalg.solve(h + o["ridge"] * scale * eye, g.sum(0)[label])
+            continue
         g = (g * (o["max_grad_norm"] / g.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]).sum(0)
         w = w - o["lr"] * torch.linalg.solve(moment + 1e-2 * scale * eye, g.T).T
     return w
@@ -76,14 +89,14 @@ class Answers(Budget):
 
     def __init__(self, head: methods.HeadMethod, seed: int, scale: float) -> None:
         super().__init__(head.statistics(L), 1.0, SystemNoise())
-        self.seen: dict[str, np.ndarray] = {}
+        self.seen: dict[tuple[str, int], np.ndarray] = {}
         self._seed, self._scale = seed, scale
 
-    def release(self, name: str, values: np.ndarray) -> np.ndarray:
-        self._take(name)
+    def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
+        self._take(name, piece)
         assert np.isfinite(values).all()
-        self.seen[name] = np.array(values)
-        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+        self.seen[name, piece.number] = np.array(values)
+        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), piece.number])
         return rng.normal(size=values.shape) * self._scale
 
 
@@ -99,7 +112,10 @@ def moved(
         head.fit(Rows(features_ND, chosen_N), L, budget)
         budget.require_spent()
         seen.append(budget.seen)
-    return {name: float(np.linalg.norm(there - seen[1][name])) for name, there in seen[0].items()}
+    squares = dict.fromkeys((statistic.name for statistic in head.statistics(L)), 0.0)
+    for (name, _), there in seen[0].items():
+        squares[name] += float(np.square(there - seen[1][name, _]).sum())
+    return {name: math.sqrt(square) for name, square in squares.items()}
 
 
 def weights_before(method: str, options: dict[str, Any], step: int, seed: int, scale: float) -> np.ndarray:
@@ -173,8 +189,8 @@ class Noted(Budget):
 
     drawn: dict[str, np.ndarray]
 
-    def release(self, name: str, values: np.ndarray) -> np.ndarray:
-        noised = super().release(name, values)
+    def release(self, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
+        noised = super().release(name, values, piece)
         std = next(release["std"] for release in self.releases if release["name"] == name)
         self.drawn[name] = (noised - values) / std
         return noised
@@ -205,14 +221,14 @@ def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
     for _ in range(300):
         budget = Budget([Statistic("m", 1.0)], 1.0, SystemNoise())
         # Far from the cone's border, so that the projection changes nothing.
-        found.append(budget.release_symmetric("m", 1000 * np.eye(D)) - 1000 * np.eye(D))
+        found.append(budget.release_symmetric("m", 1000 * np.eye(D)[None])[0] - 1000 * np.eye(D))
     noise = np.array(found)
     assert np.allclose(noise, noise.swapaxes(1, 2))
     for values, variance in ((noise[:, np.arange(D), np.arange(D)], 1.0), (noise[:, *np.triu_indices(D, 1)], 0.5)):
         ratio = (values**2).sum() / variance
         assert 1e-4 < stats.chi2.cdf(ratio, values.size) < 1 - 1e-4
     budget = Budget([Statistic("m", 1.0)], 0.1, SystemNoise())
-    assert np.linalg.eigvalsh(budget.release_symmetric("m", np.zeros((D, D)))).min() >= -1e-9
+    assert np.linalg.eigvalsh(budget.release_symmetric("m", np.zeros((L, D, D)))).min() >= -1e-9
 
 
 def test_a_statistic_is_released_once() -> None:
@@ -235,6 +251,7 @@ def test_clipped_rows() -> None:
     ("method", "options", "epsilon", "least"),
     [
         ("dp-ls", {}, 2.0, 0.8), ("dp-ls", {}, 8.0, 0.87), ("dp-fc", {"max_grad_norm": 0.3, "num_steps": 5}, 8.0, 0.8),
+        ("dp-newton", {"ridge": 0.05}, 8.0, 0.5),
     ],
 )  # fmt: skip
 def test_digits(tmp_path: Path, method: str, options: dict[str, float], epsilon: float, least: float) -> None:
@@ -259,7 +276,8 @@ def test_digits(tmp_path: Path, method: str, options: dict[str, float], epsilon:
         ("dp-x", {}, "unknown method"), ("dp-ls", {"sigma": 1}, "no option 'sigma'"),
         ("dp-ls", {"max_norm": 0}, "max_norm = 0: input should be greater"),
         ("dp-ls", {"max_norm": 1e-200}, "max_norm = 1e-200"), ("dp-ls", {"max_norm": math.nan}, "max_norm = nan"),
-        ("dp-ls", {"ridge": 0}, "ridge = 0"), ("dp-fc", {"num_steps": 1.5}, "num_steps = 1.5"),
+        ("dp-newton", {"ridge": 0}, "ridge = 0"), ("dp-fc", {"num_steps": 1.5}, "num_steps = 1.5"),
+        ("dp-ls", {"class_moments": 1}, "class_moments = 1"),
     ],
 )  # fmt: skip
 def test_refused(method: str, options: dict[str, float], match: str) -> None:

@@ -174,11 +174,11 @@ def test_a_row_decides_about_itself_alone(capsys: pytest.CaptureFixture[str]) ->
 def test_card_verifier_and_audit_tell_what_was_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And find an epsilon in head.json that is too small."""
     folder = tmp_path / "head"
-    train_head(Rows(FEATURES[:60], LABELS[:60]), 3, "dp-fc", epsilon=1.0, delta=1e-3, output=folder, covers=GIVEN)
+    train_head(Rows(FEATURES[:60], LABELS[:60]), 3, "dp-newton", epsilon=1.0, delta=1e-3, output=folder, covers=GIVEN)
     card = build_card(folder)
     page = to_markdown(card).casefold()
     assert card.epsilon == pytest.approx(1.0, rel=1e-2) and card.epsilon <= 1.0
-    for said in ("dp-fc", "one labelled example", GIVEN, "full batch", "gradient[0]", "second_moment", "ridge"):
+    for said in ("dp-newton", "one labelled example", GIVEN, "full batch", "gradient[0]", "hessians[0]", "ridge"):
         assert said.casefold() in page, said
     for wrong in ("DP-SGD", "AES-256", "image-text pair", "optimizer", "divisor", "Poisson", "Whole batches"):
         assert wrong.casefold() not in page, wrong
@@ -225,7 +225,7 @@ def cut(output: Path, lines: int = 2) -> None:
 
 
 AGAIN: dict[str, dict[str, Any]] = {
-    "another method": {"method": "dp-fc"},
+    "another method": {"method": "dp-newton"},
     "other words": {"covers": "nobody"},
     "another option": {"options": {"ridge": 0.5}},
     "another epsilon": {"epsilon": 2.0},
