@@ -3,6 +3,7 @@
     python benchmarks/roofline.py --recipe recipes/dpcap_large.toml --gpu h100 --json
     python benchmarks/roofline.py --recipe recipes/dpcap_large.toml train.micro_batch_size=112
     python benchmarks/roofline.py                  # every recipe that is made for GPUs, one line each
+    python benchmarks/roofline.py --recipe recipes/dpcap_large.toml --step   # a logical step on 8 and 64 ranks, by stage
 
 `ratio` is the time of a clipped micro-batch, until its sums are complete, to that of a non-private one, until its gradients are
 added to those of earlier micro-batches; both in milliseconds, and the costliest `rows` of the clipped one: where (the model, the
@@ -13,6 +14,7 @@ counted. With --json one JSON object on stdout, everything else on stderr.
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,17 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from privacy.clipping import ClippedSum  # noqa: E402
+from privacy.noise import box_muller  # noqa: E402
 from privacy.sampling.poisson import usual_cap  # noqa: E402
 from trainer.config.machine import MachineSettings, load_machine_settings  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402
 from trainer.engines.blocks import checkpoint_blocks  # noqa: E402
+from trainer.engines.layouts import layout_of  # noqa: E402
 from trainer.planner.hardware import GPUS, Gpu  # noqa: E402
+from trainer.planner.memory import Trainable  # noqa: E402
 from trainer.planner.probe import META  # noqa: E402
-from trainer.planner.resources import planning_task  # noqa: E402
-from trainer.planner.roofline import Row, roofline  # noqa: E402
+from trainer.planner.resources import micro_batches, planning_task  # noqa: E402
+from trainer.planner.roofline import Row, count_operations, roofline  # noqa: E402
 
 GPU_NAMES = {"h100": "h100-80gb", "a100": "a100-80gb"}
 SHOWN = 10
@@ -64,6 +69,59 @@ def of_recipe(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettin
     }
 
 
+WIRE, LINK, HOST = 370e9, 45e9, 50e9
+"""Bytes/s of a rank: within a node of eight, between nodes at 400 Gb/s a GPU, and to host memory. An H100's, assumed."""
+
+
+def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings) -> dict[str, Any]:
+    """Milliseconds of one logical step by stage, on the rank that owns most, one engine after the other; JSON-ready.
+
+    Weights of stage 3 travel for the forward and again for the backward. What overlaps is not known: all is added up.
+    """
+    config = load_config(path, overrides)
+    checkpointed = replace(machine, activation_checkpointing=True)
+    ms = {name: of_recipe(path, overrides, gpu, m) for name, m in (("kept", machine), ("recomputed", checkpointed))}
+    trainable = Trainable.of(planning_task(config, ROOT)[0].skeleton())
+    cap, count = usual_cap(config.privacy.expected_batch_size), trainable.count
+    noise = count_operations(lambda: box_muller(_words, 1 << 22, META), gpu=gpu).total("seconds") / (1 << 22)
+    found = {}
+    for world_size in (8, 64):
+        for name in ("zero1_bf16", "zero3_bf16", "zero3_offload_bf16"):
+            machine = load_machine_settings(ROOT / f"ds_configs/{name}.json")
+            layout = layout_of("deepspeed", trainable.shapes, config.optimizer, machine, world_size)
+            owned = max(layout.count(rank) for rank in range(world_size))
+            wire, others = (WIRE if world_size <= gpu.gpus_per_node else LINK), count * (world_size - 1) / world_size
+            number = micro_batches(config, cap, world_size, gpu.gpus_per_node)
+            gathers = 2 * number if machine.stage == 3 else 1
+            stages = {
+                "weights on the wire": machine.compute_dtype.itemsize * others * gathers / wire,
+                "sums on the wire": 8 * others / wire,
+                # Sums are read and packed, and what comes is read, added, scaled and written.
+                "packing": (14 * count + 8 * others + 40 * owned) / gpu.reached_bandwidth,
+                "noise": owned * (noise + 24 / gpu.reached_bandwidth),
+                # Gradient, weights and two moments in fp32, read and written once; then the weights in bf16.
+                "optimizer": 30 * owned / (HOST if machine.offload_optimizer else gpu.reached_bandwidth),
+                "host copies": 6 * owned / HOST if machine.offload_optimizer else 0.0,
+            }
+            found[f"{name}, {world_size} ranks"] = {
+                "micro_batches": number,
+                "bytes_on_the_wire": machine.compute_dtype.itemsize * others * gathers + 8 * others,
+                "ms": {stage: 1e3 * seconds for stage, seconds in stages.items()},
+                "micro_batches_ms": {kind: number * one["private_ms"] for kind, one in ms.items()},
+                "share_outside_micro_batches": 1e3 * sum(stages.values()) / (number * ms["kept"]["private_ms"]),
+            }
+    return {"recipe": path.stem, "ratio_recomputed": ms["recomputed"]["ratio"], **ms["kept"], "step": found}
+
+
+def _words(number: int) -> torch.Tensor:
+    """What `privacy.noise.philox_words` does, without generators, which the meta device lacks."""
+    return (
+        torch.empty(number, dtype=torch.int64, device=META)
+        .random_()
+        .bitwise_xor_(torch.empty(number, dtype=torch.int64, device=META).random_())
+    )
+
+
 def as_json(row: Row) -> dict[str, Any]:
     return {
         "part": row.part, "operation": row.operation, "dtypes": row.dtypes, "launches": row.launches,
@@ -88,6 +146,7 @@ def main() -> None:
     parser.add_argument(
         "--ds_config", type=Path, default=ROOT / "ds_configs/zero3_bf16.json", help="dtype, checkpointing"
     )
+    parser.add_argument("--step", action="store_true", help="also a logical step by stage; takes a --recipe")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
     options = parser.parse_intermixed_args()
@@ -95,7 +154,9 @@ def main() -> None:
     paths = [options.recipe] if options.recipe else large_recipes()
     results = []
     for path in paths:
-        found = of_recipe(path, options.overrides, gpu, load_machine_settings(options.ds_config))
+        found = (of_step if options.step else of_recipe)(
+            path, options.overrides, gpu, load_machine_settings(options.ds_config)
+        )
         results.append(found)
         print(
             f"{found['recipe']:28} {found['micro_batch_size']:4}: ratio {found['ratio']:.3f}, {found['private_ms']:.1f} to "
@@ -108,6 +169,12 @@ def main() -> None:
                     "  {ms:7.2f} ms  {part:6} {operation} ({dtypes}) x{launches}: {flops:.3g} FLOP, {bytes:.3g} B".format(
                         **row
                     )
+                )
+            for name, step in found.get("step", {}).items():
+                stages = ", ".join(f"{stage} {ms:.1f}" for stage, ms in step["ms"].items())
+                kept, recomputed = step["micro_batches_ms"].values()
+                print(
+                    f"  {name}: {step['micro_batches']} micro-batches {kept:.0f} ms, {recomputed:.0f} recomputed; {stages}"
                 )
     if options.json:
         print(json.dumps(results[0] if options.recipe else {"recipes": results}))
