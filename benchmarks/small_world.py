@@ -536,6 +536,7 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=ROOT / "runs/small-world", help="folder of results by arm and seed"
     )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, which it always prints")
     options = parser.parse_args()
     torch.set_num_threads(1)
     world = Scenes(objects=2, clutter=1.0) if options.hard else Scenes()

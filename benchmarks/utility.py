@@ -10,6 +10,7 @@ round; memory is the high-water mark of the process over that of the same. Sampl
 
 OUTPUT is written after every data set and epsilon (a cell); where it exists already, its cells are kept and the others are run.
 
+Networks: one of 26,010 parameters, and in the cell `lora` adapters on 100 million frozen ones.
 Data: scikit-learn's digits, drawn three times as large in a frame of 28 x 28 (1,200 to train on, 597 to test), and the embedded
 Fashion-MNIST (10,000 and 1,000). The settings of the optimizer were chosen once, on 500 other pictures of clothes.
 """
@@ -82,10 +83,6 @@ def fashion() -> Arrays:
 def _split(x: np.ndarray, y: np.ndarray, train: slice, test: slice) -> Arrays:
     images, labels = torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y.astype(np.int64))
     return Arrays(images[train], labels[train], images[test], labels[test])
-
-
-DATA = {"digits": (digits, 200, 36), "fashion": (fashion, 400, 45)}
-"""A data set with its expected batch and steps, the same for every system."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +161,36 @@ def network() -> nn.Sequential:
     )  # fmt: skip
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter (Hu et al. 2021, arXiv 2106.09685), and a way around both."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted() -> nn.Sequential:
+    """16 frozen layers of 2,500, 100 million parameters, with 650,010 that are trained."""
+    first = nn.Linear(784, 2500).requires_grad_(False)
+    return nn.Sequential(nn.Flatten(), first, *(Adapted(2500, 8) for _ in range(16)), nn.Linear(2500, 10))
+
+
+DATA: dict[str, tuple[Callable[[], Arrays], Callable[[], nn.Sequential], int, int]] = {
+    "digits": (digits, network, 200, 36), "fashion": (fashion, network, 400, 45), "lora": (digits, adapted, 64, 6)
+}  # fmt: skip
+"""A data set with its network, expected batch and steps, the same for every system."""
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    return torch.optim.SGD(trained(model), lr=RATE, momentum=MOMENTUM)
 
 
 def poisson(job: Job) -> Iterator[Tensor]:
@@ -263,7 +288,7 @@ def by_hand(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock:
     """Autograd for one example after the other, torch's Gaussian: what a reader of the paper would write first."""
     assert job.noise_multiplier is not None
     deviation = job.noise_multiplier * job.max_grad_norm
-    parameters, optimizer = list(model.parameters()), optimizer_of(model)
+    parameters, optimizer = trained(model), optimizer_of(model)
     clock.begin()
     for ids in poisson(job):
         sums = [torch.zeros_like(p) for p in parameters]
@@ -335,7 +360,7 @@ def run(job: Job) -> Outcome:
     warnings.simplefilter("ignore")
     arrays = DATA[job.data][0]()
     torch.manual_seed(job.seed)
-    model = network()
+    model = DATA[job.data][1]()
     torch.seed()  # the seed is that of the starting weights alone
     rate = SYSTEMS[job.system][1](model, arrays[:2], job, clock)
     seconds, peak = clock.seconds(), peak_mib()
@@ -385,7 +410,7 @@ def summary(rounds: list[dict[str, Outcome]], system: str, sigma: float, num_ste
 
 def cell(name: str, epsilon: float, seeds: int) -> dict[str, Any]:
     """All rounds of a data set and an epsilon; a system that refuses is out from then on."""
-    load, batch, num_steps = DATA[name]
+    load, _, batch, num_steps = DATA[name]
     arrays, systems = load(), list(SYSTEMS)
     refused: dict[str, str] = {}
     sigmas: dict[str, float] = {}

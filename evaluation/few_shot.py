@@ -38,7 +38,9 @@ def split(labels_N: np.ndarray, shots: int, seed: int) -> np.ndarray:
     for label in np.unique(labels_N):
         rows = np.flatnonzero(labels_N == label)
         if len(rows) < shots:
-            raise DataError(f"class {label} has {len(rows)} training examples: --shots {shots} needs as many of each class")
+            raise DataError(
+                f"class {label} has {len(rows)} training examples: --shots {shots} needs as many of each class"
+            )
         chosen.append(rng.permutation(rows)[:shots])
     return np.concatenate(chosen)
 

@@ -1,6 +1,6 @@
 """Clipping functions: how a per-example norm becomes a factor, and over which parameters the norm is taken.
 
-Each reports its own sensitivity, which is what the noise is scaled by; nobody retypes a constant.
+Each reports its own sensitivity, by which the noise is scaled. It must be C: ledger and verify.py accept no other.
 """
 
 import functools

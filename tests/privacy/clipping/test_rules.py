@@ -1,6 +1,7 @@
 """Every rule alone, against a loop of single examples, opacus' hooks, and adversarial examples; and every refusal."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,20 @@ def agrees(model: nn.Module, task: Callable[..., Tensor], inputs: dict[str, Tens
 def test_float64_equals_the_loop(name: str, make: Make, x: Callable[[], Tensor], micro: int | None) -> None:
     model, inputs = case(make, x)
     agrees(model, model, inputs, micro)
+
+
+@pytest.mark.parametrize(("name", "make", "x"), LAYERS, ids=IDS)
+def test_no_rule_reads_the_values_of_parameters(name: str, make: Make, x: Callable[[], Tensor]) -> None:
+    """A sharded engine has taken them away by then."""
+    model, inputs = case(make, x)
+    g = torch.randn_like(model.layer(inputs["x"]))
+    found = []
+    for value in (1.0, math.nan):
+        for p in model.layer.parameters():
+            nn.init.constant_(p, value)
+        contributions = RULES[type(model.layer)](model.layer, inputs["x"], g)
+        found.append([x for one in contributions.values() for x in vars(one).values() if isinstance(x, Tensor)])
+    assert found[0] and all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
