@@ -218,7 +218,7 @@ def open_source(text: str, options: ImageOptions) -> Source:
             raise DataError(f"there is no file {missing[0]}")
         return Files(text, Path(), tuple(map(str, given)))
     last = "arrays:FILE.npz" if wants_labels else "images:FILE,..."
-    raise DataError(f"{text!r} names no images; write shards:PATTERN, folder:DIR or {last}")
+    raise DataError(f"{text!r} does not say what it is; write shards:PATTERN, folder:DIR or {last}")
 
 
 def shard_table(pattern: str, cache: Path | None) -> ExampleTable:

@@ -48,15 +48,15 @@ class PrivacyPart(Options):
 
     recipe: Annotated[Path | None, Shown("TOML")] = None
     """plan of a recipe, instead of the numbers below"""
-    num_examples: Annotated[int | None, Shown("N")] = None
+    num_examples: Annotated[int | None, Shown("N")] = Field(None, ge=1)
     """examples in the data set"""
-    expected_batch_size: Annotated[int | None, Shown("B")] = None
+    expected_batch_size: Annotated[int | None, Shown("B")] = Field(None, ge=1)
     """expected logical batch"""
-    num_steps: Annotated[int | None, Shown("T")] = None
+    num_steps: Annotated[int | None, Shown("T")] = Field(None, ge=1)
     """optimizer steps"""
-    noise_multiplier: Annotated[float | None, Shown("S")] = None
+    noise_multiplier: Annotated[float | None, Shown("S")] = Field(None, ge=0)
     """sigma; epsilon is computed"""
-    target_epsilon: Annotated[float | None, Shown("E")] = None
+    target_epsilon: Annotated[float | None, Shown("E")] = Field(None, gt=0)
     """epsilon; the smallest sigma is computed"""
     delta: Annotated[float | None, Shown("D")] = Field(None, gt=0, lt=1)
     """default 1 / (2 N)"""

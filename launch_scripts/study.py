@@ -33,7 +33,7 @@ class RunOptions(Options):
     """Options of `run`."""
 
     study: Annotated[Path, Shown("STUDY.toml", is_positional=True)]
-    """recipe, axes, seeds; see docs/planning.md"""
+    """recipe, axes, seeds; see docs/studies.md"""
     study_dir: Annotated[Path | None, Shown("DIR")] = None
     """default: runs/studies/NAME"""
     workers: Annotated[int, Shown("N"), Field(ge=1)] = 1

@@ -97,10 +97,10 @@ def import_examples(
             rows = np.flatnonzero(kept)
             drop(rows[over_limit(rows_N[rows], settings.max_per_owner, settings.seed)], "owner_limit")
         if not kept.any():
-            reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+            reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in counts.items() if count)
             raise DataError(
-                f"no example is left ({reasons or 'the source is empty'}); each needs a picture with a caption (.txt) or label "
-                "(.cls) of the same name beside it, or the column that --caption_column or --label_column names"
+                f"no example is left ({reasons or 'the source is empty'}); each needs a readable picture with a caption (.txt) "
+                "or label (.cls) of the same name, or the column that --caption_column or --label_column names"
             )
         kept_out = kept & held_out(rows_N, settings.heldout_share, settings.seed)
         sizes = [len(part.rows_N) for part in parts]

@@ -277,7 +277,7 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
                 item = item._replace(label=label_of(_text(path.with_suffix(".cls"))))
             items.append(item)
     if not pictured:
-        raise DataError(f"{folder} holds no images ({', '.join(IMAGE_SUFFIXES)}) and none of {', '.join(TABLES)}")
+        raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {' or '.join(TABLES)}")
     return Source.of(items, others)
 
 

@@ -207,7 +207,7 @@ def _find_files(items: Sequence[str], root: Path) -> list[Path]:
             folder = glob.escape(str(path.parent)) if os.path.isdir(path.parent) else str(path.parent)
             matches = glob.glob(os.path.join(folder, path.name))
             if not matches:
-                raise DataError(f"no shards match {path}")
+                raise DataError(f"no shards match {path}: give their folder or pattern, from the current folder")
             shards.update(map(Path, matches))
         else:
             shards.add(path)

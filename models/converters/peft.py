@@ -43,7 +43,7 @@ def to_peft(encoder: VisionTransformer) -> tuple[dict[str, Any], dict[str, Tenso
                 tensors[f"{where}.lora_B.weight"] = up.detach().clone()
                 found[name.rpartition(".")[2]] = layer
     if not found:
-        raise WeightsError('this encoder has no adapters (model.overrides.trainable = "adapters"): export it as hf')
+        raise WeightsError("this model was trained without adapters, so peft does not apply: use --format hf")
     layer = next(iter(found.values()))
     rank = layer.adapter_down.out_features
     config = {

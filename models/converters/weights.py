@@ -106,14 +106,14 @@ def _read_torch(path: Path) -> object:
     except pickle.UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), "it is damaged")
         raise WeightsError(
-            f"{path} holds more than plain tensors, or is no torch file ({reason[:200]}); it is not loaded, since such a "
-            "file could run code. Save its tensors alone as .safetensors where you trust it"
+            f"{path} is not a torch file of plain tensors ({reason[:200]}), so it is not loaded: it could run code. If you "
+            "trust it, save its tensors as .safetensors"
         ) from error
     except MemoryError:
         raise
     except Exception as error:  # whatever torch's reader runs into in bytes that are something else
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise WeightsError(f"{path} is no torch file of weights: {reason[:200]}") from error
+        raise WeightsError(f"{path} is not a torch file of weights: {reason[:200]}") from error
 
 
 def rename(

@@ -15,6 +15,7 @@ from .. import verify
 from ..card.folder import read_recipe
 from ..card.report import read_snapshot
 from ..errors import ConfigError, PrivacyStateRefused
+from ..files.public import require_ledger
 from ..ledger.members import LedgerMark, MembersRecord, attempts_by_name, not_in_ledger, not_recorded, read_lines
 from ..ledger.records import LedgerState
 from ..plan import PrivacyPlan
@@ -36,7 +37,7 @@ def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditRepo
     Raises:
         ConfigError: no ledger there, or a folder that cannot be judged.
     """
-    ledger, before = _ledger(run_dir), recorded_attempts(run_dir)
+    ledger, before = require_ledger(run_dir), recorded_attempts(run_dir)
     # The record of attempts is read before the ledger and again after it, since a run in progress writes both.
     try:
         _, found = verify.verify(run_dir, None)
@@ -68,7 +69,7 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
     """
     before = recorded_attempts(run_dir)
     # The key must be the one to which the ledger was committed before the first coin: another one would make other coins.
-    folder, snapshot = RunFolder(run_dir), read_snapshot(_ledger(run_dir))
+    folder, snapshot = RunFolder(run_dir), read_snapshot(require_ledger(run_dir))
     SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
     after, plan = recorded_attempts(run_dir), snapshot.state.plan
     recorded = {}  # without what a run in progress added after the ledger was read
@@ -183,10 +184,3 @@ def _mirror_check(run_dir: Path, ledger: Path, state: LedgerState) -> Check:
     is_prefix = ledger.read_bytes().startswith(mirror)
     relation = "a prefix of the ledger" if is_prefix else "longer or different: a rollback"
     return fact("mirror", is_prefix, f"the mirror is {relation}")
-
-
-def _ledger(run_dir: Path) -> Path:
-    path = RunFolder(run_dir).ledger
-    if not path.is_file():
-        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
-    return path

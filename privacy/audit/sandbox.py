@@ -39,6 +39,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from ..card.folder import read_recipe
 from ..checkpoints.read import Checkpoint
 from ..errors import ConfigError
+from ..files.public import require_ledger
 from ..ledger.members import MembersRecord, read_lines
 from ..ledger.records import read_ledger
 from ..loop.fields import Example, floats, integers
@@ -91,8 +92,7 @@ def audited_plan(run_dir: Path) -> PrivacyPlan:
     Raises:
         ConfigError: no run there, or one without noise.
     """
-    if not (run_dir / "ledger.jsonl").exists():
-        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    require_ledger(run_dir)
     if not (run_dir / "config.toml").exists():
         raise ConfigError(f"run folder {run_dir} has no config.toml, so nobody knows how its steps were taken")
     plan = read_ledger(run_dir / "ledger.jsonl").plan

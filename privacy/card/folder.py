@@ -14,7 +14,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from ..errors import ConfigError, PrivacyConfigError, PrivacyStateRefused
-from ..files.public import PUBLIC_FILES, read_public, survey
+from ..files.public import PUBLIC_FILES, read_public, require_ledger, survey
 from ..files.toml_text import parse_toml
 from ..ledger.durable import replace_file
 from ..ledger.shared import SharedLedger
@@ -36,11 +36,7 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
         ConfigError: no run folder, or no ledger in it (exit 2).
         PrivacyStateRefused: the ledger is broken, or states another plan than config.toml (exit 4).
     """
-    if not run_dir.is_dir():
-        raise ConfigError(f"run folder {run_dir} does not exist")
-    ledger = run_dir / "ledger.jsonl"
-    if not ledger.exists():
-        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    ledger = require_ledger(run_dir)
     if ledger.is_symlink() or not ledger.is_file():
         raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
     recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from ..errors import ConfigError
+
 _EVENTS = r"tensorboard/events\.out\.tfevents\.\d{10}"
 PUBLIC_FILES = re.compile(
     r"config\.toml|ds_config\.json|environment\.json|ledger\.jsonl|metrics\.jsonl|verify\.py|head\.json|head\.safetensors"
@@ -21,6 +23,21 @@ PUBLIC_FILES = re.compile(
 )
 """Paths in a run folder that may be published; checkpoints are chosen apart."""
 _FOLDERS = re.compile(r"""(?<![\w./])(?:file://)?(?:~[\w.-]*)?/(?=[^/\s])(?:[^/,"'{}\n]+/)*""")
+
+
+def require_ledger(run_dir: Path) -> Path:
+    """Returns the ledger's path; ConfigError where there is none."""
+    ledger = run_dir / "ledger.jsonl"
+    if run_dir.is_file():
+        raise ConfigError(f"{run_dir} is a file: give the run folder in which it lies")
+    if not run_dir.is_dir():
+        raise ConfigError(f"run folder {run_dir} does not exist")
+    if not ledger.exists():
+        above = next((one for one in run_dir.resolve().parents if (one / ledger.name).is_file()), None)
+        raise ConfigError(
+            f"run folder {run_dir} has no ledger.jsonl: " + (f"give {above}" if above else "nothing was trained here")
+        )
+    return ledger
 
 
 def without_folders(text: str) -> str:

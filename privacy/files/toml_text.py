@@ -31,7 +31,8 @@ def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
     except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
-        raise ConfigError(f"{what} {path} is not TOML: {error}") from error
+        swapped = "; it is JSON, so were --recipe and --ds_config swapped?" if path.suffix == ".json" else ""
+        raise ConfigError(f"{what} {path} is not TOML: {error}{swapped}") from error
     except RecursionError as error:
         raise ConfigError(f"{what} {path} is nested too deeply; no key lies deeper than three sections") from error
     return tree

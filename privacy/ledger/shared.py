@@ -52,7 +52,9 @@ class SharedLedger:
         Raises: PrivacyConfigError (exit 2): the file or its mirror exists, or the budget makes no sense.
         """
         if not (0 < epsilon < float("inf") and 0 < delta < 1):
-            raise PrivacyConfigError("a shared ledger needs a positive finite epsilon and a delta between 0 and 1")
+            raise PrivacyConfigError(
+                f"a shared ledger needs a positive finite epsilon and a delta between 0 and 1, not {epsilon:g} and {delta:g}"
+            )
         if Path(path).exists():
             raise PrivacyConfigError(f"{path} exists already; to see it: shared_ledger.py show {path}")
         fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": UNIT, "adjacency": ADJACENCY}

@@ -58,7 +58,8 @@ class RunFolder:
             make_directory(self.private, 0o700)
             self.private.chmod(0o700)
         except OSError as error:
-            raise ConfigError(f"run folder {self.root}: {error.strerror}") from error
+            reason = "it is a file; name a folder" if self.root.is_file() else error.strerror
+            raise ConfigError(f"run folder {self.root}: {reason}") from error
 
     def lock(self) -> None:
         """Takes the run folder for this process until it ends, however it ends.
@@ -134,7 +135,7 @@ class RunFolder:
         if self.ledger.exists() and not any(self.private.glob(f"{self.key.name}*")):  # it may be staged
             lost = self.key if self.private.is_dir() else self.private
             raise PrivacyStateRefused(
-                f"{lost}: is gone, and with it the coins of {self.ledger}: restore it, or start another run folder"
+                f"{self.ledger} has lost {lost}, without which its coins are unknown: restore it, or take another run folder"
             )
         if not self.ledger.exists() and any(self.checkpoints.glob("step-*")):
             raise PrivacyStateRefused(f"{self.ledger}: a checkpoint without its ledger; what it spent is unknown")

@@ -208,8 +208,8 @@ def test_two_ranks_share_the_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("pictures/", "names no images"), ("folder:/nowhere", "is no folder"), ("arrays:/nowhere.npz", "is no .npz file"),
-        ("shards:/nowhere/*.tar", "no shards match"), ("hf:/nowhere", "names no images"),
+        ("pictures/", "does not say what it is"), ("folder:/nowhere", "is no folder"), ("arrays:/nowhere.npz", "is no .npz file"),
+        ("shards:/nowhere/*.tar", "no shards match"), ("hf:/nowhere", "does not say what it is"),
     ],
 )  # fmt: skip
 def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> None:

@@ -174,8 +174,8 @@ BAD = {
     ],
     "shared_ledger.py": [("show nowhere.jsonl", "nowhere.jsonl: there is no such file")],
     "study.py": [
-        ("run studies/none.toml", "study studies/none.toml: No such file or directory; see studies/ for examples"),
-        ("run recipes/quickstart.toml", "study recipes/quickstart.toml"),
+        ("run studies/none.toml", "study studies/none.toml: No such file or directory; give a file as in studies/"),
+        ("run recipes/quickstart.toml", "recipes/quickstart.toml is a recipe, not a study"),
         ("run studies/tan_dpcap.toml --workers 0", "--workers must be at least 1, got 0"),
         ("run studies/tan_dpcap.toml --nodes 2", "--nodes is for --executor slurm-array"),
         ("run", "STUDY.toml"),

@@ -135,7 +135,10 @@ def read_canaries(folder: Path) -> CanaryCoins:
         # A reader of the coins knows the answers, so a file that others can read proves nothing any more.
         coins = CanaryCoins(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: no coins of canaries ({error}); write them with audit.py canaries") from error
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise ConfigError(
+            f"{path}: no coins of canaries ({reason}); audit.py canaries writes them before training"
+        ) from error
     if stat.S_IMODE(mode) & 0o077 or os.stat(path).st_uid != os.geteuid():
         raise ConfigError(f"{path}: the coins must belong to you and be readable by nobody else (mode 0600)")
     return coins

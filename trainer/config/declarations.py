@@ -58,7 +58,10 @@ class Resolved(NamedTuple):
             said, reason = f"{'public' if is_public else 'private'}: {what}", f"({key} = {value}, {who})"
             lines += [f"{said} {reason}"] if len(said) + len(reason) < 80 else [said, f"  {reason}"]
         if self.reset:
-            lines += [f"not counted, since {self.recipe} says it of other data:", f"  {', '.join(self.reset)}"]
+            lines += [
+                f"ignored, because {self.recipe} says it of other data than these:",
+                f"  {', '.join(self.reset)} (to declare it of these, repeat it on the command line)",
+            ]
         return lines
 
 

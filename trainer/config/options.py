@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from privacy.files.public import require_ledger
 from trainer.errors import ConfigError
 
 _BOUNDS = {
@@ -143,11 +144,12 @@ def require_folders(options: Options) -> None:
         ConfigError: one is not there, or holds no run, or no checkpoint.
     """
     given = {name: path for name, path in vars(options).items() if isinstance(path, Path)}
-    for name in ("run_dir", "canaries"):
-        if name in given and not given[name].is_dir():
-            raise ConfigError(f"{name.removesuffix('_dir')} folder {given[name]} does not exist")
-    if "run_dir" in given and not (given["run_dir"] / "ledger.jsonl").exists():
-        raise ConfigError(f"run folder {given['run_dir']} has no ledger.jsonl: nothing was trained here")
+    if "run_dir" in given:
+        require_ledger(given["run_dir"])
+    if "canaries" in given and not given["canaries"].is_dir():
+        raise ConfigError(f"canaries folder {given['canaries']} does not exist")
     path = given.get("checkpoint")
     if path is not None and not (path / "manifest.json").is_file() and not (path / "checkpoints").is_dir():
-        raise ConfigError(f"{path} is neither a checkpoint nor a run folder with one")
+        raise ConfigError(
+            f"{path} is neither a checkpoint nor a run folder with one; export.py --import makes one of exported weights"
+        )

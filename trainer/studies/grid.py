@@ -115,7 +115,10 @@ def load_study(path: Path) -> StudyConfig:
     Raises:
         ConfigError: missing or malformed file, unknown key, value out of range; one line with file and key.
     """
-    study = validated(StudyConfig, read_toml(path, "study", "see studies/ for examples"), f"study {path}")
+    tree = read_toml(path, "study", "give a file as in studies/; to report, the folder that `study.py run` wrote")
+    if "privacy" in tree:
+        raise ConfigError(f"{path} is a recipe, not a study: train it with train.py, or give a file as in studies/")
+    study = validated(StudyConfig, tree, f"study {path}")
     if study.report.color is not None and study.report.color not in study.axis:
         raise ConfigError(
             f"study {path}: report.color names no axis: {study.report.color!r}; there are {', '.join(study.axis)}"
