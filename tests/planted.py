@@ -53,14 +53,14 @@ MISTAKES = [
     Mistake(
         "the intent is written after the reduction", "privacy/step/step.py",
         "    if not clipped.leaves_process:\n"
-        "        _intend(mechanism, step, releases)\n"
+        "        lr = _intend(mechanism, step, releases)\n"
         "    laps.end(\"intent\")\n"
         "\n"
         "    shards = reduce_to_owners(clipped, engine.layout)\n",
         "    laps.end(\"intent\")\n"
         "    shards = reduce_to_owners(clipped, engine.layout)\n"
         "    if not clipped.leaves_process:\n"
-        "        _intend(mechanism, step, releases)\n",
+        "        lr = _intend(mechanism, step, releases)\n",
         "tests/trainer/test_audit_mechanism.py",
     ),
     Mistake(
