@@ -4,7 +4,7 @@ import pytest
 
 from privacy.clipping import clipped_sum
 
-BOTH = ("test_oracle", "test_sensitivity", "test_rounding", "test_properties", "test_shared_uses")
+BOTH = ("test_oracle", "test_sensitivity", "test_rounding", "test_shared_uses")
 ONCE = ("test_contract_4_sharded_accumulation_rounds_no_worse",)
 """In `make test` without."""
 

@@ -1,15 +1,12 @@
-"""Builders for the 106 tiny models of zoo_labels.py, and what each comes to: `python -m tests.privacy.clipping.zoo [NAME ...]`.
+"""Builders for the 106 tiny models of tests/records/2026-11-26-foreign-models.md, and what each comes to.
 
 In float64, against a loop of single examples, with as many tokens as examples in one of the micro-batches. Parameters that the loss
-never reaches are frozen first, as `fix` does. Without names it writes the table of tests/records/2026-11-26-foreign-models.md.
+never reaches are frozen first, as `fix` does.
 """
 
 # ruff: noqa: E501  # one model a line
 
 import re
-import sys
-import textwrap
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,19 @@ from privacy.clipping.fallback import plan_of
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 from tests.privacy.clipping import oracle
-from tests.privacy.clipping.zoo_labels import LABELS
 
 hf.logging.set_verbosity_error()
-PAGE = Path(__file__).parents[2] / "records" / "2026-11-26-foreign-models.md"
+_PAGE = (Path(__file__).parents[2] / "records" / "2026-11-26-foreign-models.md").read_text()
+(_BY_RULES,) = re.findall(r"^Exact by the clipping rules alone: (.*)\.$", _PAGE, re.M)
+ROWS = dict.fromkeys(_BY_RULES.split(", "), ("yes", "exact")) | {
+    name: (keeps, what)
+    for name, keeps, what in re.findall(r"^\| ([^|]+?) \| (yes|mixes) \| ([^|]+?) \| [^|]*\|$", _PAGE, re.M)
+}
+"""What the record says of each: whether it keeps examples apart ("yes" or "mixes"), and what it comes to.
+
+A model mixes only where another example's input changes an example's loss, batch norm in training mode included. What draws random
+numbers, folds examples into another dimension or writes in place keeps them apart.
+"""
 TOKENS, WORDS, IMAGE = 4, 30, 29
 """Tokens of a text, words of the vocabulary, and the one that stands for a patch."""
 
@@ -441,7 +447,7 @@ def prepared(name: str) -> Task:
     torch.manual_seed(0)
     task = Task(build(), loss).double().eval()
     for module in task.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and LABELS[name] == "mixes":
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and ROWS[name][0] == "mixes":
             module.train()
         if "Levit" in type(module).__name__:  # in eval mode it caches biases between calls, and their graph with them
             module.training = True
@@ -464,7 +470,7 @@ def label(name: str) -> str:
         torch.manual_seed(0)
         with torch.no_grad():
             found.append(task(**batch)[0])
-    return "apart" if torch.allclose(*found, rtol=1e-9, atol=1e-9) else "mixes"
+    return "yes" if torch.allclose(*found, rtol=1e-9, atol=1e-9) else "mixes"
 
 
 def outcome(name: str) -> tuple[str, float]:
@@ -483,74 +489,3 @@ def outcome(name: str) -> tuple[str, float]:
         return str(error), worst
     lines = [re.sub(r"fallback: (.*?) covers ([\d.e+-]+) %.*", r"\1: \2 %", s) for s in plan_of(task).sentences(task)]
     return ("exact, by the fallback for " + "; ".join(lines).replace("model.", "") if lines else "exact"), worst
-
-
-HEAD = """# Models of other projects
-
-<!-- written by `python -m tests.privacy.clipping.zoo`; transformers {transformers}, torch {torch} -->
-
-Tiny models in float64, without dropout and with one loss per example, against a loop of single examples, about half of them clipped. Parameters
-that the loss never reaches are frozen first, as `fix` does. Whether a model keeps examples apart was written down before any was made to
-work; one that *mixes* has a loss that changes with another example's input, and is refused as it must be.
-
-Of {apart} models that keep examples apart {exact} are exact to 1e-9; {narrow} narrow values to float32 themselves and are as exact as that
-allows; {refused} are refused in one line, whose beginning is shown. "Fallback" names the modules that are differentiated per example as a whole, with
-their share of the trained parameters ([how](../../docs/extending.md#the-fallback)). Experts are dealt by `experts_implementation="batched_mm"`.
-
-Of the layers that the tests of Opacus 1.6.0 draw (`tests/grad_samples`: 40 draws a test, of which 430 have an example in them) 380 are exact to
-1e-9, none is wrong, and 50 are refused in one line: 40 embedding bags that are given the ids of all examples in one dimension, and offsets (exact on a
-row of ids for each example), and 10 recurrent layers on packed sequences of several steps, where a row is not an example (exact on padded ones). What
-takes the batch second is exact: the model moves it there. Weights without a gradient, as recurrent ones have after one step, are frozen.
-
-All 56 small image models of timm 1.0.31 (43) and torchvision 0.28.0 (13) that were tried, after `fix`, which puts GroupNorm in the place of BatchNorm,
-are exact to 1e-9: 20 by the clipping rules alone, 36 with the fallback (timm's LayerNorm is a class of its own). They are timm's ViT (also with
-registers, with relative positions of two kinds, SAM's and NaFlex), DeiT, BEiT, EVA-02, CaiT, XCiT, ConViT, CrossViT, TNT, PiT, Swin, Swin V2, Twins, NesT,
-DaViT, MViTv2, Hiera, TinyViT (in training mode: it caches biases in eval mode), MaxViT, CoAtNet, VOLO, EdgeNeXt, FastViT, PoolFormer, FocalNet, MLP-Mixer,
-Sequencer, ConvNeXt, ConvNeXt V2, RDNet, MambaOut, ResNet, Res2Net, RegNet, NFNet, BYOBNet, EfficientNet and GhostNet, and torchvision's ViT, Swin, Swin V2,
-MaxViT, ConvNeXt, ResNet (of 3.4 million parameters, before its sum is rounded), RegNet, DenseNet, SqueezeNet, EfficientNet, MobileNetV3, MNASNet and
-ShuffleNetV2. The compiled operators of this torchvision need a CUDA build of torch, so `nms` and `qnms`, which none of these models calls, were declared
-by hand.
-
-Exact by the clipping rules alone: {rules}.
-
-| model | keeps examples apart | outcome | largest error |
-|---|---|---|---|
-"""
-
-
-def main(names: list[str]) -> None:
-    rows: dict[str, tuple[str, float]] = {}
-    for name in names or MODELS:
-        try:
-            what, error = outcome(name)
-        except Exception as problem:  # a model that is built wrongly must not hide the rest
-            what, error = f"ERROR {type(problem).__name__}: {problem}", 0.0
-        rows[name] = textwrap.shorten(what, 240, placeholder=" ..."), error
-        print(f"{name} | {LABELS[name]} | {error:.0e} | {rows[name][0]}", flush=True)
-    if not names:
-        PAGE.write_text(page(rows), encoding="utf-8")
-
-
-def page(rows: dict[str, tuple[str, float]]) -> str:
-    """tests/records/2026-11-26-foreign-models.md, of outcomes and errors by model."""
-    apart = {name: row for name, row in rows.items() if LABELS[name] == "apart"}
-    passed = [error for what, error in apart.values() if what.startswith("exact")]
-    rules = [name for name, (what, _) in apart.items() if what == "exact"]
-    head = HEAD.format(
-        transformers=hf.__version__, torch=torch.__version__.partition("+")[0], apart=len(apart), rules=", ".join(rules),
-        exact=sum(e <= 1e-9 for e in passed), narrow=sum(e > 1e-9 for e in passed), refused=len(apart) - len(passed),
-    )  # fmt: skip
-    lines = []
-    for name, (what, error) in rows.items():
-        said = what.replace("|", "/").replace("exact, by the fallback for", "exact; fallback:")
-        shown = f"{error:.0e}"
-        if not what.startswith("exact"):
-            said, shown = "refused: " + textwrap.shorten(said, 110, placeholder=" ..."), ""
-        if name not in rules:
-            lines.append(f"| {name} | {'yes' if LABELS[name] == 'apart' else 'mixes'} | {said} | {shown} |")
-    return head + "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(sys.argv[1:])
