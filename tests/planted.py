@@ -40,7 +40,7 @@ MISTAKES = [
     ),
     Mistake(
         "what is not finite of an example is multiplied by zero, not zeroed", "privacy/clipping/clipped_sum.py",
-        "blank_B = ~is_finite_B if needs_blanking(is_finite_B) else None", "blank_B = None", "tests/privacy/clipping",
+        "blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None", "blank_B=None", "tests/privacy/clipping",
     ),
     Mistake(
         "the cap keeps the largest coins", "privacy/sampling/poisson.py",
@@ -137,7 +137,7 @@ MISTAKES = [
     ),
     Mistake(
         "zero-shot classification divides a caption's log-probability by the longest caption", "evaluation/zero_shot.py",
-        "self._classes(log_probs_NC / lengths_C)", "self._classes(log_probs_NC / lengths_C.max())",
+        "(log_probs_NC, log_probs_NC / lengths_C)", "(log_probs_NC, log_probs_NC / lengths_C.max())",
         "tests/evaluation/test_zero_shot.py",
     ),
 ]  # fmt: skip
