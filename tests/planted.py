@@ -40,7 +40,7 @@ MISTAKES = [
     ),
     Mistake(
         "what is not finite of an example is multiplied by zero, not zeroed", "privacy/clipping/clipped_sum.py",
-        "blank_B = ~is_finite_B if needs_blanking(is_finite_B) else None", "blank_B = None", "tests/privacy/clipping",
+        "blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None", "blank_B=None", "tests/privacy/clipping",
     ),
     Mistake(
         "the cap keeps the largest coins", "privacy/sampling/poisson.py",
@@ -53,14 +53,14 @@ MISTAKES = [
     Mistake(
         "the intent is written after the reduction", "privacy/step/step.py",
         "    if not clipped.leaves_process:\n"
-        "        _intend(mechanism, step, releases)\n"
+        "        lr = _intend(mechanism, step, releases)\n"
         "    laps.end(\"intent\")\n"
         "\n"
         "    shards = reduce_to_owners(clipped, engine.layout)\n",
         "    laps.end(\"intent\")\n"
         "    shards = reduce_to_owners(clipped, engine.layout)\n"
         "    if not clipped.leaves_process:\n"
-        "        _intend(mechanism, step, releases)\n",
+        "        lr = _intend(mechanism, step, releases)\n",
         "tests/trainer/test_audit_mechanism.py",
     ),
     Mistake(
@@ -137,7 +137,7 @@ MISTAKES = [
     ),
     Mistake(
         "zero-shot classification divides a caption's log-probability by the longest caption", "evaluation/zero_shot.py",
-        "self._classes(log_probs_NC / lengths_C)", "self._classes(log_probs_NC / lengths_C.max())",
+        "(log_probs_NC, log_probs_NC / lengths_C)", "(log_probs_NC, log_probs_NC / lengths_C.max())",
         "tests/evaluation/test_zero_shot.py",
     ),
 ]  # fmt: skip

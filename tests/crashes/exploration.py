@@ -73,7 +73,6 @@ def explore(
     seed: int = 0,
     part: tuple[int, int] = (0, 1),
     enough: int = 9999,
-    remembered: Remembered | None = None,
 ) -> Found:
     """All crash points of a run, and of the resumes from each state of the disk that they leave.
 
@@ -82,9 +81,8 @@ def explore(
         depth: 1: the run crashes; 2: so does the resume.
         enough: this number of problems ends the search.
         part: (k, n) takes every n-th state after the first crash, from the k-th on.
-        remembered: of other parts of the same exploration, whose states are not opened again.
     """
-    found, chosen = Found(remembered=remembered or Remembered()), random.Random(seed)
+    found, chosen = Found(), random.Random(seed)
     states = States()
     recorder = first_start(root)
     states.add(recorder, [])
@@ -105,21 +103,13 @@ def explore(
     return found
 
 
-def explore_kills(
-    root: Path,
-    *,
-    share: float = 1.0,
-    seed: int = 0,
-    part: tuple[int, int] = (0, 1),
-    remembered: Remembered | None = None,
-) -> Found:
+def explore_kills(root: Path, *, share: float = 1.0, seed: int = 0, part: tuple[int, int] = (0, 1)) -> Found:
     """The program is killed at every point, the next start goes on from the page cache, and then the power is cut anywhere.
 
     Args:
         part: (k, n) takes every n-th point, from the k-th on.
-        remembered: of other parts of the same exploration, whose states are not opened again.
     """
-    found, chosen = Found(remembered=remembered or Remembered()), random.Random(seed)
+    found, chosen = Found(), random.Random(seed)
     base = root / "first"
     base.mkdir()
     length = len(first_start(base).log)
@@ -198,10 +188,3 @@ def explore_rollbacks(root: Path, *, share: float = 1.0, seed: int = 0, enough: 
 
 
 REFUSED = ("refused: PrivacyStateRefused", "refused: PrivacyConfigError", "refused: ConfigError")
-
-
-def two_crashes(root: Path, kind: str, part: tuple[int, int], remembered: Remembered | None = None) -> Found:
-    """The states that a crash or a kill, a resume and another crash leave; see `explore` and `explore_kills`."""
-    if kind == "crash":
-        return explore(root, depth=2, part=part, remembered=remembered)
-    return explore_kills(root, part=part, remembered=remembered)

@@ -63,11 +63,8 @@ def test_a_loop_of_ones_own_on_a_gpu(walk: dict[str, Any]) -> None:
         ("nothing", None, None),
         ("a tensor of the CPU", "Expected all tensors to be on the same device", None),
         ("noise of the CPU", "Expected all tensors to be on the same device", None),
-        ("moved noise", None, "step\twait\tcopy to the GPU\tprivacy/noise.py:add_noise"),
         ("a number is read", None, "micro-batch\twait\t_local_scalar_dense"),
-        ("a truth is read", None, "micro-batch\twait\t_local_scalar_dense"),
         ("a mask selects", None, "micro-batch\twait\tindex"),
-        ("a number moves", None, "micro-batch\twait\tcopy to the GPU"),
         ("unpinned", None, "micro-batch\tunpinned\tcopy to the GPU"),
     ],
 )

@@ -27,6 +27,7 @@ CASES = [
     ("fsdp", "zero3"),
     ("fairscale", "zero1_bf16"),
 ]
+ACCUMULATORS = {"local": LocalSums, "sharded": ShardedSums}
 CAP = 1000
 Found = dict[str, Any]
 
@@ -35,8 +36,8 @@ def settings(name: str) -> MachineSettings:
     return load_machine_settings(Path(ROOT) / f"ds_configs/{name}.json")
 
 
-def on_rank(device: torch.device) -> list[Found]:
-    return [_one(device, engine, name, kind) for engine, name in CASES for kind in (LocalSums, ShardedSums)]
+def on_rank(device: torch.device, accumulation: str) -> list[Found]:
+    return [_one(device, engine, name, ACCUMULATORS[accumulation]) for engine, name in CASES]
 
 
 def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> Found:
@@ -82,15 +83,20 @@ def _states(engine: Any) -> int:
     raise AssertionError
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
-def ranks(request: pytest.FixtureRequest) -> list[list[Found]]:
-    return run_ranks("tests.distributed.test_planner:on_rank", request.param)
+@pytest.fixture(
+    scope="module",
+    params=["local 2", *(pytest.param(case, marks=pytest.mark.full) for case in ("local 4", "sharded 2", "sharded 4"))],
+)
+def found(request: pytest.FixtureRequest) -> tuple[str, list[list[Found]]]:
+    """The way of accumulation, and what each of so many ranks found."""
+    accumulation, world_size = request.param.split()
+    return accumulation, run_ranks(f"{__name__}:on_rank", int(world_size), accumulation=accumulation)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "-".join(CASES[i]))
-@pytest.mark.parametrize("accumulation", ["local", pytest.param("sharded", marks=pytest.mark.full)])
-def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumulation: str) -> None:
+def test_planned_is_what_engines_do(found: tuple[str, list[list[Found]]], index: int) -> None:
     engine, name = CASES[index]
+    accumulation, ranks = found
     machine, world_size = settings(name), len(ranks)
     trainable = Trainable.of(fresh_captioner())
     grid = Grid.of(trainable.count, torch.float32, CAP, CAP)
@@ -99,16 +105,16 @@ def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumu
         trainable, engine, machine, OPTIMIZER,  # type: ignore[arg-type]
         accumulation=accumulation, world_size=world_size, on_cpu=True, grid=grid,
     )  # fmt: skip
-    real = [rank[2 * index + (accumulation == "sharded")] for rank in ranks]
-    assert max(found["owned"] for found in real) == memory.owned
-    assert sum(found["owned"] for found in real) == trainable.count
-    assert {found["sums"] for found in real} == {memory.sums}
-    assert max(found["states"] for found in real) == memory.moments
+    real = [rank[index] for rank in ranks]
+    assert max(one["owned"] for one in real) == memory.owned
+    assert sum(one["owned"] for one in real) == trainable.count
+    assert {one["sums"] for one in real} == {memory.sums}
+    assert max(one["states"] for one in real) == memory.moments
     # Sums travel in fp64: to the owners, whose noised gradients the others need in fp32 where every rank steps all (local).
     sums = FP64 * (world_size - 1) * memory.owned
-    assert {found["sent_each"] for found in real} == {0 if accumulation == "local" else (world_size - 1) * memory.sums}
+    assert {one["sent_each"] for one in real} == {0 if accumulation == "local" else (world_size - 1) * memory.sums}
     if accumulation == "local":
         noised = FP32 * (world_size - 1) * memory.owned if engine == "local" else 0
-        assert {found["sent_with_optimizer"] for found in real} == {sums + noised}
+        assert {one["sent_with_optimizer"] for one in real} == {sums + noised}
         # gloo's threads now and then let go of a buffer late, on one rank or another.
-        assert memory.step <= min(found["peak_of_step"] for found in real) <= 1.35 * memory.step
+        assert memory.step <= min(one["peak_of_step"] for one in real) <= 1.35 * memory.step

@@ -4,7 +4,7 @@ POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `after_inte
 `stuck` sleeps SECONDS before every micro-batch, and for ever before the intent, or where STEP is 0 in the start. RANK -1: every
 rank.
 Ranks are less patient with one whose connection broke than they are elsewhere; STILL_AFTER in the environment is how long, in
-seconds, nobody may move. RUN_DIR.codes gets a line "RANK CODE" from each rank that ends by itself: not every launcher tells them.
+seconds, nobody may move.
 """
 
 import errno
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -51,19 +51,6 @@ class SlowNoise(SystemNoise):
         if here and point == "after_intent" and step_now == when:
             time.sleep(seconds)
         return super().standard_normal(count, device)
-
-
-def note_exit_code() -> None:
-    process, leave = os.getpid(), os._exit
-    codes = Path(given[given.index("--run_dir") + 1] + ".codes")
-
-    def left(code: int) -> NoReturn:
-        if os.getpid() == process:
-            with codes.open("a") as file:
-                file.write(f"{os.environ.get('RANK', '?')} {code}\n")
-        leave(code)
-
-    os._exit = left
 
 
 def install() -> None:
@@ -109,5 +96,4 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
-    note_exit_code()
     train.main(given[4:], SlowNoise())

@@ -1,8 +1,6 @@
-"""launch_scripts/audit.py on real runs: a true one is consistent, a broken one is not, bad input is one line."""
+"""launch_scripts/audit.py on a real run, which is consistent; bad input is one line. Broken ones: tests/privacy/audit."""
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,12 @@ from tests.e2e.launch import alone, train_arguments
 AUDIT = "launch_scripts/audit.py"
 
 
-def audit(kind: str, run_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return alone([kind, "--run_dir", str(run_dir), *more], script=AUDIT)
-
-
-def report(kind: str, run_dir: Path, code: int, *more: str) -> dict[str, Any]:
+def report(kind: str, run_dir: Path, *more: str) -> dict[str, Any]:
     """The one JSON object on stdout."""
-    result = audit(kind, run_dir, "--json", *more)
-    assert result.returncode == code, result.stdout + result.stderr
+    result = alone([kind, "--run_dir", str(run_dir), "--json", *more], script=AUDIT)
+    assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout)
-    assert found["exit_code"] == code and {"verdict", "checks", "false_alarm_rate"} <= set(found)
+    assert found["exit_code"] == 0 and {"verdict", "checks", "false_alarm_rate"} <= set(found)
     assert found["false_alarm_rate"] < 1e-3
     numbers = set() if kind == "schedule" else {"sentence", "statistic", "p_value", "threshold"}
     for check in found["checks"]:
@@ -44,13 +38,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run_dir, canaries
 
 
-def copied(run_dir: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(run_dir, folder / "copy"))
-
-
 def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
     for kind in ("ledger", "schedule"):
-        found = report(kind, finished[0], 0)
+        found = report(kind, finished[0])
         assert found["verdict"] == "consistent"
     assert set().union(*found["checks"]) == {"name", "outcome"}, (
         "numbers of a schedule tell batch sizes, which are private"
@@ -59,21 +49,9 @@ def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
 
 def test_canaries_of_a_small_run_refute_nothing(finished: tuple[Path, Path]) -> None:
     run_dir, canaries = finished
-    found = report("run", run_dir, 0, "--canaries", str(canaries))
+    found = report("run", run_dir, "--canaries", str(canaries))
     assert {check["name"]: check["outcome"] for check in found["checks"]}["canaries_in_data"] == "ok"
     assert "gross mistakes" in found["note"]
-
-
-def test_an_edited_ledger_and_an_open_key(finished: tuple[Path, Path], tmp_path: Path) -> None:
-    run_dir = copied(finished[0], tmp_path)
-    ledger = run_dir / "ledger.jsonl"
-    ledger.write_bytes(ledger.read_bytes().replace(b'"attempt":0', b'"attempt":1', 1))
-    assert report("ledger", run_dir, 5)["violated_checks"] == ["ledger", "legal_order"]
-    shutil.copy(finished[0] / "ledger.jsonl", ledger)
-    (run_dir / "private" / "sampling.key").chmod(0o644)
-    result = audit("schedule", run_dir)
-    assert result.returncode == 4 and "readable by others" in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

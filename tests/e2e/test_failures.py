@@ -142,45 +142,13 @@ def test_a_step_after_its_intent_is_abandoned_and_stays_charged(tmp_path: Path, 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_stopped_rank_counts_as_dead(tmp_path: Path) -> None:
-    for victim in (0, 1):
-        run_dir = tmp_path / f"run{victim}"
-        with running(run_dir) as ranks:
-            wait_for(run_dir, lambda found=run_dir: count(found, "done") >= 3, ranks)  # type: ignore[misc]
-            os.kill(ranks[victim].pid, signal.SIGSTOP)
-            assert ends([ranks[1 - victim]], run_dir) == [1]
-        assert re.search(rf"error: rank {victim} \(host .*\) is dead", log_of(run_dir).read_text())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_late_rank_is_waited_for(tmp_path: Path, victim: int) -> None:
-    """Silent for twice the limit, as on a machine that does something else meanwhile."""
-    run_dir = tmp_path / "run"
-    with running(run_dir, more=("--heartbeat_seconds", "5")) as ranks:
-        wait_for(run_dir, lambda: count(run_dir, "done") >= 3, ranks)
-        os.kill(ranks[victim].pid, signal.SIGSTOP)
-        time.sleep(10)
-        os.kill(ranks[victim].pid, signal.SIGCONT)
-        done = count(run_dir, "done")
-        wait_for(run_dir, lambda: count(run_dir, "done") >= done + 3, ranks)
-        os.kill(ranks[0].pid, signal.SIGUSR1)
-        assert ends(ranks, run_dir) == [7, 7]
-    said = log_of(run_dir).read_text()
-    assert re.search(
-        rf"warning: rank {victim} \(host .*\) is late: no .* for \d+ s, its process is stopped, load \d+", said
-    )
-    assert errors(run_dir) == []
-
-
-@pytest.mark.parametrize("step", [2, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [2, 0])
 def test_a_collective_that_one_rank_never_joins(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step, after one of many slow micro-batches that is not ended, and in the start; everybody lives and beats."""
     run_dir = tmp_path / "run"
     monkeypatch.setenv("STILL_AFTER", "4")
     more = ("privacy.expected_batch_size=24", "train.micro_batch_size=4")
-    with running(run_dir, "stuck", "1", str(step), "1.0", more=more) as ranks:
+    with running(run_dir, "stuck", "1", str(step), "0.5", more=more) as ranks:
         assert ends(ranks, run_dir, within=120) == [1, 1]
     (said,) = errors(run_dir)
     assert re.match(

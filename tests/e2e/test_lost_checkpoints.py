@@ -74,6 +74,7 @@ def test_the_newest_checkpoint_alone_is_lost(stopped: Path, tmp_path: Path) -> N
     assert count(run_dir, "intent") == 3 + 2
 
 
+@pytest.mark.full
 def test_a_run_that_never_had_a_checkpoint_starts_again(tmp_path: Path) -> None:
     run_dir, crashing = tmp_path / "run", "tests/e2e/crashing_train.py"
     done = alone(["in_checkpoint", "1", *arguments(run_dir)], script=crashing, NOISE_LOG=str(run_dir) + ".noise")

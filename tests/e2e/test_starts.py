@@ -1,4 +1,4 @@
-"""Starts by the real command: requests to stop, a refusal that leaves nothing behind, and options of whole runs."""
+"""Starts: requests to stop, by the real command, and options of whole runs."""
 
 import json
 import os
@@ -8,20 +8,24 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.index.build import build_index
 from tests.data.support.servers import range_server
 from tests.distributed.ranks import ROOT
-from tests.e2e.launch import (
-    alone,
-    count,
-    kill_group,
-    launch,
-    ledger_lines,
-    refused,
-    start_ranks,
-    train_arguments,
-)
+from tests.e2e.launch import RECIPE, count, kill_group, launch, ledger_lines, start_ranks, train_arguments
+from tests.trainer.conftest import one_rank  # noqa: F401
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import load_config
+from trainer.ranks.discovery import Ranks
+from trainer.run.start import train
+
+
+def in_this_process(run_dir: Path, *options: str) -> int:
+    """One step; returns the exit code."""
+    more = ("privacy.clipping_mode=bookkeeping", "train.num_steps=1", *options)
+    config, machine = load_config(ROOT / RECIPE, more), load_machine_settings(ROOT / "ds_configs/zero1.json")
+    return train(config, machine, "local", run_dir, ROOT, Ranks(), torch.device("cpu"))
 
 
 @pytest.mark.full
@@ -50,17 +54,11 @@ def test_a_signal_while_ranks_set_up_ends_all_with_7(tmp_path: Path, number: sig
             kill_group(rank)
 
 
-def test_what_an_engine_cannot_do_is_refused_before_the_run_folder_exists(tmp_path: Path) -> None:
-    arguments = train_arguments(tmp_path / "run", "--engine", "fairscale", ds_config="ds_configs/zero3.json")
-    refused(arguments, 2, "zero_optimization.stage 3 is refused with --engine fairscale")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_public_run_streams(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_public_run_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("data.streaming=true", "data.provenance=public", "privacy.enabled=false", "data.num_workers=1")
-    done = alone(train_arguments(tmp_path / "run", "--engine", "local", "train.num_steps=1", *options))
-    assert done.returncode == 0, done.stderr
-    assert "done: 1 steps, no formal guarantee" in done.stdout
+    assert in_this_process(tmp_path / "run", *options) == 0
+    assert "done: 1 steps, no formal guarantee" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine")
@@ -75,6 +73,7 @@ def test_compiled_blocks_and_a_vocabulary_by_chunks_on_two_ranks(tmp_path: Path)
     assert [line["type"] for line in ledger_lines(run_dir)].count("done") == 4
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_requests_for_private_heldout_data_say_nothing_about_members(tmp_path: Path) -> None:
     """The same examples in the same order at every evaluation; the shards of the training data are staged."""
     demo = ROOT / "data" / "demo"
@@ -84,13 +83,12 @@ def test_requests_for_private_heldout_data_say_nothing_about_members(tmp_path: P
         for number in range(2):  # each run draws a key of its own
             server.requests.clear()
             run_dir = tmp_path / f"run{number}"
-            done = alone(train_arguments(
-                run_dir, "--engine", "local", f"data.shards={server.url}/train-{{00000..00002}}.tar",
+            options = (
                 f"data.index={index.index_dir}", f"data.staging={tmp_path}/store{number}", "data.remote.connections=1",
-                f"heldout.shards={server.url}/heldout-00000.tar", "train.num_steps=1", "heldout.every_steps=1",
-                ds_config="ds_configs/zero1.json",
-            ))  # fmt: skip
-            assert done.returncode == 0, done.stderr
+                f"heldout.shards={server.url}/heldout-00000.tar", "heldout.every_steps=1",
+                f"data.shards={server.url}/train-{{00000..00002}}.tar",
+            )  # fmt: skip
+            assert in_this_process(run_dir, *options) == 0
             public, private = ((run_dir / name).read_text() for name in ("metrics.jsonl", "private/metrics.jsonl"))
             assert "heldout/loss" in private and "heldout/loss" not in public, "naming the data made them private"
             staged = [request for request in server.requests if "train" in request[0]]

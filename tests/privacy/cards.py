@@ -4,8 +4,11 @@ import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import pytest
 from pydantic import BaseModel
 
+from privacy.accounting import accountants
+from privacy.card import report
 from privacy.card.model import PrivacyCard
 from privacy.card.report import make_card, read_snapshot
 
@@ -26,6 +29,14 @@ NUMBERS: dict[str, Any] = {
 def privacy_card(path: Path | str) -> PrivacyCard:
     """The card of the run whose ledger is at `path`, from the ledger alone (a few seconds)."""
     return make_card(read_snapshot(path), str(path))
+
+
+def without_surroundings(patched: pytest.MonkeyPatch) -> None:
+    """What surrounds the claims takes most of a card's time."""
+    patched.setattr(report, "risk_of", lambda *_: {"advantage": 0.0, "true_positive_rates": []})
+    patched.setattr(report, "epsilon_of_several", lambda *_: None)
+    patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
+    patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)
 
 
 def full_card(

@@ -16,7 +16,7 @@ if sys.argv[1] == "keep":
     assert keep_freed_memory({})
 
 def step():
-    kept = [torch.ones(2**20) for _ in range(64)]
+    kept = [torch.ones(2**20) for _ in range(16)]
 
 step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -59,17 +59,6 @@ def test_contract_9_intent_is_durable_before_it_returns(tmp_path, monkeypatch):
     assert calls == ["write", "fsync"]
 
 
-def test_contract_9_mirror_is_written_second_and_before_return(tmp_path, monkeypatch):
-    ledger = create(tmp_path, tmp_path / "mirror.jsonl")
-    calls = []
-    write = os.write
-    monkeypatch.setattr(
-        os, "write", lambda fd, data: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or write(fd, data)
-    )
-    ledger.start_session(ENVIRONMENT)
-    assert calls == [str(tmp_path / "ledger.jsonl"), str(tmp_path / "mirror.jsonl")]
-
-
 def test_contract_10_budget_refuses_the_intent_that_would_pass_it(tmp_path):
     ledger = create(tmp_path)
     ledger.start_session(ENVIRONMENT)

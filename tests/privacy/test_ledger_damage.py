@@ -22,7 +22,6 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.shared_records import SharedState
-from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import (
     ENVIRONMENT,
     PLAN,
@@ -158,25 +157,6 @@ def test_contract_9_torn_writes_at_every_byte_of_the_last_line(every, tmp_path, 
             with Ledger.open(path) as ledger:
                 assert ledger.num_charged == charged + 1
             assert path.read_bytes() == content
-
-
-def test_contract_9_torn_repairs_at_every_byte(tmp_path, no_fsync):
-    path = written(tmp_path, steps=1)
-    data = path.read_bytes() + b'{"seq":5,"type":"intent","time'
-    path.write_bytes(data)
-    Ledger.open(path).release()
-    repaired = path.read_bytes()
-    assert read_ledger(path).num_charged == 2
-    for end in range(len(data), len(repaired)):
-        path.write_bytes(repaired[:end])
-        with Ledger.open(path) as ledger:
-            assert ledger.num_charged == 2  # a torn repair follows a torn line, where no intent can be
-            ledger.start_session(ENVIRONMENT)
-            take_step(ledger, 2)
-        assert verify.read_ledger(path).charged() == 3
-        if end % 40 == 0:
-            assert recompute(path)[0] == read_ledger(path).num_charged
-        assert path.read_bytes().startswith(repaired[: len(data)] + TORN_MARK + b"\n" if end > len(data) + 6 else data)
 
 
 def test_contract_9_an_edited_last_line_forgets_no_charge(tmp_path, no_fsync):

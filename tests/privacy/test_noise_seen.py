@@ -25,6 +25,7 @@ from privacy.noise import SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
+from tests.privacy.cards import without_surroundings
 from tests.privacy.loop.own import D, K, make, rows
 from tests.privacy.published import ASKED, COORDINATES, noised
 
@@ -227,6 +228,7 @@ def test_a_loop_of_one_s_own_states_norms_and_halved_noise_is_refuted(
     noise: type[SystemNoise], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P is counted once a coordinate: frozen parameters are none, a layer that is used twice is one."""
+    without_surroundings(monkeypatch)
     monkeypatch.setattr(PrivacyPlan, "noise", lambda _: noise())
     model = Tied()
     with make(tmp_path / "run", model, rows(), num_steps=3) as loop:

@@ -128,16 +128,6 @@ def test_contract_2_a_cap_is_frozen_at_the_opening(monkeypatch):
         assert make_plan(request, resume={"noise_multiplier": 2.0, "cap": cap}).cap == kept
 
 
-@pytest.mark.full
-def test_no_target_asks_for_less_noise_than_is_allowed():
-    plan = make_plan(
-        PlanRequest(
-            num_examples=3000, expected_batch_size=3, num_steps=1, target_epsilon=30, reserved_attempts=0, cap=None
-        )
-    )
-    assert plan.noise_multiplier == 0.3 and "smallest allowed" in plan.warnings[0]
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -15,7 +15,6 @@ from scipy import stats
 from privacy import noise, rounded_normal
 from privacy.noise import SystemNoise
 from privacy.rounded_normal import REJECTED, UNDECIDED, decide, draw_rounded_normal
-from tests.privacy.word_sources import Repeated, Words
 
 MP = mpmath.MPContext()
 MP.prec = 400
@@ -27,6 +26,29 @@ FIRST_OF_CELL = [MP.fsum(_WEIGHTS[:j]) / _TOTAL for j in range(700)]
 """F_j of the module's docstring."""
 DEVIATIONS = (1e-3, 0.3, 1.0, 3.0, 1000.7, 2.0**30 / 3, 2.0**44, math.nextafter(2.0**50, 0), 2.0**50)
 MASK_64 = (1 << 64) - 1
+
+
+class Words:
+    """The bits of a fixed Philox stream."""
+
+    def __init__(self, seed):
+        self._philox, self.asked = np.random.Philox(seed), []
+
+    def uniform_words(self, count):
+        self.asked.append(count)
+        return self._philox.random_raw(count)
+
+
+class Repeated:
+    """The same word again and again, but not forever."""
+
+    def __init__(self, word):
+        self._word, self._calls = word, 0
+
+    def uniform_words(self, count):
+        self._calls += 1
+        assert self._calls < 10_000
+        return np.full(count, self._word, np.uint64)
 
 
 def true_cell(u):

@@ -359,7 +359,7 @@ MISTAKES = {
         Mistake(each_layer_is_clipped_by_itself, {"sensitivity"}),
         Mistake(sums_keep_a_64th_of_the_step_before, {"whole_sums"}),
         Mistake(sums_are_single, {"whole_sums"}),
-        Mistake(rows_beyond_a_part_are_forgotten, {"membership", "whole_sums"}, is_quick=True),
+        Mistake(rows_beyond_a_part_are_forgotten, {"membership", "whole_sums"}),
         Mistake(the_last_micro_batch_replaces_the_others, {"membership", "whole_sums"}),
         Mistake(the_ragged_tail_is_dropped, {"dealt_members"}),
         Mistake(a_retry_has_the_same_members, {"dealt_members"}),
@@ -382,7 +382,7 @@ MISTAKES = {
         Mistake(the_count_has_half_its_noise, {"count_draws"}, "adaptive"),
         Mistake(noise_is_that_of_the_first_bound, {"noise_variance"}, "adaptive"),
         Mistake(the_optimizer_gets_more_than_the_sum, {"weights_follow"}, "loop", is_quick=True),
-        Mistake(an_item_is_lost, {"dealt_members"}, "loop", is_quick=True),
+        Mistake(an_item_is_lost, {"dealt_members"}, "loop"),
         Mistake(items_are_read_with_one_key, {"example_keys"}, "loop"),
     )
 }

@@ -20,14 +20,13 @@ from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import spent_in, train_head
 from evaluation.results import ModelFacts
 from privacy import verify
-from privacy.accounting import accountants
 from privacy.accounting.rounding import rounded_up
-from privacy.card import report as card_report
 from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.claim import composed_epsilon, read_copies
 from privacy.ledger.records import read_ledger
+from tests.privacy.cards import without_surroundings
 from tests.privacy.published import read_metrics
 from trainer.audit.canaries import run_audit, write_canaries
 from trainer.config.machine import load_machine_settings
@@ -71,14 +70,6 @@ def pld(*runs: tuple[Path, int], delta: float) -> float:
         )
         accountant.compose(dp_accounting.SelfComposedDpEvent(event, count))
     return float(accountant.get_epsilon(delta))
-
-
-def without_surroundings(patched: pytest.MonkeyPatch) -> None:
-    """What surrounds the claims takes most of a card's time."""
-    patched.setattr(card_report, "risk_of", lambda *_: {"advantage": 0.0, "true_positive_rates": []})
-    patched.setattr(card_report, "epsilon_of_several", lambda *_: None)
-    patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
-    patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

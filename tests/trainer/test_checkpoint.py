@@ -420,17 +420,3 @@ class TestAverage:
         for name in one.shapes:
             for kind in ("param", "average"):
                 assert torch.equal(one.full(kind, name), other.full(kind, name))
-
-    def test_in_use_for_evaluation(self, folder: Path) -> None:
-        engine = new_engine(new_model())
-        average = WeightAverage(self.DECAY).start(engine, None)
-        for step in (1, 2):
-            take_steps(engine, step, step)
-            average.update(step)
-        CheckpointWriter(folder, Retention(1)).save(2, average.states(), engine.shapes, {})
-        averaged, before = new_model(seed=5), {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-        Checkpoint(folder / checkpoint_name(2)).load_weights(averaged, average=True)
-        inputs = torch.randn(3, 5)
-        with average.in_use():
-            assert torch.equal(engine.module(inputs), averaged(inputs))
-        assert all(torch.equal(p, before[n]) for n, p in engine.module.named_parameters())

@@ -251,7 +251,10 @@ def test_ranks_that_all_stand_still_end_and_the_line_says_where(world: World) ->
 
 
 @pytest.mark.usefixtures("short_patience")
-@pytest.mark.parametrize("way", ["elsewhere", "micro-batches", "data", "a silent rank"])
+@pytest.mark.parametrize(
+    "way",
+    ["micro-batches", "a silent rank", *(pytest.param(way, marks=pytest.mark.full) for way in ("elsewhere", "data"))],
+)
 def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable[..., World]) -> None:
     """Hashing and compiling are many places; a rank that waits for data moves; who is silent is late, which has its own time."""
     world = worlds([process_identity(os.getpid())] * 3)

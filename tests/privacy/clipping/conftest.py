@@ -4,8 +4,16 @@ import pytest
 
 from privacy.clipping import clipped_sum
 
-BOTH = ("test_oracle", "test_sensitivity", "test_rounding", "test_properties", "test_shared_uses")
-ONCE = ("test_contract_4_sharded_accumulation_rounds_no_worse",)
+BOTH = ("test_oracle", "test_sensitivity", "test_rounding", "test_shared_uses")
+ONCE = (
+    "test_contract_4_sharded_accumulation_rounds_no_worse",
+    "test_contract_4_neighbours_drawn_at_random",
+    "test_contract_4_neighbours_of_products_that_are_added_up_as_on_cuda",
+    "test_contract_4_tokens_that_cancel_do_not_carry_partial_sums_away",
+    "test_contract_4_norms_neither_underflow_nor_overflow",
+    "test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit",
+    "test_contract_4_sums_of_many_uses_do_not_round_with_those_of_other_examples",
+)
 """In `make test` without."""
 
 

@@ -1,9 +1,10 @@
 """The fallback: modules that no rule follows are exact as a whole, and each condition has a case that breaks it.
 
-Conditions are those of `privacy/clipping/fallback.py`. Models map (B, T, D), with T = B in some micro-batches.
+Conditions are those of `privacy/clipping/fallback.py`. Models map (B, T, D), with T = B in some micro-batches: nothing is told by
+its size. Parameters that a forward reads itself come as copies (raw.py) or by the fallback.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -28,15 +29,16 @@ Use = Callable[[Any, Tensor], Tensor]
 
 
 class Piece(nn.Module):
-    """`use(self, x)` with two linear layers, a table and a matrix at hand."""
+    """`use(self, x)` with two linear layers, a table, a matrix and a parameter of any shape at hand."""
 
     running: Tensor
 
-    def __init__(self, use: Use) -> None:
+    def __init__(self, use: Use, *shape: int, table: nn.Embedding | None = None) -> None:
         super().__init__()
-        self.a, self.b, self.table = nn.Linear(D, D), nn.Linear(D, D), nn.Embedding(T, D)
-        self.matrix = nn.Parameter(torch.randn(D, D))
+        self.a, self.b, self.table = nn.Linear(D, D), nn.Linear(D, D), table or nn.Embedding(T, D)
+        self.matrix, self.p = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(shape))
         self.register_buffer("running", torch.zeros(D))
+        self.register_buffer("fixed", torch.randn(T, D))
         self.use, self.seen = use, dict[str, Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,6 +92,12 @@ def is_exact(model: nn.Module, mode: Any = "bookkeeping", counts: tuple[int, ...
     total.detach()
 
 
+def in_both_modes(names: Iterable[str], *quick: str) -> pytest.MarkDecorator:
+    """In two passes `make test` tries the quick ones."""
+    full = [pytest.param(n, "two_pass", marks=[] if n in quick else pytest.mark.full) for n in names]
+    return pytest.mark.parametrize(("name", "mode"), [*((n, "bookkeeping") for n in names), *full])
+
+
 def windows(m: Piece, x: Tensor) -> Tensor:
     return m.a(x.reshape(2 * len(x), -1, D)).reshape(x.shape)
 
@@ -135,11 +143,73 @@ EXACT: dict[str, Callable[[], Model]] = {
         nn.EmbeddingBag(9, D), lambda m, x: x + m((4 * x[..., 0].detach().sin() + 4).long())[:, None]
     ),
     "own input written to": lambda: made(lambda m, x: windows(m, x.add_(1)), lambda m, x: m(x * 1)),
+    "repeated class token": lambda: made(raw(lambda m, x: torch.cat((x, m.p.repeat(len(x), 2, 1)), dim=1), 1, 1, D)),
+    "rows by number": lambda: made(raw(lambda m, x: x + m.p[torch.tensor([2, 0, 2, 5])], 7, D)),
+    "its norm": lambda: made(raw(lambda m, x: x + m.p / m.p.norm(), 1, T, D)),
+    "rows by value": lambda: made(raw(lambda m, x: x + m.p[(x.detach().sum((1, 2)) > 0).long()][:, None], 2, D)),
+    "a row for two": lambda: made(raw(lambda m, x: (x.reshape(-1, 2, D) + m.p).view_as(x), 1, 2, D)),
+    "transposed": lambda: made(raw(lambda m, x: x + m.p.t(), D, T)),
+    "tokens first": lambda: made(raw(lambda m, x: (x.transpose(0, 1) + m.p).transpose(0, 1), T, 1, D)),
+    "table that is read": lambda: made(Piece(lambda m, x: x + m.table.weight[ids(x)], table=nn.Embedding(9, D))),
 }
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
-@pytest.mark.parametrize("name", EXACT)
+def raw(use: Use, *shape: int) -> Piece:
+    return Piece(use, *shape)
+
+
+class Table(nn.Embedding):
+    """Ids are shifted, as in OPT."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward((ids + 2) % len(self.weight))
+
+
+def ids(x: Tensor) -> Tensor:
+    return (x[..., 0].detach().sin() * 4 + 4).round().long()
+
+
+def masked(m: Piece, x: Tensor) -> Tensor:
+    """A mask of the batch meets an expanded token: the idiom of masked image models."""
+    mask = (x.detach()[..., 1:2] > 0).to(x.dtype)
+    return x * (1 - mask) + m.p.expand(len(x), T, -1) * mask
+
+
+BY_COPIES: dict[str, Callable[[], Piece]] = {
+    "class token": lambda: raw(lambda m, x: torch.cat([m.p.expand(len(x), -1, -1), x], 1), 1, 1, D),
+    "positions": lambda: raw(lambda m, x: x + m.p[:, :T].to(x.dtype), 1, T + 3, D),
+    "mask token": lambda: raw(masked, 1, 1, D),
+    "used twice": lambda: raw(lambda m, x: (x * m.p).tanh() * m.p, 1, 1, D),
+    "vector": lambda: raw(lambda m, x: 1.0 - x * m.p, D),
+    "vector after a table": lambda: raw(lambda m, x: x + m.fixed * m.p, D),
+    "vector for one token": lambda: raw(lambda m, x: (x[:, 0] + m.p.sigmoid())[:, None] + x, D),
+    "scalar": lambda: raw(lambda m, x: x * m.p.sigmoid()),
+    "positions without a leading 1": lambda: raw(lambda m, x: x + m.p, T, D),
+    "matrix": lambda: raw(lambda m, x: (x @ m.p).tanh(), D, D),
+    "subclassed table": lambda: Piece(lambda m, x: x + m.table(ids(x)), table=Table(9, D)),
+    "padded table": lambda: Piece(lambda m, x: x + m.table(ids(x)), table=Table(9, D, padding_idx=3)),
+    "table for all": lambda: Piece(lambda m, x: x + m.table(torch.arange(T)[None]), table=Table(9, D)),
+    # What a layer gives for all examples together is one copy for each too, so layers after it see the examples.
+    "layer on a table for all": lambda: Piece(lambda m, x: x + m.a(m.table(torch.arange(T)[None])), table=Table(9, D)),
+}
+
+
+@in_both_modes(BY_COPIES, "class token", "used twice", "table for all")
+def test_a_parameter_that_its_forward_reads_is_copied_for_each_example(name: str, mode: str) -> None:
+    """In two passes under activation checkpointing around the owner."""
+    torch.manual_seed(0)
+    use: Use = (lambda m, x: checkpoint(m, x, use_reentrant=False)) if mode == "two_pass" else lambda m, x: m(x)
+    model = made(BY_COPIES[name](), use)
+    is_exact(model, mode)
+    assert not plan_of(model).covers and "p" not in model.inner.__dict__
+
+
+def test_without_a_check_only_what_the_shape_decides_is_copied() -> None:
+    with pytest.raises(PrivacyConfigError, match=r"inner\.p.*reads them itself"):
+        ClippedSum(made(raw(lambda m, x: x * m.p, D)), 1.0, self_check=False)
+
+
+@in_both_modes(EXACT, "windows", "called twice", "checkpointed", "LSTM", "weight norm")
 def test_what_no_rule_follows_is_exact(name: str, mode: str) -> None:
     """With as many examples as tokens too: the examples' dimension is not told by its size."""
     torch.manual_seed(0)

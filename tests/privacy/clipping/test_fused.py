@@ -64,7 +64,7 @@ def addends(generator: torch.Generator, unit: float, most: float, dtype: torch.d
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
-        (torch.float32, [(64, 64, 1), (200_000, 500, 2)]),
+        (torch.float32, [(200_000, 500, 2)]),
         *(
             pytest.param(dtype, [(64, 64, 1), (200_000, 64, 1), (200_000, 500, 3)], marks=pytest.mark.full)
             for dtype in (torch.float32, torch.float64)

@@ -115,15 +115,7 @@ CASES = [
 ]
 
 
-MANY_ALONE = [
-    pytest.param(Case(rule, 1, (1,), 8, 254), marks=pytest.mark.full)
-    for rule in ("bias", "layer_norm", "raw", "linear")
-]
-
-
-@pytest.mark.parametrize(
-    "case", [*CASES, *MANY_ALONE], ids=lambda case: f"{case.rule}-{case.tokens}-{case.micro_batches[:6]}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.tokens}-{case.micro_batches[:6]}")
 def test_contract_4_one_example_does_not_change_how_others_round(case: Case) -> None:
     assert moved(case) <= 1 + SENSITIVITY_SLACK
 
@@ -157,12 +149,10 @@ def test_contract_4_sharded_accumulation_rounds_no_worse(count: int) -> None:
 
 def rank_sharded(device: torch.device, count: int) -> list[Any]:
     """By how much the cases move, and what each search finds."""
+    searches = (neighbours.sums,) if count == QUICK else (neighbours.sums, neighbours.climb)
     return [
         [moved(case, accumulator=ShardedSums) for case in CASES if case.micro_batches != ALONE],
-        *(
-            list(search(device, f"sharded {count}", count, ShardedSums, draw_of(count)))
-            for search in (neighbours.sums, neighbours.climb)
-        ),
+        *(list(search(device, f"sharded {count}", count, ShardedSums, draw_of(count))) for search in searches),
     ]
 
 

@@ -98,24 +98,12 @@ def case(make: Make, x: Callable[[], Tensor], seed: int = 0) -> tuple[nn.Module,
     return model, {"x": inputs, "w": w}
 
 
-def clipped(
-    model: nn.Module, task: Callable[..., Tensor], inputs: dict[str, Tensor], c: float, micro: int | None = None
-) -> dict[str, Tensor]:
-    total = ClippedSum(model, c, self_check=False)
-    count = len(next(iter(inputs.values())))
-    for start in range(0, count, micro or count):
-        part = {k: v[start : start + (micro or count)] for k, v in inputs.items()}
-        total.add_micro_batch(task, part, torch.zeros(len(next(iter(part.values()))), dtype=torch.bool))
-    total.detach()
-    return dict(total.sums())
-
-
 def agrees(model: nn.Module, task: Callable[..., Tensor], inputs: dict[str, Tensor], micro: int | None = None) -> None:
     """Float64 within 1e-9 of a loop of single examples, with about half of the examples clipped."""
     c = oracle.median_norm(model, task, inputs)
     expected = oracle.clipped_sum(model, task, inputs, c)
     assert oracle.flat(expected).norm() > 0
-    assert oracle.relative_error(clipped(model, task, inputs, c, micro), expected) <= 1e-9
+    assert oracle.relative_error(oracle.summed(model, inputs, c, task=task, micro=micro), expected) <= 1e-9
 
 
 @pytest.mark.parametrize("micro", [None, 1, 3])

@@ -60,13 +60,6 @@ def language(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Langua
     return model, inputs
 
 
-def clipped(model: nn.Module, inputs: dict[str, Tensor], c: float, mode: Any = "bookkeeping") -> dict[str, Tensor]:
-    total = ClippedSum(model, c, mode=mode, self_check=False)
-    total.add_micro_batch(model, inputs, torch.zeros(len(next(iter(inputs.values()))), dtype=torch.bool))
-    total.detach()
-    return {name: value.clone() for name, value in total.sums()}
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -76,9 +69,9 @@ def test_float64_equals_the_loop(mode: str, tied: bool, bias: bool, twice: bool)
     assert model.head.num_chunks(torch.zeros(B, L, 1)) == 4
     c = oracle.median_norm(model, model, inputs)
     expected = oracle.clipped_sum(model, model, inputs, c)
-    assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
+    assert oracle.relative_error(oracle.summed(model, inputs, c, mode=mode), expected) < 1e-9
     model.checkpointed = True
-    assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
+    assert oracle.relative_error(oracle.summed(model, inputs, c, mode=mode), expected) < 1e-9
 
 
 @pytest.mark.parametrize("frozen", ["head.weight", "head.bias"])
@@ -86,7 +79,7 @@ def test_a_frozen_half_of_the_head(frozen: str) -> None:
     model, inputs = language()
     model.get_parameter(frozen).requires_grad_(False)
     c = oracle.median_norm(model, model, inputs)
-    assert oracle.relative_error(clipped(model, inputs, c), oracle.clipped_sum(model, model, inputs, c)) < 1e-9
+    assert oracle.relative_error(oracle.summed(model, inputs, c), oracle.clipped_sum(model, model, inputs, c)) < 1e-9
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -98,7 +91,7 @@ def test_bf16_against_the_float64_sum_of_the_same_gradients(mode: str) -> None:
         weight = min(1.0, c / oracle.norm(g))
         for name, value in g.items():
             exact[name] = exact.get(name, torch.zeros_like(value, dtype=torch.float64)) + weight * value.double()
-    found = clipped(model, inputs, c, mode)
+    found = oracle.summed(model, inputs, c, mode=mode)
     assert all(value.dtype == torch.float64 for value in found.values())
     assert oracle.relative_error(found, exact) <= 1e-2
 
@@ -111,10 +104,8 @@ def test_under_autocast_the_same_scores_are_computed_again() -> None:
             return model(**kwargs)
 
     c = oracle.median_norm(model, task, inputs)
-    total = ClippedSum(model, c, self_check=False)
-    total.add_micro_batch(task, inputs, torch.zeros(B, dtype=torch.bool))
-    total.detach()
-    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, task, inputs, c)) <= 1e-2
+    expected = oracle.clipped_sum(model, task, inputs, c)
+    assert oracle.relative_error(oracle.summed(model, inputs, c, task=task), expected) <= 1e-2
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(30, marks=pytest.mark.full)])
@@ -158,7 +149,10 @@ def test_the_captioner_by_chunks_clips_like_the_whole_one(mode: str) -> None:
     inputs = {"images_BCHW": images_BCHW.double(), "tokens_BL": tokens_BL, "token_mask_BL": mask_BL}
     model = tiny_captioner(max_logits=50).double()
     c = oracle.median_norm(model, model, inputs)
-    assert oracle.relative_error(clipped(model, inputs, c, mode), oracle.clipped_sum(model, model, inputs, c)) < 1e-9
+    assert (
+        oracle.relative_error(oracle.summed(model, inputs, c, mode=mode), oracle.clipped_sum(model, model, inputs, c))
+        < 1e-9
+    )
     check_against_autograd(tiny_captioner(max_logits=50), {**inputs, "images_BCHW": images_BCHW})
 
 
@@ -178,7 +172,7 @@ def test_no_tensor_holds_all_logits(mode: str) -> None:
         config = captioner_config("pico", max_logits=max_logits, **overrides)
         model = build_captioner(config, generator=torch.Generator().manual_seed(0))
         with LargestTensor() as seen:
-            clipped(model, inputs, 0.1, mode)
+            oracle.summed(model, inputs, 0.1, mode=mode)
         largest[name] = seen.num_elements
     assert largest["plain"] == rows * (length - 1) * words
     assert largest["chunked"] <= most

@@ -2,7 +2,7 @@
 
 A piece maps (B, T, D) to (B, T, D) between two linear layers. `outcome` treats it as a newcomer would: ClippedSum, the
 self-check on made-up inputs, then micro-batches of several sizes, as many examples as tokens among them, against a loop of
-single examples in float64. Pieces are tried alone and in generated chains.
+single examples in float64. Pieces are tried alone and in generated chains; test_fallback.py has more of what no rule follows.
 """
 
 import random
@@ -180,10 +180,6 @@ def per_example_weights(m: Piece, x: Tensor) -> Tensor:
     return torch.bmm(x, m.a(x.mean(1)).tanh()[:, :, None] * m.b(x.mean(1))[:, None])
 
 
-def windows(m: Piece, x: Tensor) -> Tensor:
-    return m.a(x.reshape(2 * len(x), T // 2, D)).reshape(x.shape)
-
-
 def captured() -> nn.Module:
     piece = Piece(lambda m, x: m.function(x))
     gain = piece.gain
@@ -198,13 +194,11 @@ def depth(m: Piece, x: Tensor) -> Tensor:
 PIECES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     # ways to write a model that are right
     "layer": ("exact", lambda: Piece(lambda m, x: m.a(x))),
-    "called_twice": ("exact", lambda: Piece(lambda m, x: m.a(m.a(x).tanh()))),
     "tied_layers": ("exact", tied(lambda m: setattr(m.b, "weight", m.a.weight), lambda m, x: m.b(m.a(x).tanh()))),
     "indexed": ("exact", lambda: Piece(lambda m, x: m.a(x[:, torch.tensor([1, 1, 0, 3])]).flip(1))),
     "broadcast": ("exact", lambda: Piece(lambda m, x: m.a(x.mean(1, keepdim=True)) * m.norm(x))),
     "shared_buffer": ("exact", lambda: Piece(lambda m, x: m.a(x * m.table) + m.table)),
     "layer_on_shared_row": ("exact", lambda: Piece(lambda m, x: x * m.a(m.table))),
-    "positions": ("exact", lambda: Piece(lambda m, x: x + m.positions(torch.arange(T)[None]))),
     "per_example_weights": ("exact", lambda: Piece(per_example_weights)),
     "fourier": ("exact", lambda: Piece(lambda m, x: m.a(torch.fft.fft(m.b(x), dim=1).real))),
     "detached_weight": ("exact", lambda: Piece(lambda m, x: m.a(x) + F.linear(x, m.a.weight.detach()))),
@@ -238,10 +232,8 @@ PIECES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
         "exact",
         lambda: Piece(lambda m, x: m.a(x) + F.linear(x, m.positions.weight[:D]) + m.positions(ids(x))),
     ),
-    "weight_used_directly": ("exact", lambda: Piece(lambda m, x: m.a(x) @ m.a.weight)),
     "functional_dropout": ("found", lambda: Piece(lambda m, x: F.dropout(m.a(x), 0.01))),
     "batch_mean": ("found", lambda: Piece(lambda m, x: m.a(x) - m.a(x).mean(0, keepdim=True))),
-    "sequence_first": ("exact", lambda: Piece(lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1))),
     "one_dimensional_positions": ("exact", lambda: Piece(lambda m, x: x + m.positions(torch.arange(x.shape[1])))),
     "past_its_hooks": ("exact", lambda: Piece(lambda m, x: m.a(x) + m.a.forward(x).tanh())),
     "weight_decay_in_the_loss": ("exact", lambda: Piece(lambda m, x: m.a(x) + 1e-3 * m.a.weight.square().sum())),
@@ -254,8 +246,6 @@ PIECES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
         tied(lambda m: m.a.weight.register_hook(lambda g: 2 * g), lambda m, x: m.a(x)),
     ),
     # what rules cannot express: covered by a module around them, or refused
-    "layer_on_table": ("exact", lambda: Piece(lambda m, x: x * m.a(m.table[0, :2]).sum())),
-    "windows": ("exact", lambda: Piece(windows)),
     "tokens_as_batch": ("exact", lambda: Piece(lambda m, x: m.a(x.flatten(0, 1)).view_as(x))),
     "routed": ("refused", lambda: Piece(routed)),
     "changed_in_place": ("exact", lambda: Piece(changed_in_place)),
@@ -336,7 +326,7 @@ def tried(seeds: range) -> Counter[str]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_chains_of_wirings() -> None:
-    seen = tried(range(25))
+    seen = tried(range(646, 666))  # of which several have a wrong piece
     assert seen["exact"] >= 5 and seen["found"] >= 2 and seen["refused"] >= 2
 
 
@@ -344,4 +334,4 @@ def test_chains_of_wirings() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_many_chains_of_wirings() -> None:
-    assert tried(range(25, 2025)).total() == 2000
+    assert tried(range(2000)).total() == 2000

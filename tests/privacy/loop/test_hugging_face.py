@@ -1,6 +1,5 @@
 """Losses per example in place of the means of transformers, and its Trainer with private steps."""
 
-import importlib.util
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +9,9 @@ import pytest
 import torch
 
 from privacy.errors import PrivacyConfigError
-from privacy.loop import PrivateLoop
 from privacy.loop.fields import Example
 from privacy.loop.hugging_face import fields, loss_of
 from tests.privacy.loop.own import ledger_of, quick
-
-full = pytest.mark.full
 
 
 def language_model() -> Any:
@@ -62,47 +58,6 @@ def test_an_unknown_head_and_items_without_labels_are_refused() -> None:
         loss_of(known, Example(without))
     with pytest.raises(PrivacyConfigError, match="is no model of transformers"):
         loss_of(torch.nn.Linear(2, 2), Example({"labels": fields(known)["labels"]}))
-
-
-@full
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed: the extra examples")
-def test_adapters_alone_are_clipped_stepped_and_kept(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    def adapted() -> Any:
-        torch.manual_seed(1)
-        adapters = LoraConfig(
-            r=2, lora_dropout=0.0, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
-        )
-        return get_peft_model(language_model(), adapters).eval()
-
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randint(0, 20, (40, 6), generator=generator).tolist()
-    texts = [{"input_ids": row, "attention_mask": [1] * 6, "labels": row} for row in rows]
-
-    def loop_of(model: Any) -> PrivateLoop:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return PrivateLoop(
-            model, torch.optim.AdamW(trained, lr=0.1), texts, example=fields(model, length=6), run_dir=tmp_path / "run",
-            starts_from="public", expected_batch_size=10, num_steps=4, noise_multiplier=4.0, micro_batch_size=8,
-        )  # fmt: skip
-
-    with quick():
-        first = adapted()
-        before = {name: p.detach().clone() for name, p in first.named_parameters()}
-        with loop_of(first) as loop:
-            loop.step()
-        moved = {name for name, p in first.named_parameters() if not torch.equal(p, before[name])}
-        assert moved == {name for name, p in first.named_parameters() if p.requires_grad} and all(
-            "lora_" in n for n in moved
-        )
-        second = adapted()
-        with loop_of(second) as loop:
-            assert loop.steps_done == 1
-            for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
-                assert torch.equal(a, b), name
-            list(loop)
-    assert ledger_of(tmp_path / "run").num_charged == 4
 
 
 @pytest.fixture

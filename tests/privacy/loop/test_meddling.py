@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.errors import PrivacyConfigError
-from privacy.loop import PrivateLoop, floats, integers
-from privacy.loop.fields import Example
-from privacy.loop.opening import few_items
-from privacy.loop.reading import Reader
+from privacy.loop import PrivateLoop
 from privacy.loop.weights import fingerprint
 from tests.privacy.loop.own import D, K, Rows, cross_entropy, ledger_of, make, net, quick, rows
 
@@ -331,11 +328,3 @@ def test_optimizers_that_a_resume_would_not_restore_are_refused(tmp_path: Path) 
             with pytest.raises(PrivacyConfigError, match="outside of the state of its parameters"):
                 make(tmp_path / "run", model, optimizer=kind(model.parameters(), lr=0.1))
     assert not (tmp_path / "run/ledger.jsonl").exists()
-
-
-def test_ranks_with_shards_of_the_data_do_not_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("privacy.step.collectives.is_alone", lambda: False)
-    fields = Example((floats(D), integers(K)))
-    shards = rows()[:30], rows()[30:], rows()[:30]
-    first, second, again = (few_items(Reader(Rows(shard), fields, 8)) for shard in shards)
-    assert first == again != second

@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from privacy import verify
 from privacy.checkpoints.read import sealed
 from privacy.ledger.chain import hash_line
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
-from tests.privacy.published import ASKED, Judge, Records, publish, rewrite, sentences
+from tests.privacy.published import Judge, Records, rewrite, sentences
 
 
 def drop(kind: str, which: int = 0) -> Callable[[Records], None]:
@@ -253,24 +250,6 @@ def test_a_kept_head_finds_what_nothing_in_the_folder_can(folder: Path, judge: J
     assert code == 0 and found["attested"]["state of the run"] == "open"
     code, found = judge(folder, "--head", last)
     assert code == 5 and "lacks the line" in sentences(found)
-
-
-@pytest.mark.full
-def test_every_epsilon_of_the_metrics_is_recomputed(
-    tmp_path: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of more than twenty counts, some; a claim between two of those has to be no smaller than the one before."""
-    plan = make_plan(PlanRequest(**ASKED | {"num_steps": 12}))
-    folder = publish(tmp_path / "run", plan)
-    claims = [(step, step + (step > 1), plan.epsilon_after(step + (step > 1))) for step in range(1, 13)]
-    names = ("step", "privacy/charged_attempts", "privacy/epsilon")
-    for lowered, most in ((None, 20), (5, 20), (5, 4)):
-        monkeypatch.setattr(verify, "MOST_COUNTS", most)
-        stated = [(step, count, claims[step - 2][2] if step == lowered else claim) for step, count, claim in claims]
-        lines = [dict(zip(names, values, strict=True)) for values in stated]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        code, found = judge(folder)
-        assert code == (5 if lowered and most == 20 else 0), found["checks"]
 
 
 @pytest.mark.parametrize("factor", [1 - 1e-6, 1 - 3e-7, 0.5, 1.0, 1.5])
