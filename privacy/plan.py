@@ -338,7 +338,7 @@ def make_plan(
 
 
 def require_equal(recorded: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
-    """PrivacyConfigError naming the first field that differs: privacy fields are frozen when a run folder opens."""
+    """Raises a PrivacyConfigError that names the first field that differs: privacy fields are frozen when a run folder opens."""
     # In the order of the plan's fields, so that what was asked for is named before what follows from it.
     names = [*current, *(name for name in recorded if name not in current)]
     for name in names:

@@ -49,7 +49,7 @@ class Rows:
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Returns N, unusable examples included."""
         return len(self.labels_N)
 
     @property

@@ -59,7 +59,7 @@ class Raw(nn.Module):
 
 
 class CanaryModel(nn.Module):
-    """All weights start at zero, so that they keep their resolution."""
+    """Has known gradients for the canaries of an audit. All weights start at zero, so that they keep their resolution."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -114,14 +114,14 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:
-    """A tensor of floating-point numbers."""
+    """Declares a field of floating-point numbers, (*shape) for one item."""
     if not dtype.is_floating_point:
         raise PrivacyConfigError(f"floats: {dtype} holds no floating-point numbers; integers(...) is for integers")
     return Field(_checked(shape), dtype)
 
 
 def integers(below: int, *shape: int, also: Sequence[int] = (), fixed: Mapping[int, int] | None = None) -> Field:
-    """A tensor of int64 from 0 to below - 1, and those in `also`: class labels, tokens, masks (below = 2).
+    """Declares a field of int64 from 0 to below - 1, and those in `also`: class labels, tokens, masks (below = 2).
 
     Args:
         fixed: integers that must stay, with how often each stands in every item, such as the placeholders that a picture's
@@ -140,7 +140,7 @@ def integers(below: int, *shape: int, also: Sequence[int] = (), fixed: Mapping[i
 
 
 def mask(*shape: int) -> Field:
-    """1 for what counts and 0 for what does not; such as the attention mask of tokens."""
+    """Declares a field of 1 for what counts and 0 for what does not, such as the attention mask of tokens."""
     if not shape:
         raise PrivacyConfigError("mask: give its shape")
     return Field(_checked(shape), torch.int64, 2, is_mask=True)

@@ -46,8 +46,8 @@ class Row:
     """All operations of one kind.
 
     Attributes:
-        part: of the step, as the caller calls it.
-        dtypes: of the operands, which say what units compute.
+        part: of the step, by the caller's name for it.
+        dtypes: of the operands; they decide which units of the GPU compute.
         moved: bytes read and written in the device's memory.
         seconds: the longer of computing and moving, launch by launch.
     """
