@@ -33,7 +33,7 @@ from PIL import Image  # noqa: E402
 from data.examples.examples import CaptionExample  # noqa: E402
 from data.examples.tokenizer import EMBEDDED_TOKENIZER  # noqa: E402
 from data.index.build import build_index  # noqa: E402
-from data.index.shards import expand_shards  # noqa: E402
+from data.index.shards import find_shards  # noqa: E402
 from data.index.tar_format import is_image  # noqa: E402
 from data.index.tar_index import ExampleTable  # noqa: E402
 from data.reading.loader import Loader, StepPlan  # noqa: E402
@@ -74,7 +74,7 @@ def sequential_batches(root: Path) -> Iterator[int]:
     def stack(rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in MAKE.padding()}
 
-    urls = [str(path) for path in expand_shards("train-*.tar", root)]
+    urls = find_shards("train-*.tar", root).locations()
     pipeline = webdataset.WebDataset(urls, shardshuffle=False).repeat().map(make)
     for batch in pipeline.batched(MICRO_BATCH, collation_fn=stack):
         yield len(batch["images_CHW"])
@@ -99,7 +99,7 @@ def throughput(rounds: int, images: int) -> dict[str, Any]:
     runs_of: dict[str, list[dict[str, float]]] = {"poisson": [], "sequential": []}
     spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        build_index(expand_shards("train-*.tar", root), Path(folder))
+        build_index(find_shards("train-*.tar", root), Path(folder))
         with ProcessPoolExecutor(1, mp_context=spawned, max_tasks_per_child=1) as alone:
             for number in range(rounds):
                 for kind in sorted(runs_of, reverse=bool(number % 2)):
