@@ -2,14 +2,13 @@
 
     python launch_scripts/export.py --checkpoint runs/vip --format hf OUT      transformers: ViTModel, and the whole model
     python launch_scripts/export.py --checkpoint runs/vip --format safetensors OUT      our own names
-    python launch_scripts/export.py --checkpoint runs/vip --format dcp OUT      the same for torch.distributed.checkpoint
     python launch_scripts/export.py --checkpoint runs/vip --format timm OUT      encoder for ViTDet-style codes
     python launch_scripts/export.py --checkpoint runs/lora --format peft OUT      adapters, and their base in OUT/base
     python launch_scripts/export.py --import vip FILE OUT --size vip_base      a checkpoint of ours, to start from and to evaluate
     python launch_scripts/export.py --import dpcap FILE OUT --size dpcap_base --tokenizer data/tokenizer/bert-base-uncased.json
     python launch_scripts/export.py --import hf DIR OUT      a ViTModel or ViTMAE that transformers saved
 
-FILE may be a folder, too: of torch.distributed.checkpoint, of DeepSpeed's zero_to_fp32.py, or weights in parts with an index.
+FILE may be a folder, too: of DeepSpeed's zero_to_fp32.py, or weights in parts with an index.
 
 Exit codes: 0 done, 2 bad input.
 """
@@ -47,8 +46,6 @@ class ExportPart(Options):
     """what to write"""
     use_average: bool = False
     """the moving average of the weights (train.ema_decay)"""
-    push_to_hub: Annotated[str | None, Shown("NAME/MODEL")] = None
-    """also puts OUT on the Hugging Face Hub, where a new repository is private until you open it"""
 
 
 class ImportPart(Options):
@@ -119,14 +116,13 @@ def main() -> int:
 
 def exported(options: ExchangeOptions) -> dict[str, Any]:
     """Exports; what was written, and what the ledger proves."""
-    from trainer.weights.export import export, facts_of, push_to_hub
+    from trainer.weights.export import export, facts_of
     from trainer.weights.open_model import open_model
 
     assert options.checkpoint is not None and options.format is not None and options.paths
     (out,) = options.paths
     opened = open_model(options.checkpoint, use_average=options.use_average, tokenizer=options.tokenizer)
     card, reason = export(opened, options.format, out)
-    hub = {} if options.push_to_hub is None else {"hub": push_to_hub(out, options.push_to_hub)}
     if card is None:
         claim = f"not attested ({reason}): no epsilon is stated"
     elif not card.formal_guarantee:
@@ -139,8 +135,7 @@ def exported(options: ExchangeOptions) -> dict[str, Any]:
         "format": options.format,
         "checkpoint": str(opened.path),
         **facts_of(card, reason),
-        **hub,
-        "summary": f"{opened.path} -> {out} ({options.format}); {claim}{''.join(f'; {url}' for url in hub.values())}",
+        "summary": f"{opened.path} -> {out} ({options.format}); {claim}",
     }
 
 

@@ -1,9 +1,8 @@
-"""Prepares data: the tar index and its check, shards written anew, imports, and synthetic shards.
+"""Prepares data: the tar index and its check, imports, and synthetic shards.
 
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
 mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/
-python launch_scripts/prepare.py repack mixed.tar --output repacked/
 python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
 
@@ -35,8 +34,7 @@ from rich.table import Table
 
 from data.errors import DataError
 from data.index.build import build_index, verify_hashes
-from data.index.repack import Repacked, repack
-from data.index.shards import expand_shards, find_shards
+from data.index.shards import find_shards
 from data.index.tar_index import ExampleTable
 from data.reading.pool import available_cores, worker_pool
 from data.reading.records import RemoteOptions
@@ -78,19 +76,6 @@ class VerifyOptions(ShardOptions):
 
     index: Annotated[Path, Shown("DIR")]
     """what `index` wrote"""
-
-
-class RepackOptions(Options):
-    """Options of `repack`."""
-
-    shards: Annotated[str, Shown("SHARDS", is_positional=True)]
-    """local shards as for index"""
-    output: Annotated[Path, Shown("DIR")]
-    """a new or empty folder"""
-    shard_mib: Annotated[int, Shown("MIB"), Field(ge=1, le=2**20)] = 1024
-    """the most that a new shard has (default: 1024)"""
-    key_until_last_dot: bool = False
-    """an example's name ends at the last dot: 2024.01.05.jpg and 2024.01.06.jpg are two; dots before it are written %2E"""
 
 
 class WriterOptions(PrepareOptions):
@@ -203,22 +188,6 @@ def verify(options: VerifyOptions) -> None:
     say(f"{len(table.entries)} shards with {len(table)} examples are what was indexed")
 
 
-def repack_shards(options: RepackOptions) -> Repacked:
-    """Writes shards anew, with every example whole and in one place, and checks what it wrote.
-
-    Payloads are copied as they are. A shard that has lost bytes ends the command.
-    """
-    paths = expand_shards(options.shards, Path.cwd())
-    report = repack(
-        paths, options.output, shard_bytes=options.shard_mib << 20, key_until_last_dot=options.key_until_last_dot
-    )
-    say(
-        f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.skipped} members "
-        f"that belong to no example: {options.output}"
-    )
-    return report
-
-
 def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     """Imports image-text pairs from elsewhere as clean, deduplicated tar shards.
 
@@ -315,7 +284,6 @@ def _progress() -> Progress:
 COMMANDS: dict[str, tuple[type[Options], Callable[[Any], object]]] = {
     "index": (IndexOptions, index),
     "verify": (VerifyOptions, verify),
-    "repack": (RepackOptions, repack_shards),
     "import": (ImportOptions, import_pairs),
     "synthetic": (SyntheticOptions, synthetic),
 }

@@ -159,8 +159,7 @@ def walk_shard(path: Path, location: str) -> Extents:
             raise DataError(
                 merged_pairs(location, key, before | one)
                 or f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
-                f"{start}; bring them together by prepare.py repack {location} --output DIR (with --key_until_last_dot where "
-                "names hold dots), or write it again with tar --sort=name"
+                f"{start}; unpack it into a folder, and write that by tar --sort=name"
             )
     merged = {one for one in set(sets) if merged_pairs(location, b"", one)}
     if merged:
@@ -187,7 +186,7 @@ def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | N
         return None
     return (
         f"{where}: the key {shown(key)} joins {len(paired)} pairs of picture and text, because a key ends at the first dot of a "
-        f"name; make them examples of their own by prepare.py repack SHARDS --output DIR --key_until_last_dot"
+        "name; unpack it into a folder and import that by prepare.py import, where a name ends at its last dot, or rename them"
     )
 
 

@@ -45,7 +45,7 @@ class ShardSet:
         """
         if not paths:
             raise DataError("no shards to index")
-        root = common_root(paths)
+        root = Path(os.path.commonpath([str(path.absolute().parent) for path in paths]))
         names = sorted(path.absolute().relative_to(root).as_posix() for path in paths)
         if len(set(names)) != len(names):
             raise DataError("a shard is listed twice")
@@ -66,8 +66,10 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
     """Finds the shards that a pattern names.
 
     Args:
-        pattern: what `expand_shards` takes, or a comma list of URLs with braces:
-            `https://host/train-{0000..0127}.tar`, `s3://bucket/{a,b}/000.tar`. All of one scheme and host.
+        pattern: a comma list; each item a file, a glob, a folder (all `*.tar` directly in it) or any of these with braces:
+            `{000..012}` counts with leading zeros kept, `{a,b}` takes each. A file or folder of just that name, with its commas
+            and braces, comes first, also where the rest of the pattern lies in such a folder. Or a comma list of URLs with
+            braces: `https://host/train-{0000..0127}.tar`, `s3://bucket/{a,b}/000.tar`. All of one scheme and host.
         root: what relative local items are relative to.
 
     Raises:
@@ -97,50 +99,22 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
     return ShardSet(shared, tuple(url[len(shared) + 1 :] for url in urls))
 
 
-def expand_shards(pattern: str, root: Path) -> list[Path]:
-    """Finds the local shards that a pattern names.
-
-    Args:
-        pattern: a comma list; each item a file, a glob, a folder (all `*.tar` directly in it) or any of these with
-            braces: `{000..012}` counts with leading zeros kept, `{a,b}` takes each. A file or folder of just that name, with
-            its commas and braces, comes first, also where the rest of the pattern lies in such a folder.
-        root: what relative items are relative to.
-
-    Returns:
-        Existing, non-empty files, each once, sorted by path.
-
-    Raises:
-        DataError: nothing found, or a file missing or empty.
-    """
-    shards = _find_files(_items(pattern, root), root)
-    missing = [path for path in shards if not os.path.isfile(path)]
-    if bad := missing or [path for path in shards if path.stat().st_size == 0]:
-        state = ("missing" if missing else "empty") + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
-        raise DataError(f"missing or empty shards: {bad[0]} is {state}; mend the path or fetch it again")
-    return shards
-
-
 def require_a_shard(pattern: str, root: Path) -> None:
-    """Refuses local shards of which none is there, in the words of `expand_shards`.
-
-    Whether all are there is for the index to say, which may exclude some.
+    """Refuses local shards of which none is there. Whether all are there is for the index to say.
 
     Raises:
         DataError: as `find_shards`; or no shard is there.
     """
     shards = find_shards(pattern, root)
-    if not is_url(shards.root) and not any(os.path.isfile(f"{shards.root}/{name}") for name in shards.names):
-        expand_shards(pattern, root)
+    paths = [] if shards.is_remote else [f"{shards.root}/{name}" for name in shards.names]
+    if paths and not any(map(os.path.isfile, paths)):
+        more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+        raise DataError(f"missing or empty shards: {paths[0]} is missing{more}; mend the path or fetch it again")
 
 
 def is_url(text: str) -> bool:
     """Whether this names something that is read over the network."""
     return _URL.match(text) is not None
-
-
-def common_root(shards: Sequence[Path]) -> Path:
-    """The deepest folder that holds all shards; their names in an index are relative to it."""
-    return Path(os.path.commonpath([str(path.absolute().parent) for path in shards]))
 
 
 def _items(pattern: str, root: Path) -> list[str]:

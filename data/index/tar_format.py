@@ -57,13 +57,11 @@ class Member(NamedTuple):
         return self.payload_offset + -(-self.size // BLOCK) * BLOCK
 
 
-def split_key(name: bytes, until_last_dot: bool = False) -> tuple[bytes, str] | None:
+def split_key(name: bytes) -> tuple[bytes, str] | None:
     """Splits a member's name as webdataset does.
 
     Args:
         name: path inside the archive.
-        until_last_dot: the key ends at the last dot instead (of `a.1.jpg.txt`, which names a picture, at that of `a.1`), and
-            what it holds of dots is written %2E, so that a name made of both parts is split there by everybody.
 
     Returns:
         (key, extension): the key is the path up to the first dot of its last part; the extension what follows, in
@@ -74,12 +72,6 @@ def split_key(name: bytes, until_last_dot: bool = False) -> tuple[bytes, str] | 
     stem, dot, extension = base.partition(b".")
     if not dot or not stem or _NO_EXAMPLE.search(name):
         return None
-    if until_last_dot:
-        stem, _, extension = base.rpartition(b".")
-        inner, _, picture = stem.rpartition(b".")
-        if inner and is_image(picture.decode("utf-8", "replace").lower()):
-            stem, extension = inner, picture + b"." + extension
-        stem = stem.replace(b"%", b"%25").replace(b".", b"%2E")
     return name[: len(name) - len(base)] + stem, extension.decode("utf-8", "replace").lower()
 
 

@@ -212,7 +212,7 @@ class ExampleTable:
         if several:
             yield (
                 f"{several} of {len(self)} examples hold more than one picture, of which the first is used: if dots in names "
-                "joined pairs, make them anew by prepare.py repack SHARDS --output DIR --key_until_last_dot"
+                "joined pairs, unpack them into a folder and import that by prepare.py import"
             )
         if lacking:
             halves = (

@@ -121,10 +121,8 @@ def save_model(
     facts: Mapping[str, Any],
     about: Mapping[str, Any],
     further: Mapping[str, Any] | None = None,
-    *,
-    as_dcp: bool = False,
 ) -> None:
-    """Writes config.json, and model.safetensors or the files of torch.distributed.checkpoint.
+    """Writes config.json and model.safetensors.
 
     Args:
         facts: `model_facts`.
@@ -133,12 +131,7 @@ def save_model(
     """
     content = {"format": FORMAT, "model": dict(facts), "about": dict(about), **(further or {})}
     (folder / CONFIG).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    if as_dcp:
-        from models.converters.dcp import write_dcp
-
-        write_dcp(folder, dict(model.named_parameters()))
-    else:
-        write_weights(folder / WEIGHTS, dict(model.named_parameters()))
+    write_weights(folder / WEIGHTS, dict(model.named_parameters()))
 
 
 def read_folder(folder: Path) -> tuple[AnyConfig, dict[str, Tensor]]:
@@ -153,7 +146,7 @@ def read_folder(folder: Path) -> tuple[AnyConfig, dict[str, Tensor]]:
         raise WeightsError(f"{folder} is no exported model: {CONFIG}: {error}") from error
     facts = content.get("model") if isinstance(content, dict) else None
     if not isinstance(facts, dict) or content.get("format") != FORMAT:
-        raise WeightsError(f"{folder / CONFIG} is not that of a model exported with --format safetensors or dcp")
+        raise WeightsError(f"{folder / CONFIG} is not that of a model exported with --format safetensors")
     config = config_from_facts(facts, str(folder))
     return config, rename(read_weights(folder), parameter_shapes(config), {}, str(folder))
 

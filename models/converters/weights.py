@@ -36,21 +36,22 @@ _WRAPPERS = ("module.", "_module.", "_orig_mod.")
 def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
     """The tensors of a `.safetensors` file, or of a torch file: its entry `key`, or the whole where there is no such entry.
 
-    A folder is a checkpoint of torch.distributed.checkpoint, or has `model.safetensors` or `pytorch_model.bin`, whole or in parts
-    with an index, as transformers and DeepSpeed's `zero_to_fp32.py` write them.
+    A folder has `model.safetensors` or `pytorch_model.bin`, whole or in parts with an index, as transformers and DeepSpeed's
+    `zero_to_fp32.py` write them.
 
     Raises:
         WeightsError: no such file, not readable as plain tensors, or no dictionary of tensors.
     """
     if path.is_dir():
-        if (path / ".metadata").is_file():
-            return _read_dcp(path, key)
         for name in ("model.safetensors", "pytorch_model.bin"):
             if (path / f"{name}.index.json").is_file():
                 return _read_parts(path / f"{name}.index.json")
             if (path / name).is_file():
                 return read_weights(path / name, key)
-        raise WeightsError(f"{path} holds no weights: no .metadata, model.safetensors or pytorch_model.bin")
+        raise WeightsError(
+            f"{path} holds no model.safetensors or pytorch_model.bin; a file of a folder of torch.distributed.checkpoint makes "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE"
+        )
     if not path.is_file():
         raise WeightsError(f"there is no weight file {path}")
     if path.suffix == ".safetensors":
@@ -84,18 +85,6 @@ def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     while state and (prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
-
-
-def _read_dcp(path: Path, key: str) -> dict[str, Tensor]:
-    from models.converters.dcp import read_dcp
-
-    try:
-        return without_wrappers(read_dcp(path, key))
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever torch's reader runs into in bytes that are something else
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise WeightsError(f"{path} is no checkpoint of torch.distributed.checkpoint: {reason[:200]}") from error
 
 
 def _read_torch(path: Path) -> object:

@@ -12,7 +12,7 @@ from data.embedded import FASHION_FOLDER, PARTS, unpack_fashion
 from data.errors import DataError
 from data.examples.examples import CaptionExample
 from data.index.build import build_index
-from data.index.shards import expand_shards, find_shards
+from data.index.shards import ShardSet, find_shards
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
 
@@ -21,7 +21,7 @@ CLOTHES = CaptionExample(28, 8, ROOT / "data/tokenizer/fashion.json", train=Fals
 Raws = dict[str, list[RawExample]]
 
 
-def read(shards: list[Path], index: Path) -> list[RawExample]:
+def read(shards: ShardSet, index: Path) -> list[RawExample]:
     table = build_index(shards, index)
     return list(TarReader(table).read_all(range(len(table))))
 
@@ -30,7 +30,7 @@ def read(shards: list[Path], index: Path) -> list[RawExample]:
 def clothes(tmp_path_factory: pytest.TempPathFactory) -> Raws:
     root = tmp_path_factory.mktemp("project")
     unpack_fashion(root)
-    return {part: read(expand_shards(f"runs/fashion/{part}-*.tar", root), root / part) for part in PARTS}
+    return {part: read(find_shards(f"runs/fashion/{part}-*.tar", root), root / part) for part in PARTS}
 
 
 def test_clothes_are_captioned_and_split(clothes: Raws) -> None:

@@ -139,9 +139,10 @@ def test_contract_4_one_example_moves_the_sum_by_at_most_c(variant: dict[str, An
         assert kind == "huge" or (size > 0) == (kind not in ("nan", "inf", "no caption")), kind
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_contract_13_a_loss_does_not_depend_on_the_others_of_its_micro_batch(norm: str) -> None:
-    model, inputs = small_captioner(parallel_share=0.5, decoder_norm_position=norm).double(), batch(0.5, torch.float64)
+@pytest.mark.parametrize(("norm", "position"), [("pre", "sincos"), ("post", "learned")])
+def test_contract_13_a_loss_does_not_depend_on_the_others_of_its_micro_batch(norm: str, position: str) -> None:
+    options = {"decoder_norm_position": norm, "decoder_position": position, "encoder_position": position}
+    model, inputs = small_captioner(parallel_share=0.5, **options).double(), batch(0.5, torch.float64)
     loss_B = model(**inputs)
     for order in ([4, 2, 0, 3, 1], [1], [2, 0]):
         torch.testing.assert_close(model(**rows(inputs, torch.tensor(order))), loss_B[order], atol=1e-12, rtol=1e-12)

@@ -9,7 +9,7 @@ import torch
 
 from data.examples.examples import CaptionExample
 from data.index.build import build_index
-from data.index.shards import common_root, expand_shards
+from data.index.shards import find_shards
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
 from models.base import VisionModel
@@ -29,10 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> ExampleTable:
-    shards = expand_shards("data/demo/heldout-*.tar", ROOT)
-    index = tmp_path_factory.mktemp("heldout") / "index"
-    build_index(shards, index)
-    return ExampleTable.open(index, common_root(shards))
+    return build_index(find_shards("data/demo/heldout-*.tar", ROOT), tmp_path_factory.mktemp("heldout") / "index")
 
 
 @pytest.fixture(scope="module")

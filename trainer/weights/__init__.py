@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-Format = Literal["dcp", "hf", "peft", "safetensors", "timm"]
+Format = Literal["hf", "peft", "safetensors", "timm"]
 Provenance = Literal["private", "public", "synthetic"]

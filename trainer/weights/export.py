@@ -55,8 +55,7 @@ def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | 
 
     Args:
         form: "hf" writes the encoder as ViTModel in `out`, the whole model in a folder of its kind inside; "peft" the encoder's
-            adapters, and the ViTModel under them in `base`; "safetensors" our own names, and "dcp" the same for
-            torch.distributed.checkpoint; "timm" the encoder under timm's names.
+            adapters, and the ViTModel under them in `base`; "safetensors" our own names; "timm" the encoder under timm's names.
 
     Returns:
         The privacy card of its run, whose epsilon is that of the whole run as far as its ledger goes, so at least that of the
@@ -74,8 +73,8 @@ def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | 
     card = None if proof.state is None else build_card(opened.path.resolve().parent.parent)
     about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | facts_of(card, proof.reason)
     with new_folder(out) as folder:
-        if form in ("safetensors", "dcp"):
-            _write_own(folder, opened, encoder, about, as_dcp=form == "dcp")
+        if form == "safetensors":
+            _write_own(folder, opened, encoder, about)
         elif form == "peft":
             _write(folder, *peft.to_peft(encoder), names=(peft.CONFIG, peft.WEIGHTS))
             config, tensors = to_vit_model(without_adapters(encoder, merged=False))
@@ -121,26 +120,6 @@ def facts_of(card: PrivacyCard | None, reason: str) -> dict[str, Any]:
     return facts | {"reasons": list(card.reasons)}
 
 
-def push_to_hub(folder: Path, repository: str) -> str:
-    """Uploads a folder to the Hugging Face Hub in one commit, whose address is returned; a repository that is new is private.
-
-    Token and address are huggingface_hub's: HF_TOKEN or `hf auth login`, HF_ENDPOINT.
-
-    Raises:
-        ConfigError: the hub does not take it, or does not answer.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, HTTPError
-
-    try:
-        name = HfApi().create_repo(repository, private=True, exist_ok=True).repo_id
-        return str(HfApi().upload_folder(repo_id=name, folder_path=folder).commit_url)
-    except (HTTPError, HFValidationError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        again = f"{folder} is whole: `hf upload {repository} {folder}` tries again"
-        raise ConfigError(f"--push_to_hub {repository}: {reason}; {again}") from error
-
-
 def _write(
     folder: Path,
     config: Mapping[str, Any],
@@ -156,9 +135,7 @@ def _write(
         _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
 
 
-def _write_own(
-    folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any], *, as_dcp: bool = False
-) -> None:
+def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any]) -> None:
     """Writes our names, with the source that builds the model from them and, for captions, the tokenizer."""
     folder.mkdir(exist_ok=True)
     automatic: dict[str, Any] = {}
@@ -166,7 +143,7 @@ def _write_own(
         _write_tokenizer(folder, opened.task)
         shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
         automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
-    save_model(folder, opened.model, opened.manifest["model"], about, automatic, as_dcp=as_dcp)
+    save_model(folder, opened.model, opened.manifest["model"], about, automatic)
     _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
     shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")

@@ -88,7 +88,7 @@ def import_weights(
     if source.is_file():
         digest = file_digest(source)
     else:  # over the names and digests of a folder's weight files
-        files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin", ".distcp"))
+        files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin"))
         if not files:
             raise WeightsError(f"{source} holds no weight file")
         digest = hashlib.sha256("".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()).hexdigest()

@@ -111,9 +111,7 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
     """
     manifest, kind = opened.manifest, opened.task.kind
     name, shown = cell(manifest.get("run", "model")), kind.replace("_", " ")
-    what = {"safetensors": shown, "dcp": shown, "peft": f"adapters of the encoder of a {shown}"}.get(
-        form, f"encoder of a {shown}"
-    )
+    what = {"safetensors": shown, "peft": f"adapters of the encoder of a {shown}"}.get(form, f"encoder of a {shown}")
     formal = "true" if card is not None and card.formal_guarantee else "false"
     if card is None:
         privacy = (
@@ -139,11 +137,9 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
         f"tokenizer: SHA-256 {cell(manifest.get('tokenizer_sha256', 'none'))}",
     ]
     loading = [
-        {"timm": _TIMM, "peft": _PEFT, "hf": f"The encoder:\n\n{_VIT}", "safetensors": "", "dcp": ""}[form].format(
-            here="."
-        )
+        {"timm": _TIMM, "peft": _PEFT, "hf": f"The encoder:\n\n{_VIT}", "safetensors": ""}[form].format(here=".")
     ]
-    own = form in ("safetensors", "dcp")
+    own = form == "safetensors"
     whole = own or (form == "hf" and kind != "encoder")
     if whole:
         here = "." if own else f"./{kind}"

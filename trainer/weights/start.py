@@ -62,7 +62,7 @@ def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
         if recipe.is_file():  # recipes begin with their command
             command = recipe.read_text().partition("\n")[0].removeprefix("# ")
             hint = f"; make it first: {command} (init.parts=none starts at random instead)"
-        if any(path.glob("*.safetensors")) or any(path.glob("*.bin")) or (path / ".metadata").is_file():
+        if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
             hint = ": it holds weights, and no checkpoint of this project; export.py --import makes one of them"
         raise ConfigError(f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{hint}")
     return Checkpoint(newest)
