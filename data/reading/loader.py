@@ -62,8 +62,8 @@ class Failure(NamedTuple):
     message: str
 
 
-class Loader:
-    """Delivers the micro-batches of planned steps.
+class Prefetched:
+    """Takes micro-batches from workers, and the time that this takes.
 
     Attributes:
         data_wait: seconds that the consumer of the current step has waited for micro-batches so far. Private: it
@@ -73,6 +73,31 @@ class Loader:
 
     data_wait = 0.0
     prefetch_factor: int | None = None
+
+    def next_batch(self, results: Iterator[Any]) -> Batch | None:
+        """The next micro-batch, None after the last; adds the time it took to `data_wait`.
+
+        Raises:
+            ReadError: promised bytes could not be read, or a worker died.
+            DataError: what a worker refused.
+            MemoryError: a worker had too little memory.
+        """
+        start = time.perf_counter()
+        try:
+            result = next(results, None)
+        except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+                raise
+            raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
+        finally:
+            self.data_wait += time.perf_counter() - start
+        if isinstance(result, Failure):
+            raise result.kind(result.message)
+        return result
+
+
+class Loader(Prefetched):
+    """Delivers the micro-batches of planned steps."""
 
     def __init__(
         self,
@@ -160,14 +185,14 @@ class Loader:
         def batches(first: Batch, count: int) -> Iterator[Batch]:
             yield first
             for _ in range(count - 1):
-                batch = self._next_batch(results)
+                batch = self.next_batch(results)
                 if batch is None:
                     raise ReadError("the data workers ended in the middle of a step")
                 yield batch
 
         while True:
             self.data_wait = 0.0
-            first = self._next_batch(results)
+            first = self.next_batch(results)
             if first is None:
                 return
             plan = pulled.popleft()
@@ -175,27 +200,6 @@ class Loader:
             yield plan, step
             for _ in step:
                 pass
-
-    def _next_batch(self, results: Iterator[Any]) -> Batch | None:
-        """The next micro-batch, None after the last; adds the time it took to `data_wait`.
-
-        Raises:
-            ReadError: promised bytes could not be read, or a worker died.
-            DataError: what a worker refused.
-            MemoryError: a worker had too little memory.
-        """
-        start = time.perf_counter()
-        try:
-            result = next(results, None)
-        except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
-            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
-                raise
-            raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
-        finally:
-            self.data_wait += time.perf_counter() - start
-        if isinstance(result, Failure):
-            raise result.kind(result.message)
-        return result
 
 
 class MicroBatches(Dataset):

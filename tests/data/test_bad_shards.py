@@ -23,6 +23,7 @@ from data.index.build import build_index
 from data.index.tar_index import MANIFEST
 from data.reading.loader import stack_examples
 from data.reading.reader import TarReader
+from data.reading.streaming import in_order
 from launch_scripts.prepare import main
 from tests.data.conftest import picture
 from tests.data.support.archives import (
@@ -61,9 +62,17 @@ def indexed(path: Path) -> list[Fields] | str:
     return [raw.fields for raw in TarReader(table).read_all(range(len(table)))]
 
 
+def streamed(path: Path) -> list[Fields] | str:
+    try:
+        return [raw.fields for _, raw in in_order([str(path)])]
+    except DataError as error:
+        return str(error)
+
+
 def outcome(path: Path) -> list[Fields] | str:
-    """What webdataset reads too, or one line with byte and way out."""
-    one = indexed(path)
+    """What both ways of reading agree on."""
+    one, two = indexed(path), streamed(path)
+    assert one == two or (isinstance(one, str) and isinstance(two, str)), (one, two)
     if isinstance(one, list):
         assert one == by_webdataset(path)
     else:

@@ -99,7 +99,7 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
         ("model.kind=captionner", "did you mean captioner?"),
         ("privacy.sampling=poison", "did you mean poisson?"),
         ("privacy.target_epsilon=8", "exactly one of noise_multiplier and target_epsilon"),
-        ("data.streaming=true", "data.streaming: "),
+        ("data.streaming=true", "privacy.enabled = false"),
         ("privacy.max_examples_per_owner=0", "privacy.max_examples_per_owner"),
         ("name=a/b", "name"),
         ("train=5", "train"),

@@ -98,8 +98,8 @@ class DataSection(Section):
     remote: RemoteSection = RemoteSection()
     staging: str | None = None
     """A local folder of each node, e.g. "/local/nvme" or "$TMPDIR/shards", to which the shards of its ranks are copied whole."""
-    streaming: Literal[False] = False
-    """Of version 0.1.0, whose run folders state it; examples are always drawn by the index."""
+    streaming: bool = False
+    """Reads the shards in order: for public data in runs without privacy only (data/reading/streaming.py)."""
     dataset_name: str | None = None
     """The name of the data, in words for the privacy card; public, like the next five."""
     dataset_owner: str | None = None
@@ -214,6 +214,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "RunConfig":
+        if self.data.streaming and (self.privacy.enabled or self.data.provenance == "private"):
+            raise ValueError(
+                "data.streaming amplifies no privacy: it needs privacy.enabled = false and data.provenance = public or synthetic"
+            )
+        if self.data.streaming and self.data.staging:
+            raise ValueError("data.staging needs random access; remove it or data.streaming")
         correction = {"optimizer.noise_bias_correction = true": self.optimizer.noise_bias_correction}
         require_compatible(self.privacy, {"train.compile = true": self.train.compile, **correction})
         schedule, last = self.schedule, self.train.num_steps

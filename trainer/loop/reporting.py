@@ -19,6 +19,7 @@ from rich.text import Text
 
 from data.files import write_durably
 from data.reading.loader import Loader
+from data.reading.streaming import StreamingLoader
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
 from privacy.errors import BUDGET_SPENT, DONE, say
@@ -55,7 +56,7 @@ class Training:
 
     config: RunConfig
     run: Run
-    loader: Loader
+    loader: Loader | StreamingLoader
     heldout: Heldout | None
     average: WeightAverage | None
     sanity: SanityChecks | None

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from data.batch import Batch
-from data.index.shards import require_a_shard
+from data.index.shards import expand_shards, require_a_shard
 from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader, StepPlan
+from data.reading.streaming import Stream, StreamingLoader
 from privacy.checkpoints.read import Checkpoint, has_checkpoints
 from privacy.checkpoints.write import Retention
 from privacy.clipping.accumulators import EXAMPLES_PER_SUM
@@ -323,14 +324,7 @@ class TrainerStart:
         self.require_sums_at_size(engine, clipped.mode)
         source = self.noise or plan.noise()
         self.sanity = SanityChecks(engine, source) if train.sanity_checks else None
-        loader = self.loader = Loader(
-            self.table,
-            task.make_example(train=True),
-            micro_batch_size=train.micro_batch_size,
-            num_workers=config.data.num_workers,
-            memory_limit_mib=config.data.memory_limit_mib,
-            pin_memory=self.device.type == "cuda",
-        )
+        loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
         average = WeightAverage(train.ema_decay).start(engine, resumed) if train.ema_decay else None
         self.average = average
 
@@ -364,6 +358,31 @@ class TrainerStart:
         flops = flops_of_an_example(self.task)
         return Training(self.config, run, self.loader, self.heldout, self.average, self.sanity, flops, self.model_facts)
 
+    def _loader(self, first_step: int) -> Loader | StreamingLoader:
+        """Reads examples as the sampler draws them; public data may also stream in the order of their shards."""
+        config = self.config
+        make_example, pin_memory = self.task.make_example(train=True), self.device.type == "cuda"
+        if config.data.streaming:
+            return StreamingLoader(
+                Stream(first_on_main(lambda: expand_shards(config.data.shards, self.root)), seed=config.train.seed),
+                make_example,
+                micro_batch_size=config.train.micro_batch_size,
+                batch_size=config.privacy.expected_batch_size,
+                num_workers=config.data.num_workers,
+                rank=self.ranks.rank,
+                world_size=self.ranks.world_size,
+                start_step=first_step - 1,
+                pin_memory=pin_memory,
+            )
+        return Loader(
+            self.table,
+            make_example,
+            micro_batch_size=config.train.micro_batch_size,
+            num_workers=config.data.num_workers,
+            memory_limit_mib=config.data.memory_limit_mib,
+            pin_memory=pin_memory,
+        )
+
 
 def frozen_weights(module: nn.Module) -> tuple[list[ShardState], dict[str, torch.Size]]:
     """This rank's even share of the weights that a recipe does not train, in CPU memory, and the shapes of all of them.
@@ -388,7 +407,9 @@ def kinds(model: nn.Module) -> set[object]:
     }
 
 
-def _read(loader: Loader, plans: Iterator[Dealt]) -> Generator[tuple[Dealt, Iterator[Batch]], None, None]:
+def _read(
+    loader: Loader | StreamingLoader, plans: Iterator[Dealt]
+) -> Generator[tuple[Dealt, Iterator[Batch]], None, None]:
     """The data room reads what it is told, and knows no plan of privacy."""
     with contextlib.closing(loader.steps(itertools.starmap(StepPlan, plans))) as steps:
         for plan, batches in distributed.reading(steps):
