@@ -79,7 +79,7 @@ class SyntheticShapes:
         boxes = []
         for shape in example.scene.shapes:
             white = replace(shape, colour="white", fill="solid", second=None)
-            alone_HWC = draw(Scene(Texture("plain", ("black",)), (white,)), self._data.image_size)
+            alone_HWC = draw(Scene((Texture("plain", ("black",)),), (white,)), self._data.image_size)
             covered_HW = alone_HWC[:, :, 0] > 127  # the shape covers more than half of the pixel
             kind = SIMPLE.index(shape.name)
             mask_HW[covered_HW] = 1 + kind

@@ -7,7 +7,7 @@ Shapes next to each other are level, those above each other plumb, so that no re
 """
 
 from collections.abc import Callable, Sequence
-from math import pi
+from math import cos, pi, sin
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,20 @@ Box = tuple[float, float, float, float]
 _CALM = ("stripes", "checkerboard", "dots", "gradient", "grid", "clouds", "bricks", "zigzag")
 """Textures on which shapes are still seen."""
 _BACKGROUND_CONTRAST = 0.3
-_UPRIGHT = {"square", "diamond", "arrow", "house", "tree", "fish", "cloud", "rectangle", "oval"}
+_UPRIGHT = {
+    *("square", "diamond", "arrow", "house", "tree", "fish", "cloud"),
+    *("mushroom", "crown", "balloon", "cup", "semicircle", "rectangle", "oval"),
+}
+_HALVES = (
+    *("stripes", "checkerboard", "dots", "mosaic", "cracks", "clouds", "marble", "bricks"),
+    *("honeycomb", "zigzag", "grid"),
+)
+"""Textures that are recognised in one half of a picture."""
 _ARROWS = (("up", 0.0), ("right", pi / 2), ("down", pi), ("left", -pi / 2))
+_ARRANGEMENTS = (
+    *(("in a row", "in a horizontal line"), ("in a column", "in a vertical line")),
+    *(("in a circle", "arranged in a circle"), ("in a square grid", "arranged in rows and columns")),
+)
 _RELATIONS = ("left", "right", "above", "below")
 _PLAIN_BACKGROUNDS = ("white", "black", "light gray", "dark gray")
 _PLAIN_JITTER = 0.03
@@ -40,12 +52,13 @@ class Composition(NamedTuple):
 
 def compose(rng: Rng) -> Composition:
     """One picture of any kind."""
-    makers: tuple[Callable[[Rng], Composition] | None, ...] = (None, _scattered, _two_groups, _three_in_order)
-    maker = makers[rng.choice(len(makers), p=(0.3, 0.25, 0.3, 0.15))]
+    makers: tuple[Callable[[Rng], Composition] | None, ...]
+    makers = (None, _halves, _scattered, _arranged, _two_groups, _nested, _three_in_order)
+    maker = makers[rng.choice(len(makers), p=(0.3, 0.06, 0.17, 0.08, 0.22, 0.07, 0.1))]
     if maker is not None:
         return maker(rng)
     texture = random_texture(rng)
-    return Composition(Scene(texture), Statement(texture=describe(texture, rng)))
+    return Composition(Scene((texture,)), Statement(textures=(describe(texture, rng),)))
 
 
 def compose_shapes(rng: Rng, number: int | None = None) -> Composition:
@@ -77,7 +90,19 @@ def compose_shapes(rng: Rng, number: int | None = None) -> Composition:
         spots = spots if is_row else [(y, x) for x, y in spots]
     groups = tuple(Group(1, name, colour) for name, colour in zip(names, colours, strict=True))
     drawn = tuple(Shape(name, colour, x, y, radius) for name, colour, (x, y) in zip(names, colours, spots, strict=True))
-    return Composition(Scene(Texture("plain", background), drawn), Statement(groups, relation))
+    return Composition(Scene((Texture("plain", background),), drawn), Statement(groups, relation))
+
+
+def _halves(rng: Rng) -> Composition:
+    side_by_side = rng.random() < 0.5
+    boxes: tuple[Box, Box] = ((0, 0, 0.5, 1), (0.5, 0, 1, 1)) if side_by_side else ((0, 0, 1, 0.5), (0, 0.5, 1, 1))
+    first = random_texture(rng, kinds=_HALVES, box=boxes[0])
+    second = random_texture(rng, kinds=[name for name in _HALVES if name != first.program], box=boxes[1])
+    relation = "left" if side_by_side else "above"
+    phrases = (describe(first, rng), describe(second, rng))
+    if rng.random() < 0.5:
+        relation, phrases = {"left": "right", "above": "below"}[relation], phrases[::-1]
+    return Composition(Scene((first, second)), Statement(textures=phrases, relation=relation))
 
 
 def _scattered(rng: Rng) -> Composition:
@@ -96,6 +121,29 @@ def _scattered(rng: Rng) -> Composition:
     return _finish(rng, group, [spots], background, Statement(place=where))
 
 
+def _arranged(rng: Rng) -> Composition:
+    """One group in a row, a column, a circle or a square grid."""
+    kind = int(rng.integers(4))
+    count = int(rng.integers(3, 8)) if kind < 3 else 4 if rng.random() < 0.4 else 9
+    groups, background = _groups(rng, (count,))
+    radius = 0.36 / count if kind < 2 else {4: 0.16, 9: 0.11}[count] if kind == 3 else 0.09
+    radius *= float(rng.uniform(0.8, 1.1))
+    steps = [0.5 + (place - (count - 1) / 2) * 0.9 / count for place in range(count)]
+    if kind < 2:
+        across = float(rng.uniform(0.35, 0.65))
+        points = [(step, across) if kind == 0 else (across, step) for step in steps]
+    elif kind == 2:
+        turn = float(rng.uniform(0, 2 * pi))
+        angles = [turn + 2 * pi * k / count for k in range(count)]
+        points = [(0.5 + 0.34 * cos(angle), 0.5 + 0.34 * sin(angle)) for angle in angles]
+    else:
+        side = int(count**0.5)
+        lines = [0.5 + (k - (side - 1) / 2) * 0.9 / side for k in range(side)]
+        points = [(x, y) for y in lines for x in lines]
+    where = _ARRANGEMENTS[kind][rng.integers(2)]
+    return _finish(rng, groups, [[(x, y, radius) for x, y in points]], background, Statement(place=where))
+
+
 def _two_groups(rng: Rng) -> Composition:
     """One group left of, right of, above or below another."""
     counts = tuple(int(value) for value in rng.choice((1, 2, 3, 4, 5), size=2, p=(0.5, 0.2, 0.15, 0.1, 0.05)))
@@ -110,6 +158,24 @@ def _two_groups(rng: Rng) -> Composition:
         (left, right), (top, bottom) = (span, sides) if relation in ("left", "right") else (sides, span)
         spots.append(_spread(rng, count, (left, top, right, bottom)))
     return _finish(rng, groups, spots, background, Statement(relation=relation))
+
+
+def _nested(rng: Rng) -> Composition:
+    """A small shape inside of a large roomy one."""
+    roomy = ("circle", "square", "hexagon", "pentagon")
+    inner, background = _groups(rng, (1,))
+    used = [inner[0].colour, *([inner[0].second] if inner[0].second else []), *background.colours]
+    names = [name for name in roomy if name != inner[0].shape]
+    colour = random_colours(rng, 1, avoid=used, contrast=_BACKGROUND_CONTRAST)[0]
+    outer = Group(1, names[rng.integers(len(names))], colour, "hollow" if rng.random() < 0.3 else "solid")
+    x, y = (float(value) for value in rng.uniform(0.42, 0.58, 2))
+    spots = [[(x, y, float(rng.uniform(0.1, 0.19)))], [(x, y, float(rng.uniform(0.34, 0.4)))]]
+    groups = (inner[0], outer)
+    drawn = _finish(rng, groups, spots, background, Statement(relation="inside"), back_to_front=True)
+    if rng.random() < 0.4:
+        turned = Statement(drawn.statement.groups[::-1], "around", background=drawn.statement.background)
+        return Composition(drawn.scene, turned)
+    return drawn
 
 
 def _three_in_order(rng: Rng) -> Composition:
@@ -169,6 +235,8 @@ def _finish(
     spots: Sequence[Sequence[tuple[float, float, float]]],
     background: Texture,
     statement: Statement,
+    *,
+    back_to_front: bool = False,
 ) -> Composition:
     """Draws the groups at their places; adds size words and the background to the statement."""
     drawn: list[Shape] = []
@@ -190,5 +258,7 @@ def _finish(
         elif rng.random() < 0.2:
             tone = "plain "
         phrase = a(f"{tone}{colour} {rng.choice(['background', 'background', 'ground', 'backdrop'])}")
-    scene = Scene(background, tuple(drawn))
-    return Composition(scene, Statement(tuple(named), statement.relation, statement.place, phrase))
+    order = drawn[::-1] if back_to_front else drawn
+    return Composition(
+        Scene((background,), tuple(order)), Statement(tuple(named), statement.relation, statement.place, phrase)
+    )

@@ -79,10 +79,10 @@ def fbm(x: Array, y: Array) -> Array:
     return total / 0.96875
 
 
-def voronoi(x: Array, y: Array) -> Array:
-    """The place in the noise table of the nearest feature point of jittered cells."""
+def voronoi(x: Array, y: Array) -> tuple[Array, Array, Array]:
+    """Distances to the two nearest feature points of jittered cells, and the nearest one's place in the noise table."""
     i0, j0 = np.floor(x), np.floor(y)
-    first = np.full((len(y), len(x)), 9, dtype=np.float32)
+    first, second = np.full((2, len(y), len(x)), 9, dtype=np.float32)
     nearest = np.zeros(first.shape, dtype=np.intp)
     across, down = noise_table()
     for dj in (-1, 0, 1):
@@ -90,9 +90,11 @@ def voronoi(x: Array, y: Array) -> Array:
             i, j = i0 + di, j0 + dj
             cell = cell_index(i, j)
             d = length(x - i - across.take(cell), y - j - down.take(cell))
-            np.copyto(nearest, cell, where=d < first)
+            nearer = d < first
+            second = np.where(nearer, first, np.minimum(second, d))
+            np.copyto(nearest, cell, where=nearer)
             np.minimum(first, d, out=first)
-    return nearest
+    return first, second, nearest
 
 
 def bands(u: Array, width: float | Array) -> Array:
@@ -126,6 +128,12 @@ def rings(x: Array, y: Array, a: Array, px: float) -> Array:
     return bands(length(x - a[1], y - a[2]) * a[0], a[0] * px)
 
 
+def spiral(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x - a[2], y - a[3]
+    r = np.maximum(length(u, v), 1e-4)
+    return bands(atan2(v, u) / TAU * a[0] + r * a[1], (a[0] / (TAU * r) + abs(a[1])) * px)
+
+
 def rays(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x - a[2], y - a[3]
     r = np.maximum(length(u, v), 1e-4)
@@ -133,9 +141,14 @@ def rays(x: Array, y: Array, a: Array, px: float) -> Array:
 
 
 def mosaic(x: Array, y: Array, a: Array, px: float) -> Array:
-    nearest = voronoi(x * a[0] + a[6], y * a[0] + a[7])
+    nearest = voronoi(x * a[0] + a[6], y * a[0] + a[7])[2]
     number = noise_table()[0].take(cell_index((nearest & 255) + 101, (nearest >> 8) + 101))
     return np.floor(np.minimum(number, 0.999) * a[1]) / (a[1] - 1)
+
+
+def cracks(x: Array, y: Array, a: Array, px: float) -> Array:
+    first, second, _ = voronoi(x * a[0] + a[6], y * a[0] + a[7])
+    return edge(a[1] - (second - first), 2 * a[0] * px)
 
 
 def clouds(x: Array, y: Array, a: Array, px: float) -> Array:
@@ -155,11 +168,43 @@ def swirls(x: Array, y: Array, a: Array, px: float) -> Array:
     return 0.5 + 0.5 * sin(u + v)
 
 
+def kaleidoscope(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x - 0.5, y - 0.5
+    r, wedge = length(u, v), TAU / a[0]
+    angle = np.abs((atan2(v, u) + TAU) % wedge - 0.5 * wedge)
+    n = fbm(r * a[1] * cos(angle) + a[6], r * a[1] * sin(angle) + a[7])
+    return 0.5 + 0.5 * sin(TAU * (a[2] * n + a[3] * r))
+
+
+def julia(x: Array, y: Array, a: Array, px: float) -> Array:
+    """Bands of the number of steps after which a point leaves the circle of radius 4, which it never enters again."""
+    u, v = rotated(x - 0.5, y - 0.5, a[3])
+    u, v = u * a[2], v * a[2]
+    steps = np.zeros(u.shape, dtype=np.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):  # points outside grow without limit
+        for _ in range(48):
+            u, v = u * u - v * v + a[0], 2 * u * v + a[1]
+            steps += u * u + v * v <= 16
+    brightness = 0.5 - 0.5 * cos(a[4] * np.sqrt(np.arange(49, dtype=np.float32)))
+    brightness[48] = 1
+    return brightness.take(steps)
+
+
 def bricks(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x * 0.5 * a[0], y * a[0]
     u = u + 0.5 * (np.floor(v) % 2)
     gap = np.minimum((0.5 - np.abs(fract(u) - 0.5)) * 2, 0.5 - np.abs(fract(v) - 0.5))
     return edge(a[1] - gap, a[0] * px)
+
+
+def honeycomb(x: Array, y: Array, a: Array, px: float) -> Array:
+    w, h = 1.0, 1.7320508
+    u, v = x * a[0], y * a[0]
+    one = u % w - 0.5 * w, v % h - 0.5 * h
+    two = (u - 0.5 * w) % w - 0.5 * w, (v - 0.5 * h) % h - 0.5 * h
+    nearer = one[0] ** 2 + one[1] ** 2 < two[0] ** 2 + two[1] ** 2
+    gx, gy = np.abs(np.where(nearer, one[0], two[0])), np.abs(np.where(nearer, one[1], two[1]))
+    return edge(a[1] - (0.5 - np.maximum(gx, 0.5 * gx + 0.8660254 * gy)), a[0] * px)
 
 
 def zigzag(x: Array, y: Array, a: Array, px: float) -> Array:
@@ -180,7 +225,7 @@ def grid(x: Array, y: Array, a: Array, px: float) -> Array:
 FIELD_BY_NAME: dict[str, Field] = {
     field.__name__: field
     for field in (
-        *(stripes, checkerboard, dots, rings, rays, mosaic, clouds, marble),
-        *(swirls, bricks, zigzag, gradient, grid),
+        *(stripes, checkerboard, dots, rings, spiral, rays, mosaic, cracks, clouds),
+        *(marble, swirls, kaleidoscope, julia, bricks, honeycomb, zigzag, gradient, grid),
     )
 }

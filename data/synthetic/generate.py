@@ -11,10 +11,10 @@ import numpy as np
 from data.errors import DataError
 from data.synthetic.compose import Composition, compose, compose_shapes
 from data.synthetic.render import draw
-from data.synthetic.scene import CONTENTS, Scene, Texture
+from data.synthetic.scene import CONTENTS, Scene
 from data.synthetic.statement import Statement
 
-GENERATOR_VERSION = 3
+GENERATOR_VERSION = 2
 """Changes whenever any example of any seed does."""
 BLOCK = 250
 """Scenes rendered at once."""
@@ -78,7 +78,7 @@ class SyntheticData:
         for start in range(0, len(indices), BLOCK):
             images_BCHW, tokens_BL = scenes.pairs(np.array(indices[start : start + BLOCK]))
             for image_HWC, tokens_L in zip(images_BCHW.permute(0, 2, 3, 1).numpy(), tokens_BL.tolist(), strict=True):
-                yield SyntheticExample(image_HWC, caption(tokens_L), Scene(Texture("plain", ())), Statement())
+                yield SyntheticExample(image_HWC, caption(tokens_L), Scene(()), Statement())
 
     def composition(self, index: int) -> tuple[Composition, str]:
         """Scene, statement and caption without the picture."""

@@ -1,4 +1,4 @@
-"""Draws scenes: the texture, then shapes from back to front, each as one array operation per colour channel."""
+"""Draws scenes: textures from back to front, then shapes, each as one array operation per colour channel."""
 
 import textwrap
 from collections.abc import Sequence
@@ -22,10 +22,17 @@ _PATTERN_FREQUENCY = {"striped": 2.5, "dotted": 3.5, "checkered": 1.75}
 def draw(scene: Scene, image_size: int) -> np.ndarray:
     """The picture of a scene, uint8 (image_size, image_size, 3)."""
     canvas_CHW = np.zeros((3, image_size, image_size), dtype=np.float32)
-    _draw_texture(canvas_CHW, scene.background)
+    for texture in scene.textures:
+        _draw_texture(canvas_CHW, texture)
     for shape in scene.shapes:
         _draw_shape(canvas_CHW, shape)
     return np.stack(list(np.rint(np.clip(canvas_CHW, 0, 1) * 255).astype(np.uint8)), axis=-1)
+
+
+def _pixel_box(box: tuple[float, float, float, float], size: int) -> tuple[int, int, int, int]:
+    """Left, top, right, bottom in whole pixels inside of the picture."""
+    left, top, right, bottom = (min(max(round(value * size), 0), size) for value in box)
+    return left, top, right, bottom
 
 
 def _centres(start: int, stop: int, size: int) -> np.ndarray:
@@ -35,27 +42,26 @@ def _centres(start: int, stop: int, size: int) -> np.ndarray:
 
 def _draw_texture(canvas_CHW: np.ndarray, texture: Texture) -> None:
     size = canvas_CHW.shape[-1]
+    left, top, right, bottom = _pixel_box(texture.box, size)
     if texture.program == "plain":
-        canvas_CHW[:] = rgb(texture.colours[0])[:, None, None]
+        canvas_CHW[:, top:bottom, left:right] = rgb(texture.colours[0])[:, None, None]
         return
     values = np.zeros(8, dtype=np.float32)
     values[: len(texture.values)] = texture.values
-    x_W = _centres(0, size, size)
-    y_H1 = x_W[:, None]
+    x_W, y_H1 = _centres(left, right, size), _centres(top, bottom, size)[:, None]
     t_HW = FIELD_BY_NAME[texture.program](x_W, y_H1, values, 1 / size)
     low_HW, high_HW = np.clip(2 * t_HW, 0, 1), np.clip(2 * t_HW - 1, 0, 1)
     first_C, last_C = rgb(texture.colours[0]), rgb(texture.colours[-1])
     middle_C = rgb(texture.colours[1]) if len(texture.colours) == 3 else (first_C + last_C) / 2
     for channel_HW, first, middle, last in zip(canvas_CHW, first_C, middle_C, last_C, strict=True):
-        channel_HW[:] = first + (middle - first) * low_HW + (last - middle) * high_HW
+        channel_HW[top:bottom, left:right] = first + (middle - first) * low_HW + (last - middle) * high_HW
 
 
 def _draw_shape(canvas_CHW: np.ndarray, shape: Shape) -> None:
     size = canvas_CHW.shape[-1]
     pixel = 1 / (size * shape.radius)
     reach = shape.radius * min(_OUTLINE_REACH + pixel, shapes.TABLE_EXTENT)
-    box = (shape.x - reach, shape.y - reach, shape.x + reach, shape.y + reach)
-    left, top, right, bottom = (min(max(round(value * size), 0), size) for value in box)
+    left, top, right, bottom = _pixel_box((shape.x - reach, shape.y - reach, shape.x + reach, shape.y + reach), size)
     if left >= right or top >= bottom:
         return
     dx_W = (_centres(left, right, size) - shape.x) / shape.radius

@@ -1,4 +1,4 @@
-"""What a picture consists of: a texture program, shapes on top."""
+"""What a picture consists of: texture programs in boxes, shapes on top."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,13 @@ class Texture:
         program: its name in `fields.py`; "plain" for one colour.
         colours: one to three colour names; the program's number 0 is the first, 1 the last.
         values: the program's own parameters, at most eight.
+        box: left, top, right, bottom of the part that it fills, 0 to 1.
     """
 
     program: str
     colours: tuple[str, ...]
     values: tuple[float, ...] = ()
+    box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """A texture everywhere, then shapes from back to front."""
+    """Textures from back to front, then shapes from back to front."""
 
-    background: Texture
+    textures: tuple[Texture, ...]
     shapes: tuple[Shape, ...] = ()

@@ -99,10 +99,16 @@ OUTLINES: dict[str, Outline] = {
     "rectangle": box(-0.9, -0.42, 0.9, 0.42),
     "oval": lambda grid: (np.hypot(grid[0] / 0.95, grid[1] / 0.55) - 1) * 0.55,
     "crescent": difference(disc(0, 0, 0.9), disc(0.42, -0.1, 0.72)),
+    "semicircle": lambda grid: np.maximum(disc(0, 0.35, 0.9)(grid), grid[1] - 0.35),
     "arrow": polygon(
         [(0, -0.95), (0.65, -0.15), (0.25, -0.15), (0.25, 0.9), (-0.25, 0.9), (-0.25, -0.15), (-0.65, -0.15)]
     ),
+    "trapezoid": polygon([(-0.45, -0.55), (0.45, -0.55), (0.85, 0.5), (-0.85, 0.5)]),
+    "parallelogram": polygon([(-0.4, -0.5), (0.9, -0.5), (0.4, 0.5), (-0.9, 0.5)]),
+    "teardrop": union(disc(0, 0.35, 0.58), polygon([(0, -0.98), (0.53, 0.12), (-0.53, 0.12)])),
     "flower": radial(lambda angle: 0.72 + 0.25 * math.cos(5 * angle)),
+    "gear": radial(lambda angle: 0.92 if math.sin(10 * angle) > 0 else 0.7, 400),
+    "lightning bolt": polygon([(0.25, -0.95), (-0.55, 0.12), (-0.08, 0.12), (-0.28, 0.95), (0.55, -0.2), (0.08, -0.2)]),
     "house": union(box(-0.62, -0.15, 0.62, 0.75), polygon([(0, -0.95), (0.9, -0.1), (-0.9, -0.1)])),
     "tree": union(
         polygon([(0, -1), (0.5, -0.25), (-0.5, -0.25)]),
@@ -114,16 +120,28 @@ OUTLINES: dict[str, Outline] = {
         polygon([(0.25, 0), (0.85, -0.5), (0.85, 0.5)]),
     ),
     "cloud": union(disc(-0.5, 0.15, 0.38), disc(0.0, -0.15, 0.5), disc(0.52, 0.13, 0.4), box(-0.5, 0.1, 0.52, 0.53)),
+    "mushroom": union(
+        difference(disc(0, -0.05, 0.88), box(-1, 0.05, 1, 1)),
+        polygon([(-0.22, 0), (0.22, 0), (0.32, 0.85), (-0.32, 0.85)]),
+    ),
+    "leaf": lambda grid: np.maximum(np.hypot(grid[0] - 0.62, grid[1]), np.hypot(grid[0] + 0.62, grid[1])) - 1.1,
+    "crown": polygon([(-0.8, 0.6), (-0.9, -0.5), (-0.4, 0.0), (0, -0.75), (0.4, 0.0), (0.9, -0.5), (0.8, 0.6)]),
+    "kite": polygon([(0, -0.75), (0.6, -0.2), (0, 1), (-0.6, -0.2)]),
+    "balloon": union(radial(lambda a: 0.72 + 0.08 * math.cos(a)), polygon([(0, 0.6), (0.18, 0.98), (-0.18, 0.98)])),
+    "cup": union(
+        polygon([(-0.7, -0.6), (0.5, -0.6), (0.38, 0.7), (-0.58, 0.7)]),
+        difference(disc(0.5, -0.05, 0.38), disc(0.5, -0.05, 0.2)),
+    ),
 }
 NAMES = tuple(OUTLINES)
 SIMPLE = ("circle", "square", "triangle", "star", "diamond", "heart", "hexagon", "pentagon", "rectangle", "oval")
 """Shapes that everybody names alike and that stay recognisable when small: content "shapes" has no others."""
 HOLLOW = (
     *("circle", "square", "triangle", "diamond", "heart", "hexagon", "pentagon", "octagon", "rectangle", "oval"),
-    *("arrow", "crescent"),
+    *("semicircle", "trapezoid", "parallelogram", "arrow", "crescent", "kite"),
 )
 """Shapes whose outline alone can be drawn: made of one piece, and roomy."""
-PLURALS = {"cross": "crosses", "fish": "fish"}
+PLURALS = {"cross": "crosses", "leaf": "leaves", "fish": "fish"}
 
 
 @cache

@@ -55,25 +55,25 @@ class Statement:
     Attributes:
         groups: one group; two in a relation; three from left to right or from top to bottom.
         relation: a key of RELATIONS between two groups; "right" or "down" for three; else None.
-        place: where one group is, a phrase such as "in the center".
+        place: where one group is, a phrase such as "in the center", or an arrangement such as "in a row".
         background: a phrase, or nothing.
-        texture: instead of groups, a phrase.
+        textures: instead of groups: one phrase, or two in a relation.
     """
 
     groups: tuple[Group, ...] = ()
     relation: str | None = None
     place: str = ""
     background: str = ""
-    texture: str = ""
+    textures: tuple[str, ...] = ()
 
     def caption(self, rng: Rng) -> str:
         """A true sentence, its wording drawn at random."""
-        body = self.texture or self._groups(rng)
+        body = self._textures(rng) if self.textures else self._groups(rng)
         if self.background and rng.random() < 0.75:
             body += rng.choice([" on ", " in front of ", " against "]) + self.background
-        introductions = ABSTRACT_INTRODUCTIONS if self.texture else INTRODUCTIONS
+        introductions = ABSTRACT_INTRODUCTIONS if self.textures else INTRODUCTIONS
         introduction = str(introductions[rng.integers(len(introductions))])
-        if body.startswith("from ") or (self.texture and introduction.endswith(" of ") and body.startswith(_ARTICLES)):
+        if body.startswith("from ") or (self.textures and introduction.endswith(" of ") and body.startswith(_ARTICLES)):
             introduction = ""  # "an image of from left to right", "an abstract pattern of a checkerboard"
         return introduction + body
 
@@ -89,6 +89,15 @@ class Statement:
                 return f"{phrases[1]} between {phrases[0]} and {phrases[2]}"
             return f"{way}: {listed(phrases)}" if rng is not None and rng.random() < 0.5 else f"{listed(phrases)} {way}"
         if len(phrases) == 2 and self.relation is not None:
-            words = RELATIONS[self.relation]
-            return f"{phrases[0]} {words[0] if rng is None else words[rng.integers(len(words))]} {phrases[1]}"
+            return f"{phrases[0]} {_relation_word(self.relation, rng)} {phrases[1]}"
         return f"{listed(phrases)} {self.place}".strip()
+
+    def _textures(self, rng: Rng) -> str:
+        if self.relation is None:
+            return self.textures[0]
+        return f"{self.textures[0]} {_relation_word(self.relation, rng)} {self.textures[1]}"
+
+
+def _relation_word(relation: str, rng: Rng | None) -> str:
+    words = RELATIONS[relation]
+    return words[0] if rng is None else words[rng.integers(len(words))]

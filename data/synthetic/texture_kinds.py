@@ -24,14 +24,14 @@ class Kind:
             {adj} for adjectives.
         max_colours: 2, or 3.
         adjectives: what its parameters allow to say.
-        has_number: whether {n} is the first parameter.
+        number: what {n} is.
     """
 
     values: Callable[[Rng], Values]
     nouns: Words
     max_colours: int = 2
     adjectives: Callable[[Values], Words] = lambda values: ()
-    has_number: bool = False
+    number: Callable[[Values], int] | None = None
 
 
 def _pick(rng: Rng, *choices: float) -> float:
@@ -52,6 +52,10 @@ def _scale(low: float, high: float, few: str, many: str) -> Callable[[Values], W
     return lambda values: _band(values[0], low, high, few, many)
 
 
+def _first_number(values: Values) -> int:
+    return int(values[0])
+
+
 def _direction(angle: float) -> str:
     return {0: "vertical", 90: "horizontal"}.get(round(angle * 180 / pi), "diagonal")
 
@@ -62,12 +66,17 @@ def _stripes(rng: Rng) -> Values:
     return (rng.uniform(2.5, 14), angle, 0.04 if wavy else 0.0, rng.uniform(1.5, 3), 0.0)
 
 
+def _centred(rng: Rng, first: float, second: float) -> Values:
+    return (first, second, rng.uniform(0.4, 0.6), rng.uniform(0.4, 0.6))
+
+
 def _offset(rng: Rng, *values: float) -> Values:
     """Parameters with a random place in the noise at their end."""
     return (*values, *[0.0] * (6 - len(values)), _whole(rng, 0, 256), _whole(rng, 0, 256))
 
 
 # fmt: off
+_JULIA = ((-0.8, 0.156), (-0.4, 0.6), (0.285, 0.01), (-0.7018, -0.3842), (-0.835, -0.2321), (-0.7269, 0.1889), (0.355, 0.355))
 KINDS: dict[str, Kind] = {
     "stripes": Kind(
         _stripes,
@@ -86,16 +95,25 @@ KINDS: dict[str, Kind] = {
         lambda rng: (rng.uniform(4, 12), rng.uniform(0.35, 0.65), rng.uniform(0.35, 0.65)),
         ("{adj} concentric {c} rings", "a target of {c} circles", "{adj} {c} ripples around one point"),
         adjectives=_scale(6, 10, "broad", "narrow")),
+    "spiral": Kind(
+        lambda rng: _centred(rng, _whole(rng, 1, 6), _pick(rng, -1, 1) * rng.uniform(2, 6)),
+        ("a {c} spiral", "a spiral with {n} {c1} arms on {c0}", "a hypnotic {c} swirl",
+         "a {c} whirl around the middle"),
+        number=_first_number),
     "rays": Kind(
-        lambda rng: (_whole(rng, 5, 11), rng.random(), rng.uniform(0.4, 0.6), rng.uniform(0.4, 0.6)),
+        lambda rng: _centred(rng, _whole(rng, 5, 11), rng.random()),
         ("a sunburst of {c} rays", "{c} rays from the middle", "{n} {c1} beams spreading over {c0}",
          "a pinwheel of {c}"),
-        has_number=True),
+        number=_first_number),
     "mosaic": Kind(
         lambda rng: _offset(rng, rng.uniform(5, 12), 2.0),
         ("a {adj} mosaic of {c} cells", "a {adj} Voronoi diagram in {c}", "{adj} stained glass in {c}",
          "{c} shards fitted together"),
         3, _scale(6.5, 10, "coarse", "fine")),
+    "cracks": Kind(
+        lambda rng: _offset(rng, rng.uniform(3.5, 9), rng.uniform(0.1, 0.18)),
+        ("a web of {c1} cracks on {c0}", "{c0} cobblestones with {c1} gaps", "{c0} cells with {c1} borders",
+         "cracked {c0} ground with {c1} fissures")),
     "clouds": Kind(
         lambda rng: _offset(rng, rng.uniform(2.5, 7)),
         ("{adj} {c} clouds", "{adj} fractal noise in {c}", "a foggy blend of {c}", "{adj} smoke in {c}"),
@@ -109,11 +127,25 @@ KINDS: dict[str, Kind] = {
         lambda rng: (rng.uniform(5, 12), rng.uniform(0.8, 1.6), rng.uniform(0, 6), rng.uniform(0, 6)),
         ("psychedelic {c} swirls", "smooth warped waves of {c}", "a lava lamp in {c}", "flowing {c} ribbons"),
         3),
+    "kaleidoscope": Kind(
+        lambda rng: _offset(rng, _whole(rng, 3, 9), rng.uniform(3, 7), rng.uniform(1.5, 2.5), rng.uniform(1.5, 3)),
+        ("a {c} kaleidoscope", "a kaleidoscope with {n} mirrors in {c}", "a {c} mandala with {n}-fold symmetry",
+         "a symmetric {c} ornament"),
+        3, number=_first_number),
+    "julia": Kind(
+        lambda rng: (*_JULIA[rng.integers(len(_JULIA))], rng.uniform(1.8, 3.0), rng.uniform(0, 2 * pi),
+            rng.uniform(2.5, 5)),
+        ("a {c} Julia set", "a {c} Julia fractal", "a swirling fractal in {c}", "a {c} fractal with curls")),
     "bricks": Kind(
         lambda rng: (_whole(rng, 5, 13), rng.uniform(0.07, 0.12)),
         ("a {c0} brick wall with {c1} mortar", "{adj} {c0} bricks with {c1} joints",
          "rows of {adj} {c0} bricks on {c1}"),
         adjectives=_scale(7, 10, "large", "small")),
+    "honeycomb": Kind(
+        lambda rng: (rng.uniform(3, 9), rng.uniform(0.07, 0.12)),
+        ("a {c0} honeycomb with {c1} walls", "{adj} {c0} hexagonal tiles with {c1} edges",
+         "a {adj} hexagon grid in {c0} with {c1} outlines"),
+        adjectives=_scale(4.5, 7, "large", "small")),
     "zigzag": Kind(
         lambda rng: (rng.uniform(4, 10), rng.uniform(0.15, 0.3), _whole(rng, 3, 7), _pick(rng, 0, pi / 2)),
         ("{adj} {c} zigzag stripes", "{adj} {c} chevrons", "a herringbone of {c}", "{adj} jagged lines of {c}"),
@@ -157,6 +189,7 @@ def random_texture(
     avoid: Sequence[str] = (),
     contrast: float = 0.27,
     kinds: Words = (),
+    box: tuple[float, float, float, float] = (0, 0, 1, 1),
 ) -> Texture:
     """Draws a program, its parameters and colours.
 
@@ -164,6 +197,7 @@ def random_texture(
         avoid: colours that none of the texture's may come near.
         contrast: how far they keep.
         kinds: among these programs; all by default.
+        box: the part of the picture that it fills.
     """
     names = list(kinds or KINDS)
     name = names[rng.integers(len(names))]
@@ -173,7 +207,7 @@ def random_texture(
     values = list(kind.values(rng))
     if name in _PLACE_OF_COLOURS:
         values[_PLACE_OF_COLOURS[name]] = float(count)
-    return Texture(name, colours, tuple(values))
+    return Texture(name, colours, tuple(values), box)
 
 
 def describe(texture: Texture, rng: Rng) -> str:
@@ -181,7 +215,7 @@ def describe(texture: Texture, rng: Rng) -> str:
     kind = KINDS[texture.program]
     noun = kind.nouns[int(rng.integers(len(kind.nouns)))]
     adjectives = " ".join(kind.adjectives(texture.values)) if rng.random() < 0.85 else ""
-    number = COUNTS[int(texture.values[0])] if kind.has_number else ""
+    number = "" if kind.number is None else COUNTS[kind.number(texture.values)]
     colours = list(texture.colours)
     words = noun.format(c=listed(colours), c0=colours[0], c1=colours[-1], n=number, adj=adjectives).split()
     for place, word in enumerate(words[:-1]):

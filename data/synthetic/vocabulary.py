@@ -36,8 +36,11 @@ RELATIONS = {
     "right": ("right of", "to the right of", "on the right side of"),
     "above": ("above", "over", "higher than"),
     "below": ("below", "under", "beneath", "lower than"),
+    "inside": ("inside", "within", "enclosed by"),
+    "around": ("around", "surrounding", "enclosing"),
 }
-OPPOSITES = {"left": "right", "right": "left", "above": "below", "below": "above"}
+_PAIRS = (("left", "right"), ("above", "below"), ("inside", "around"))
+OPPOSITES = dict(_PAIRS) | {second: first for first, second in _PAIRS}
 INTRODUCTIONS = (
     *[""] * 4,
     *("a picture of ", "an image of ", "a drawing of ", "an illustration of ", "a graphic of ", "artwork showing "),

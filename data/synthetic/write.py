@@ -4,6 +4,7 @@ A shard is a function of its settings and its number, so that any number of proc
 interrupted run goes on with the shards that are missing.
 """
 
+import io
 import json
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -16,15 +17,13 @@ import PIL
 from PIL import Image
 
 from data.errors import DataError, ReadError
-from data.examples.transforms import encoded
 from data.files import write_durably
 from data.index.tar_writer import write_shard
 from data.reading.pool import run_all
-from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
+from data.synthetic.generate import GENERATOR_VERSION, SyntheticData, SyntheticExample
 
 PROVENANCE = "provenance.json"
-_HOW = {"jpg": {"subsampling": 0}, "webp": {"method": 2}}
-"""Thin coloured lines keep their colour."""
+QUALITY = 90
 _STATEMENT = (
     "Pictures and captions were computed from a seed by programs of this project. No photograph, no person and no other "
     "data set was used, so training on them costs no privacy."
@@ -119,16 +118,23 @@ def write_one(output: Path, settings: Settings, shard: int) -> int:
     """One job: writes a shard, and returns its number of examples."""
     data, kind, indices = settings.data(), settings.image_format, settings.indices(shard)
     examples = (
-        (
-            f"{index:012d}",
-            {
-                kind: encoded(Image.fromarray(example.image_HWC), kind, **_HOW.get(kind, {})),
-                "txt": example.caption.encode(),
-            },
-        )
+        (f"{index:012d}", {kind: encode(example, kind), "txt": example.caption.encode()})
         for index, example in zip(indices, data.examples(indices), strict=True)
     )
     return write_shard(output / settings.shard_name(shard), examples)
+
+
+def encode(example: SyntheticExample, image_format: str) -> bytes:
+    """The picture as JPEG or WebP of quality 90, or as PNG."""
+    buffer = io.BytesIO()
+    image = Image.fromarray(example.image_HWC)
+    if image_format == "jpg":
+        image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)  # thin coloured lines keep their colour
+    elif image_format == "webp":
+        image.save(buffer, "WEBP", quality=QUALITY, method=2)
+    else:
+        image.save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _claim(output: Path, record: dict[str, Any]) -> None:
