@@ -99,6 +99,21 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
     return ShardSet(shared, tuple(url[len(shared) + 1 :] for url in urls))
 
 
+def local_shards(pattern: str, root: Path) -> list[Path]:
+    """Finds shards that are read without an index: files that are there and not empty, each once, sorted.
+
+    Raises:
+        DataError: as `find_shards`; or one is missing, empty or behind a URL.
+    """
+    shards = find_shards(pattern, root)
+    paths = [Path(shards.root, name) for name in shards.names]
+    bad = [path for path in paths if shards.is_remote or not path.is_file() or path.stat().st_size == 0]
+    if bad:
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise DataError(f"missing or empty shards: {bad[0]}{more}; data.streaming needs whole files on this machine")
+    return paths
+
+
 def require_a_shard(pattern: str, root: Path) -> None:
     """Refuses local shards of which none is there. Whether all are there is for the index to say.
 

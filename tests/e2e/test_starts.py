@@ -61,13 +61,6 @@ def test_a_public_run_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "done: 1 steps, no formal guarantee" in capsys.readouterr().out
 
 
-def test_a_public_run_streams(tmp_path: Path) -> None:
-    options = ("data.streaming=true", "data.provenance=public", "privacy.enabled=false", "data.num_workers=1")
-    done = alone(train_arguments(tmp_path / "run", "--engine", "local", "train.num_steps=1", *options))
-    assert done.returncode == 0, done.stderr
-    assert "done: 1 steps, no formal guarantee" in done.stdout
-
-
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine")
 @pytest.mark.full
 @pytest.mark.timeout(1500)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from data.batch import Batch
-from data.index.shards import expand_shards, require_a_shard
+from data.index.shards import local_shards, require_a_shard
 from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader, StepPlan
 from data.reading.streaming import Stream, StreamingLoader
@@ -364,7 +364,7 @@ class TrainerStart:
         make_example, pin_memory = self.task.make_example(train=True), self.device.type == "cuda"
         if config.data.streaming:
             return StreamingLoader(
-                Stream(first_on_main(lambda: expand_shards(config.data.shards, self.root)), seed=config.train.seed),
+                Stream(first_on_main(lambda: local_shards(config.data.shards, self.root)), seed=config.train.seed),
                 make_example,
                 micro_batch_size=config.train.micro_batch_size,
                 batch_size=config.privacy.expected_batch_size,
