@@ -15,6 +15,7 @@ import functools
 import inspect
 import shlex
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -233,10 +234,16 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
         table.add_row("held out of these", f"{report['held_out']:,}", "")
     Console().print(table)
     pairs, shards = report["written"] - report["held_out"], shlex.quote(f"data.shards={options.output}")
+    with tarfile.open(min(options.output.glob("train-*.tar"))) as shard:
+        has_captions = any(name.endswith(".txt") for name in shard.getnames())
+    plan = (
+        f"python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} data.num_examples={pairs} --choose"
+    )
     say(
         f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private",
-        f"{pairs:,} training pairs; next: python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} "
-        f"data.num_examples={pairs} --choose",
+        f"{pairs:,} training pairs; next: {plan}"
+        if has_captions
+        else f"{pairs:,} labelled training pictures; next: docs/own_pictures.md, 'A few thousand pictures'",
     )
     return report
 

@@ -301,6 +301,12 @@ def test_the_next_command_is_said_with_the_number_of_pairs(tmp_path: Path, capsy
     assert {f"data.shards={out}", f"data.num_examples={pairs}"} < set(shlex.split(last))
     assert "--keep_near_duplicates" in said and "private" in said
     assert find_shards(str(out), tmp_path).root == str(out) and find_shards(str(out / HELDOUT), tmp_path).names
+    for number, text in enumerate(folder.glob("*.txt")):  # labels alone train no captioner
+        text.with_suffix(".cls").write_text(str(number % 3))
+        text.unlink()
+    options[-1] = str(tmp_path / "labelled")
+    assert main(["import", "--from", "folder", str(folder), *options]) == 0
+    assert "labelled training pictures; next: docs/own_pictures.md" in capsys.readouterr().out.splitlines()[-1]
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.glob("**/*.tar")} == {0o600}
     assert {stat.S_IMODE(path.stat().st_mode) for path in (out, out / HELDOUT)} == {0o700}
 
