@@ -181,8 +181,6 @@ def _find_files(items: Sequence[str], root: Path) -> list[Path]:
     """The files that local items name, each once, sorted; those that are named one by one need not exist."""
     shards: set[Path] = set()
     for item in items:
-        if is_url(item):
-            raise DataError(f"{item} is a URL; only local shards can be used here")
         path = _path(item, root)
         if path.is_relative_to(root / FASHION_FOLDER):
             unpack_fashion(root)

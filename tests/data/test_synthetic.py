@@ -107,16 +107,12 @@ def test_examples_are_those_of_the_generators_version() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_every_processor_draws_the_same(every: bool) -> None:
-    """numpy computes some functions otherwise on processors with fewer instructions; pictures must not show it.
-
-    `make test` takes the one with the fewest, `make test-all` all between it and this one.
-    """
+def test_every_processor_draws_the_same() -> None:
+    """numpy computes some functions otherwise on processors with fewer instructions; pictures must not show it."""
     features = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     if not features:
         pytest.skip("numpy has one way of computing on this processor")
-    for start in range(len(features) if every else 1):
+    for start in range(len(features)):
         environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(features[start:])}
         program = "from tests.data.test_synthetic import digest; print(digest())"
         done = subprocess.run(
