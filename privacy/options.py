@@ -271,10 +271,6 @@ OTHER_EXCLUSIONS = (
     ("noise_multiplier = 0", "target_epsilon", "noise_multiplier = 0 gives no guarantee", "remove one of them"),
     ("simulation = true", "target_epsilon", "a simulation has no epsilon", "give noise_multiplier"),
     ("simulation = true", "enabled = false", "a simulation has the noise of a private run", "remove simulation"),
-    *(
-        ("optimizer.noise_bias_correction = true", without, "there is no noise to correct for", "remove it")
-        for without in ("enabled = false", "noise_multiplier = 0")
-    ),
 )
 """(setting, setting, why, way out) of what is no option."""
 

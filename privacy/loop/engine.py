@@ -68,8 +68,8 @@ class OwnEngine:
         self._guard.remove()
         switch_reduction(self.module, on=True)
 
-    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
-        """One step of the optimizer; `noise_variance` is for optimizers of the trainer."""
+    def step(self, shards: list[GradShard], *, lr: float) -> None:
+        """One step of the optimizer."""
         put_away(self.module)
         _clear_gradients(self.module, self.optimizer)
         for name, gradient in self._gradients(shards).items():

@@ -23,7 +23,7 @@ from ..step.adaptive_bound import MANIFEST_KEY
 from ..step.batches import Dealt, LogicalBatches
 from ..step.engine import Engine, ShardState
 from ..step.folder import RunFolder
-from ..step.step import Mechanism, MicroBatch, NoiseVariance, StepRecord, train_step
+from ..step.step import Mechanism, MicroBatch, StepRecord, train_step
 from .ledger import Opening, RunLedger
 
 
@@ -42,7 +42,6 @@ class Parts:
     Attributes:
         read: pairs plans with their micro-batches, in order; the plans are pulled lazily.
         nodes: see `LogicalBatches`.
-        beta2: of the optimizer's second moment, for what DP-AdamBC subtracts from it.
         note_charge: see `Mechanism`.
         save_every: steps between checkpoints; by default a twentieth of the reserve lies between two, so that it lasts for twenty
             crashes.
@@ -64,7 +63,6 @@ class Parts:
     save_every: int | None = None
     in_background: bool = False
     nodes: tuple[int, ...] = ()
-    beta2: float = 0.0
 
 
 class Start(Protocol):
@@ -202,9 +200,6 @@ class Run:
             task=parts.task,
             ledger=ledger,
             noise=parts.noise,
-            noise_variance=NoiseVariance(
-                parts.beta2, 0.0 if resumed is None else resumed.manifest.get("noise_variance", 0.0)
-            ),
             learning_rate=parts.learning_rate,
             note_charge=parts.note_charge,
         )
@@ -282,7 +277,6 @@ class Run:
             "reasons": list(self.plan.reasons),
             "ledger": self.ledger.position(),
             "charged_attempts": self.ledger.num_charged,
-            "noise_variance": self.mechanism.noise_variance.average,
             **({MANIFEST_KEY: clipped.max_grad_norm} if clipped.adaptive is not None else {}),
         }
         self._checkpoints.save(self.step, states, shapes, said | dict(facts))

@@ -141,12 +141,11 @@ class Engine(Protocol):
     compute_dtype: torch.dtype
     device: torch.device
 
-    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float) -> None:
         """Hands the owned gradient shards to the optimizer and takes one step.
 
         Args:
             shards: in the layout's order; the engine may free each once it has taken its values.
-            noise_variance: variance of the noise in the second moment, for DP-AdamBC (see `trainer.optimizers.set_step`).
         """
         ...
 

@@ -51,25 +51,6 @@ class MicroBatch(Protocol):
     def num_undecodable(self) -> int: ...
 
 
-class NoiseVariance:
-    """Phi of DP-AdamBC at each step (trainer/optimizers), the variance that our own noise adds to an optimizer's second moment.
-
-    It is the moving average, with the second moment's own weights, of the variances of the noise drawn so far.
-
-    With a constant clipping bound it is that constant. One float per run; checkpoints keep it in their manifest.
-    """
-
-    def __init__(self, beta2: float, average: float = 0.0) -> None:
-        self._beta2 = beta2
-        self.average = average
-        """The average after the last step, before bias correction."""
-
-    def after(self, step: int, std: float) -> float:
-        """Phi of step 1, 2, ..., whose noise had standard deviation `std` per coordinate of the averaged gradient."""
-        self.average = self._beta2 * self.average + (1 - self._beta2) * std**2
-        return self.average / (1 - self._beta2**step)
-
-
 @dataclass
 class Mechanism:
     """Everything that turns micro-batches into one private step; training, audits and benchmarks build the same.
@@ -78,7 +59,6 @@ class Mechanism:
         clipped: the plan's clipper, on the engine's module.
         task: maps the inputs of a micro-batch to one loss per example; the engine's module, or a function that calls it.
         noise: gives the owner of a shard its standard normals.
-        noise_variance: what DP-AdamBC subtracts from its second moment.
         learning_rate: gives the rate of a step, from 1 on.
         note_charge: learns of a step just before ranks agree on its charge, for whoever watches over them.
     """
@@ -89,7 +69,6 @@ class Mechanism:
     task: Task
     ledger: StepLedger
     noise: NoiseSource
-    noise_variance: NoiseVariance
     learning_rate: Callable[[int], float]
     note_charge: Callable[[int], object]
 
@@ -148,10 +127,8 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     for number in range(len(shards)):
         shards[number].values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
     laps.end("noise")
-    scale = noise_std / plan.expected_batch_size
-    noise_variance = mechanism.noise_variance.after(step, scale)
-    norm, noised = _norm(shards, scale)
-    engine.step(shards, lr=lr, noise_variance=noise_variance)  # may free them
+    norm, noised = _norm(shards, noise_std / plan.expected_batch_size)
+    engine.step(shards, lr=lr)  # may free them
     public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
     if FRACTION in public:
         noised["noised_fraction"] = public[FRACTION].value

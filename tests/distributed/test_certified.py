@@ -19,9 +19,9 @@ from privacy.plan_request import PlanRequest
 from privacy.step import collectives
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
-from privacy.step.step import Mechanism, NoiseVariance, train_step
+from privacy.step.step import Mechanism, train_step
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_engines import MICRO_BATCH, OPTIMIZER, NoLedger, build, pairs, tiny_captioner
+from tests.distributed.test_engines import MICRO_BATCH, NoLedger, build, pairs, tiny_captioner
 from trainer.run.clipping_mode import require_same_integers
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
@@ -160,7 +160,6 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
             task=engine.module,
             ledger=NoLedger(),
             noise=noise,
-            noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
             learning_rate=lambda step: 1e-3,
             note_charge=lambda step: None,
         )

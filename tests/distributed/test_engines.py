@@ -27,7 +27,7 @@ from privacy.plan_request import PlanRequest
 from privacy.step import collectives as distributed
 from privacy.step.engine import Engine
 from privacy.step.reduction import reduce_to_owners
-from privacy.step.step import Mechanism, NoiseVariance, train_step
+from privacy.step.step import Mechanism, train_step
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer.config.machine import ZERO_KEYS, MachineSettings, load_machine_settings
@@ -132,7 +132,6 @@ def a_mechanism(
         task=engine.module,
         ledger=NoLedger(),
         noise=noise,
-        noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
         learning_rate=lambda step: OPTIMIZER.peak_lr,
         note_charge=lambda step: None,
     )

@@ -81,10 +81,7 @@ SETTINGS = {
     **{one.setting: {kind: name} for kind, named in OPTIONS.items() for name, one in named.items()},
 }
 """Setting -> the keys of [privacy] that make it."""
-OTHER_SECTIONS = {
-    "train.compile = true": "train.compile=true",
-    "optimizer.noise_bias_correction = true": "optimizer.noise_bias_correction=true",
-}
+OTHER_SECTIONS = {"train.compile = true": "train.compile=true"}
 PAIRS = [(one.setting, other) for named in OPTIONS.values() for one in named.values() for other in one.excludes]
 PAIRS += [(one, other) for one, other, _, _ in OTHER_EXCLUSIONS]
 
@@ -96,7 +93,6 @@ def test_two_settings_that_exclude_each_other_are_refused_alike_by_recipe_and_pl
     keys = {**SETTINGS.get(one, {}), **SETTINGS.get(other, {})}
     overrides = [f"privacy.{name}={str(value).lower()}" for name, value in keys.items()]
     overrides += [OTHER_SECTIONS[name] for name in (one, other) if name in OTHER_SECTIONS]
-    overrides += ["optimizer.variance_floor=1e-8"] if "optimizer" in one else []
     with pytest.raises(ConfigError) as refused:
         load_config(TINY, overrides)
     said = f"{one} and {other} exclude each other: "

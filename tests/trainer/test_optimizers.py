@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.step.step import NoiseVariance
 from tests.models.test_classifier import tiny_classifier
 from trainer.config.recipe import OptimizerSection, ScheduleSection
 from trainer.errors import ConfigError
@@ -18,7 +17,7 @@ from trainer.optimizers import (
     make_optimizer,
     moments,
     parameter_groups,
-    set_step,
+    set_rate,
 )
 
 Named = dict[str, Tensor]
@@ -45,12 +44,9 @@ def sgd_reference(weights: Named, gradients: list[Named], lr: float, momentum: f
 
 def adam_reference(
     weights: Named, gradients: list[Named], lr: float, betas: tuple[float, float], decay: float,
-    *, eps: float = 0.0, noise: list[float] | None = None, floor: float = 0.0,
+    eps: float,
 ) -> Named:  # fmt: skip
-    """AdamW; with `noise` (one standard deviation per step) DP-AdamBC of Tang et al. 2023.
-
-    The expectation of the noise's part of v is computed from its definition, not by a recursion.
-    """
+    """AdamW from its definition, not by a recursion."""
     x = {n: w.double().clone() for n, w in weights.items()}
     for t in range(1, len(gradients) + 1):
         for n in x:
@@ -58,28 +54,21 @@ def adam_reference(
             m = sum((1 - betas[0]) * betas[0] ** (t - 1 - i) * g for i, g in enumerate(past)) / (1 - betas[0] ** t)
             v = sum((1 - betas[1]) * betas[1] ** (t - 1 - i) * g**2 for i, g in enumerate(past)) / (1 - betas[1] ** t)
             x[n] = x[n] * (1 - lr * (0 if is_excluded(x[n]) else decay))
-            if noise is None:
-                x[n] = x[n] - lr * m / (v**0.5 + eps)
-            else:
-                phi = sum((1 - betas[1]) * betas[1] ** (t - 1 - i) * s**2 for i, s in enumerate(noise[:t]))
-                x[n] = x[n] - lr * m / (v - phi / (1 - betas[1] ** t)).clamp(min=floor).sqrt()
+            x[n] = x[n] - lr * m / (v**0.5 + eps)
     return x
 
 
 SHAPES = {
     "patch": (6, 3, 2, 2), "bias": (6,), "token": (1, 1, 6), "positions": (1, 4, 6), "head": (5, 6), "zero": (3, 4),
 }  # fmt: skip
-LR, DECAY, BETAS, EPS, MOMENTUM, FLOOR, STEPS = 0.05, 0.1, (0.8, 0.9), 1e-4, 0.7, 0.03, 4
-STDS = [0.1, 0.5, 0.2, 0.05]
+LR, DECAY, BETAS, EPS, MOMENTUM, STEPS = 0.05, 0.1, (0.8, 0.9), 1e-4, 0.7, 4
 SECTIONS: dict[str, dict[str, object]] = {
     "adamw": {"name": "adamw", "betas": BETAS, "eps": EPS},
-    "adam_bc": {"name": "adamw", "betas": BETAS, "noise_bias_correction": True, "variance_floor": FLOOR},
     "sgd": {"name": "sgd", "momentum": MOMENTUM},
     "sgd_without_momentum": {"name": "sgd", "momentum": 0.0},
 }
 REFERENCES: dict[str, Callable[[dict[str, Tensor], list[dict[str, Tensor]]], dict[str, Tensor]]] = {
-    "adamw": lambda x, g: adam_reference(x, g, LR, BETAS, DECAY, eps=EPS),
-    "adam_bc": lambda x, g: adam_reference(x, g, LR, BETAS, DECAY, noise=STDS, floor=FLOOR),
+    "adamw": lambda x, g: adam_reference(x, g, LR, BETAS, DECAY, EPS),
     "sgd": lambda x, g: sgd_reference(x, g, LR, MOMENTUM, DECAY),
     "sgd_without_momentum": lambda x, g: sgd_reference(x, g, LR, 0.0, DECAY),
 }
@@ -111,8 +100,8 @@ def shapes() -> dict[str, torch.Size]:
     return {name: torch.Size(shape) for name, shape in SHAPES.items()}
 
 
-def step(optimizer: torch.optim.Optimizer, number: int, noise: NoiseVariance) -> None:
-    set_step(optimizer.param_groups, lr=LR, noise_variance=noise.after(number, STDS[number - 1]))
+def step(optimizer: torch.optim.Optimizer) -> None:
+    set_rate(optimizer.param_groups, LR)
     optimizer.step()
 
 
@@ -120,11 +109,10 @@ def step(optimizer: torch.optim.Optimizer, number: int, noise: NoiseVariance) ->
 def test_whole_parameters(kind: str) -> None:
     parameters = {n: nn.Parameter(w) for n, w in weights().items()}
     optimizer = make_optimizer(parameter_groups(parameters.items(), shapes(), section(kind)), section(kind))
-    noise = NoiseVariance(BETAS[1])
-    for number, gradient in enumerate(gradients(), 1):
+    for gradient in gradients():
         for n, p in parameters.items():
             p.grad = gradient[n].clone()
-        step(optimizer, number, noise)
+        step(optimizer)
         for n, p in parameters.items():
             assert torch.equal(p.grad, gradient[n]), "gradients are not the optimizer's to change"  # type: ignore[arg-type]
     for n, expected in REFERENCES[kind](weights(), gradients()).items():
@@ -139,7 +127,6 @@ def test_fresh_state_continues_where_the_moments_were(kind: str) -> None:
 
     def run(restart: bool) -> Tensor:
         parameter = nn.Parameter(weights()["head"])
-        noise = NoiseVariance(BETAS[1])
 
         def new() -> torch.optim.Optimizer:
             return make_optimizer(parameter_groups([("head", parameter)], shapes(), section(kind)), section(kind))
@@ -148,10 +135,10 @@ def test_fresh_state_continues_where_the_moments_were(kind: str) -> None:
         for number, gradient in enumerate(gradients(), 1):
             if restart and number == 3:
                 kept = {k: optimizer.state[parameter][k].clone() for k in moments(section(kind))}
-                optimizer, noise = new(), NoiseVariance(BETAS[1], noise.average)
+                optimizer = new()
                 optimizer.state[parameter] = fresh_state(section(kind), parameter, 2) | kept
             parameter.grad = gradient["head"].clone()
-            step(optimizer, number, noise)
+            step(optimizer)
         return parameter.detach()
 
     assert torch.equal(run(False), run(True))
@@ -175,13 +162,6 @@ def test_each_parameter_is_in_one_group_and_full_shapes_decide() -> None:
     [
         ({"name": "sgd", "betas": (0.9, 0.99)}, "betas belongs to adamw, not to sgd"),
         ({"name": "adamw", "momentum": 0.9}, "momentum belongs to sgd, not to adamw"),
-        (
-            {"name": "sgd", "noise_bias_correction": True, "variance_floor": 1.0},
-            "noise_bias_correction belongs to adamw",
-        ),
-        ({"noise_bias_correction": True}, "variance_floor go together"),
-        ({"variance_floor": 1e-3}, "variance_floor go together"),
-        ({"noise_bias_correction": True, "variance_floor": 1.0, "eps": 1e-8}, "eps is not read"),
     ],
 )
 def test_keys_of_other_optimizers_are_refused(values: dict[str, object], message: str) -> None:
@@ -223,7 +203,7 @@ def test_a_step_takes_its_layers_part_of_the_rate() -> None:
     for step, lr in enumerate((0.1, 0.3)):
         for parameter in named.values():
             parameter.grad = torch.ones_like(parameter)
-        set_step(optimizer.param_groups, lr=lr, noise_variance=0.0)
+        set_rate(optimizer.param_groups, lr)
         optimizer.step()
         moved = 0.1 if step == 0 else 0.4
         for name, parameter in named.items():

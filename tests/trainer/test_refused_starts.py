@@ -105,7 +105,7 @@ def other_weights(folder: Path) -> None:
 def behind_the_last_line(folder: Path) -> None:
     """As if no record of it had been written yet, although there is one."""
     known = lines(folder)
-    resealed(folder, noise_variance=9.0, ledger={"seq": len(known) - 1, "hash": hash_line(known[-1].rstrip(b"\n"))})
+    resealed(folder, charged_attempts=9, ledger={"seq": len(known) - 1, "hash": hash_line(known[-1].rstrip(b"\n"))})
 
 
 def no_checkpoints(folder: Path) -> None:

@@ -93,7 +93,7 @@ def trainer_side(recipe: RunConfig, engine: EngineName, ds_config: Path) -> Side
             data=data | dict.fromkeys(("index", "num_examples", "staging")),
             privacy={"ledger_mirror": None, "shared_ledger": None},
             train={
-                "num_steps": request.num_steps, "micro_batch_size": micro_batch_size, "ema_decay": None, "sanity_checks": False,
+                "num_steps": request.num_steps, "micro_batch_size": micro_batch_size, "ema_decay": None,
                 "profile": None, "keep_every": None,
             },
         )  # fmt: skip

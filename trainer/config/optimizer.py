@@ -73,8 +73,6 @@ OptimizerName = Literal["adamw", "sgd"]
 OPTIMIZER_KEYS: dict[str, OptimizerName] = {
     "betas": "adamw",
     "eps": "adamw",
-    "noise_bias_correction": "adamw",
-    "variance_floor": "adamw",
     "momentum": "sgd",
 }
 """Which optimizer a key belongs to; the others belong to both."""
@@ -92,32 +90,18 @@ class OptimizerSection(Section):
     """Decoupled (SGD: added to the gradient); biases, norms and other vectors are excluded."""
     layer_decay: float | None = Field(None, gt=0, le=1)
     """Each block of the encoder takes this part of the rate of the block above it; what follows the encoder the whole rate."""
-    noise_bias_correction: bool = False
-    """DP-AdamBC (Tang et al. 2023): subtracts the known variance of the noise from AdamW's second moment."""
-    variance_floor: Rate | None = None
-    """gamma' of DP-AdamBC, in place of eps: the least corrected second moment, in squared units of the averaged gradient."""
 
     @model_validator(mode="after")
     def _keys_belong(self) -> "OptimizerSection":
         for key, name in OPTIMIZER_KEYS.items():
             if key in self.model_fields_set and self.name != name:
                 raise ValueError(f"{key} belongs to {name}, not to {self.name}")
-        if self.noise_bias_correction != (self.variance_floor is not None):
-            raise ValueError(
-                "noise_bias_correction = true and variance_floor go together; a tenth of the noise variance "
-                "(noise_multiplier * max_grad_norm / expected_batch_size)^2 is a floor to start from"
-            )
-        if self.noise_bias_correction and "eps" in self.model_fields_set:
-            raise ValueError(
-                "eps is not read with noise_bias_correction, where variance_floor takes its place; remove eps"
-            )
         return self
 
     @model_serializer(mode="wrap")
     def _own_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves out the keys of other optimizers, so that what is written can be read."""
         others = {key for key, name in OPTIMIZER_KEYS.items() if self.name != name}
-        others |= {"eps"} if self.noise_bias_correction else set()
         return {key: value for key, value in dump(self).items() if key not in others}
 
 
@@ -163,8 +147,6 @@ class TrainSection(Section):
     """Stop as if asked to (exit 7) at the first step boundary after so long; the same command resumes."""
     grace_seconds: Seconds = Field(20.0, gt=0)
     """How long a step may take to end after a request to stop; then it is abandoned. Launchers kill 30 s after SIGTERM."""
-    sanity_checks: bool = False
-    """Compare replicas, noise and micro-batch counts between ranks at every step (trainer/loop/sanity.py); for tests."""
     log_every: Positive = 1
     profile: tuple[Positive, Positive] | None = Field(None, strict=False)  # TOML has lists only
     """The first and the last step of which torch's profiler writes a trace into `private/profile/`, one file per rank."""

@@ -220,8 +220,7 @@ class RunConfig(Section):
             )
         if self.data.streaming and self.data.staging:
             raise ValueError("data.staging needs random access; remove it or data.streaming")
-        correction = {"optimizer.noise_bias_correction = true": self.optimizer.noise_bias_correction}
-        require_compatible(self.privacy, {"train.compile = true": self.train.compile, **correction})
+        require_compatible(self.privacy, {"train.compile = true": self.train.compile})
         schedule, last = self.schedule, self.train.num_steps
         end = schedule.decay_steps or last
         if schedule.decay == "cosine" and schedule.final_fraction == 0 and end < last:

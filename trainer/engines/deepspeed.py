@@ -23,7 +23,7 @@ from trainer.config.machine import MachineSettings, resolve
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
-from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_rate
 
 _FP32 = "trainer_fp32"
 """Attribute of a parameter that was sharded and cast while the model was built: this rank's part of its fp32 values."""
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
             flat = self._flat_partitions()[span.group]
             flat_part(flat, span.start, span.piece.length).copy_(masters[span.piece])
 
-    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float) -> None:
         if self._stage == 3:
             values = {shard.name: shard.values for shard in shards}
             self._zero.independent_gradient_partition_epilogue()
@@ -92,7 +92,7 @@ class DeepSpeedEngine:
                 flats[span.group][span.start : span.start + span.piece.length] = shard.values
             for group, flat in enumerate(flats):
                 self._zero.averaged_gradients[group] = [flat]
-        set_step(self._zero.param_groups, lr=lr, noise_variance=noise_variance)
+        set_rate(self._zero.param_groups, lr)
         self._engine.step()
         if self._engine.skipped_steps:
             raise RuntimeError("DeepSpeed skipped a step: its overflow check must never decide about a noised gradient")

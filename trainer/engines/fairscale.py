@@ -30,7 +30,7 @@ from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.engines.local import LocalEngine
-from trainer.optimizers import make_optimizer, parameter_groups, set_step
+from trainer.optimizers import make_optimizer, parameter_groups, set_rate
 
 
 class FairscaleEngine(LocalEngine):
@@ -61,11 +61,11 @@ class FairscaleEngine(LocalEngine):
             require_dealt(self.layout, rank, [Piece(n, 0, self.shapes[n].numel()) for n in dealt], "fairscale")
         self._optimizer = self._oss.optim
 
-    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float) -> None:
         for shard in shards:
             master = self._masters[shard.name]
             master.grad = shard.values.to(master.dtype).view_as(master)
-        set_step(self._oss.param_groups, lr=lr, noise_variance=noise_variance)
+        set_rate(self._oss.param_groups, lr)
         self._oss.step()
         for shard in shards:
             self._masters[shard.name].grad = None

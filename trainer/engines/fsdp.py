@@ -26,7 +26,7 @@ from privacy.step.row_shards import RowShards, own_rows
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
-from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_rate
 
 
 class FsdpEngine:
@@ -54,7 +54,7 @@ class FsdpEngine:
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer)
 
-    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float) -> None:
         put_away(self.module)
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
@@ -63,7 +63,7 @@ class FsdpEngine:
                 raise RuntimeError(f"FSDP moved its shard of {name}: the optimizer would step on a copy")
         for name, gradient in self._rows.exchange([shard.values for shard in shards]).items():
             self._locals[name].grad = gradient.view_as(self._locals[name])
-        set_step(self._optimizer.param_groups, lr=lr, noise_variance=noise_variance)
+        set_rate(self._optimizer.param_groups, lr)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

@@ -16,7 +16,7 @@ from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of
-from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_rate
 
 
 class LocalEngine:
@@ -42,11 +42,11 @@ class LocalEngine:
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._masters.items(), self.shapes, optimizer), optimizer)
 
-    def step(self, shards: list[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+    def step(self, shards: list[GradShard], *, lr: float) -> None:
         dtype = next(iter(self._masters.values())).dtype
         for name, gradient in gather_from_owners(shards, self.layout, self.shapes, dtype, self.device).items():
             self._masters[name].grad = gradient
-        set_step(self._optimizer.param_groups, lr=lr, noise_variance=noise_variance)
+        set_rate(self._optimizer.param_groups, lr)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._copy_to_module()

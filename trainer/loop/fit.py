@@ -64,13 +64,9 @@ class _Around(Watcher):
     ) -> StepRecord:
         self.profiler.before(plan.step)
         distributed.note_progress(plan.step)
-        sanity, average = self._training.sanity, self._training.average
-        if sanity is not None:
-            batches = sanity.before_step(plan.step, batches, plan.num_micro_batches)
+        average = self._training.average
         with self._requests.step():
             record = step(self._requests.droppable(batches) if self._may_drop else batches)
-            if sanity is not None:
-                sanity.after_step(plan.step)
             if average is not None:
                 average.update(plan.step)
             self.reporter.step(plan.step, record, clock.since(self._began))

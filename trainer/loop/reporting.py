@@ -31,7 +31,6 @@ from privacy.step.step import StepRecord
 from trainer.config.recipe import RunConfig
 from trainer.loop.heldout import Heldout, HeldoutResults
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
-from trainer.loop.sanity import SanityChecks
 from trainer.planner.hardware import known_peak
 
 PLAIN_INTERVAL_SECONDS = 30.0
@@ -59,7 +58,6 @@ class Training:
     loader: Loader | StreamingLoader
     heldout: Heldout | None
     average: WeightAverage | None
-    sanity: SanityChecks | None
     flops_per_example: int
     model_facts: dict[str, Any]
 

@@ -1,10 +1,10 @@
-"""Optimizers of noised gradients: AdamW and SGD with momentum, DP-AdamBC as an option of AdamW; and the rate of each step.
+"""Optimizers of noised gradients: AdamW and SGD with momentum; and the rate of each step.
 
 What an engine does with them:
 
     groups = parameter_groups(named_parameters, shapes, config)
     optimizer = make_optimizer(groups, config)            # over whole parameters, shards or flat partitions of them
-    set_step(optimizer.param_groups, lr=lr, noise_variance=noise_variance); optimizer.step()
+    set_rate(optimizer.param_groups, lr); optimizer.step()
 
 `moments` names the per-coordinate states that a checkpoint keeps, `fresh_state` makes them anew for a resume.
 All of it is post-processing of noised sums: nothing here sees an example.
@@ -12,7 +12,7 @@ All of it is post-processing of noised sums: nothing here sees an example.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -100,52 +100,12 @@ def layer_rates(names: Iterable[str], decay: float | None) -> dict[str, float]:
     return {name: decay ** height(name) for name in blocks}
 
 
-class AdamBC(torch.optim.Optimizer):
-    """DP-AdamBC: Adam whose second moment is corrected for the noise that we added and therefore know.
-
-    Tang, Shpilevskiy and Lecuyer 2023 (arXiv:2312.14334): noise of variance Phi in every gradient adds Phi to the second-moment
-    estimate; where it dominates, Adam's division by the root of that estimate is division by a constant. So
-    x <- x - lr * m_hat / sqrt(max(v_hat - Phi, gamma')), with Phi = (sigma C / B)^2 and a floor gamma' instead of eps. Weight
-    decay is decoupled, as in AdamW. `set_step` sets `noise_variance` of the groups.
-    """
-
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], variance_floor: float
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "variance_floor": variance_floor})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise ValueError("a closure would evaluate the loss again; gradients are set before the step")
-        for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "step" not in state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
-                state["step"] += 1
-                step, m, v = float(state["step"]), state["exp_avg"], state["exp_avg_sq"]
-                m.lerp_(parameter.grad, 1 - beta1)
-                v.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-                corrected = (v / (1 - beta2**step)).sub_(group["noise_variance"]).clamp_(min=group["variance_floor"])
-                parameter.mul_(1 - lr * group["weight_decay"])
-                parameter.addcdiv_(m, corrected.sqrt_(), value=-lr / (1 - beta1**step))
-
-
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer that the recipe names. The rate given here is never used: `set_step` sets it.
+    """The optimizer that the recipe names. The rate given here is never used: `set_rate` sets it.
 
     AdamW: Loshchilov and Hutter 2019. SGD: torch's, heavy-ball momentum, weight decay added to the gradient.
     """
     match config.name:
-        case "adamw" if config.noise_bias_correction:
-            assert config.variance_floor is not None
-            return AdamBC(groups, lr=config.peak_lr, betas=config.betas, variance_floor=config.variance_floor)
         case "adamw":
             return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)
         case "sgd":
@@ -167,11 +127,10 @@ def fresh_state(config: OptimizerSection, parameter: Tensor, num_steps: int) -> 
     return {"step": torch.tensor(float(num_steps)), **zeros}
 
 
-def set_step(param_groups: Iterable[dict[str, Any]], *, lr: float, noise_variance: float) -> None:
-    """Sets what differs between steps: the rate, and the variance of the noise in the second moment (for DP-AdamBC)."""
+def set_rate(param_groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """Sets the rate of a step; each group takes its part of it."""
     for group in param_groups:
         group["lr"] = lr * group["lr_scale"]
-        group["noise_variance"] = noise_variance
 
 
 def learning_rate(step: int, num_steps: int, peak_lr: float, schedule: ScheduleSection) -> float:

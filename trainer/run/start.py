@@ -50,7 +50,6 @@ from trainer.errors import ConfigError
 from trainer.loop.fit import fit
 from trainer.loop.heldout import Heldout
 from trainer.loop.reporting import Training
-from trainer.loop.sanity import SanityChecks
 from trainer.optimizers import learning_rate, moments
 from trainer.planner.probe import flops_of_an_example
 from trainer.ranks import distributed
@@ -323,7 +322,6 @@ class TrainerStart:
         clipped, self.choice = made_clipper(config, machine, self.engine_name, plan, task, engine, resumed, self.nodes)
         self.require_sums_at_size(engine, clipped.mode)
         source = self.noise or plan.noise()
-        self.sanity = SanityChecks(engine, source) if train.sanity_checks else None
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
         average = WeightAverage(train.ema_decay).start(engine, resumed) if train.ema_decay else None
         self.average = average
@@ -339,12 +337,11 @@ class TrainerStart:
             engine=engine,
             task=engine.module,
             clipped=clipped,
-            noise=self.sanity.noise if self.sanity is not None else source,
+            noise=source,
             read=partial(_read, loader),
             micro_batch_size=train.micro_batch_size,
             nodes=self.nodes,
             learning_rate=lambda step: learning_rate(step, train.num_steps, config.optimizer.peak_lr, config.schedule),
-            beta2=config.optimizer.betas[1],
             note_charge=lambda step: distributed.note_progress(step, charged=True),
             save_every=train.checkpoint_every,
             retention=Retention(train.keep_checkpoints, train.keep_every),
@@ -356,7 +353,7 @@ class TrainerStart:
     def training(self, run: Run) -> Training:
         """An open run with what the trainer built for it."""
         flops = flops_of_an_example(self.task)
-        return Training(self.config, run, self.loader, self.heldout, self.average, self.sanity, flops, self.model_facts)
+        return Training(self.config, run, self.loader, self.heldout, self.average, flops, self.model_facts)
 
     def _loader(self, first_step: int) -> Loader | StreamingLoader:
         """Reads examples as the sampler draws them; public data may also stream in the order of their shards."""

@@ -99,7 +99,6 @@ def import_weights(
         "formal_guarantee": False,
         "reasons": [UNATTESTED],
         "charged_attempts": 0,
-        "noise_variance": 0.0,
         "model": model_facts(config, size_name(config)),
         **facts,
         "initialisation": {
