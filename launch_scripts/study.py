@@ -68,11 +68,12 @@ def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
     from trainer.studies.executors import Trainer, exit_code, run_local, submit_array
     from trainer.studies.folder import StudyFolder
-    from trainer.studies.grid import load_study, plan_points
+    from trainer.studies.grid import load_study, plan_points, require_useful_starts
 
     study = load_study(options.study)
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
     planned = plan_points(study, f"study {options.study}", ROOT)
+    require_useful_starts(planned, ROOT)
     trainer = Trainer(ROOT, study.ds_config, study.engine)
     with folder.locked():
         late = folder.prepare(study, options.study.read_text(), planned)

@@ -25,7 +25,7 @@ from trainer.errors import ConfigError
 from trainer.studies import folder as study_folder
 from trainer.studies.executors import Trainer, exit_code, run_local
 from trainer.studies.folder import StudyFolder
-from trainer.studies.grid import Point, StudyConfig, load_study, plan_points, trained_keys
+from trainer.studies.grid import Point, StudyConfig, load_study, plan_points, require_useful_starts, trained_keys
 from trainer.studies.report import Result, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,6 +155,25 @@ def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
     assert len(planned) >= 4
     assert f"launch_scripts/study.py run {path.relative_to(ROOT)}" in path.read_text().splitlines()[0]
     assert study.name == path.stem
+
+
+@pytest.mark.parametrize("named", ["run", "checkpoint"])
+def test_a_start_that_knows_less_than_one_does_without_looking_is_refused(named: str, tmp_path: Path) -> None:
+    """By the last line of its public held-out losses; a start without any is taken as it is."""
+    start = tmp_path / "start"
+    checkpoint = start / "checkpoints" / "step-2"
+    for folder in (checkpoint, start / "evaluation"):
+        folder.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    where = start if named == "run" else checkpoint
+    planned = planned_of(tmp_path, STUDY.replace("[base]", f'[base]\ninit.checkpoint = "{where}"'))
+    require_useful_starts(planned, ROOT)
+    losses = start / "evaluation" / "heldout.jsonl"
+    losses.write_text('{"step": 1, "loss": 9.0, "blind_loss": 1.5}\n{"step": 2, "loss": 1.25, "blind_loss": 1.5}\n')
+    require_useful_starts(planned, ROOT)
+    losses.write_text(losses.read_text() + '{"step": 3, "loss": 1.75, "blind_loss": 1.5}\n')
+    with pytest.raises(ConfigError, match=f"start {start} has a held-out loss of 1.7500, and 1.5000 is had without"):
+        require_useful_starts(planned, ROOT)
 
 
 def prepared(tmp_path: Path, text: str) -> tuple[StudyFolder, list[Point]]:

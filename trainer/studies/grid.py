@@ -17,15 +17,17 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from privacy.checkpoints.read import MANIFEST
 from privacy.files.toml_text import read_toml
 from privacy.plan import make_plan
 from trainer.config.optimizer import Section
@@ -36,6 +38,7 @@ Label = str | int | float | bool
 _NAME = r"^[A-Za-z0-9_.-]+$"
 _LONGEST_NAME = 150  # of a point: it becomes a file name
 SECTIONS = frozenset(RunConfig.model_fields)
+HELDOUT = "evaluation/heldout.jsonl"
 _OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
 """Keys that depend on the other points; a point that began keeps those it began with."""
 
@@ -239,6 +242,29 @@ def _resolved(study: StudyConfig, root: Path, name: str, values: Mapping[str, An
         return with_privacy(config, own)
     except ConfigError as error:
         raise ConfigError(f"point {name}: {error}") from error
+
+
+def require_useful_starts(planned: Sequence[Point], root: Path) -> None:
+    """Refuses points whose start knows less of its public held-out examples than what one gets without looking at them.
+
+    The last line of `evaluation/heldout.jsonl` in its run folder says so. A start without that file is taken as it is.
+
+    Raises:
+        ConfigError: naming the point, the start and both losses.
+    """
+    for one in planned:
+        run = root / one.config.init.checkpoint if one.config.init is not None else None
+        if run is not None and (run / MANIFEST).is_file():
+            run = run.parent.parent
+        if run is None or not (run / HELDOUT).is_file():
+            continue
+        *_, last = (json.loads(line) for line in (run / HELDOUT).read_text().splitlines())
+        loss, blind = last["loss"], last.get("blind_loss", math.inf)
+        if not loss < blind:
+            raise ConfigError(
+                f"point {one.name}: its start {run} has a held-out loss of {loss:.4f}, and {blind:.4f} is had without looking at "
+                "the pictures, so it is worse than none: train it longer or on other pictures, or start at random"
+            )
 
 
 @functools.cache
