@@ -4,11 +4,19 @@ import time
 from collections.abc import Iterator
 from typing import get_args
 
-from tests.distributed.test_cuda_start import DS_CONFIGS, REFUSED
 from tests.e2e.launch import TRAIN, count, train_arguments
 from tests.gpu.checks import Check, Setting, start
+from tests.processes import ROOT
 from trainer.config.recipe import EngineName
 
+DS_CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").glob("*.json"))
+REFUSED = {
+    "fairscale": {name for name in DS_CONFIGS if name.startswith("zero3")},
+    "local": {"zero3_init_bf16.json", "zero3_offload.json", "zero3_offload_bf16.json"},
+    "fsdp": {"zero3_init_bf16.json"},
+    "deepspeed": set[str](),
+}
+"""What ds_configs/README.md says that an engine cannot do."""
 STEPS = 3
 AT_ONCE = 4
 """Runs that share the GPU; each needs well under 1 GiB of it."""

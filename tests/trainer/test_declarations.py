@@ -82,7 +82,7 @@ def test_the_line_says_what_is_public_and_who_declared_it(recipe: Path) -> None:
         "private: training data mine/*.tar (data.provenance = private, the default)",
         "private: held-out data mine/heldout.tar (heldout.is_public = false, the default)",
     ]  # fmt: skip
-    assert str(recipe) in other[2] and "not counted" in other[2] and "heldout.is_public" in other[3]
+    assert str(recipe) in other[2] and "ignored, because" in other[2] and "heldout.is_public" in other[3]
     again = said(recipe, [*NAMINGS["both"], "heldout.is_public=true"])
     assert again[0].startswith("private: training data mine/*.tar (")
     assert again[1:3] == [

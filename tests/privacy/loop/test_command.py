@@ -75,7 +75,7 @@ def test_the_judges_pass_a_run_and_no_run_with_a_changed_step(
         (["plan", *NUMBERS, "--noise_multiplier", "0"], "no formal guarantee"),
         (["plan", "--num_examples", "5", *NUMBERS[2:], "--noise_multiplier", "1"], "larger than the data"),
         (["audit", "run", "nowhere"], "launch_scripts/audit.py of a clone"),
-        (["audit", "mechanism", "nowhere"], "nowhere has no ledger.jsonl"),
+        (["audit", "mechanism", "nowhere"], "run folder nowhere does not exist"),
         (["audit", "ledger", "nowhere"], "nowhere"),
         (["report", "nowhere"], "nowhere"),
     ],
