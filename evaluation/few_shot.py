@@ -101,7 +101,7 @@ def few_shot(options: FewShotOptions) -> Results | None:
         mean, half = interval(accuracies).values()  # the test set counts as fixed
         row: dict[str, Any] = {"shots": count, "test accuracy": mean}
         scalars[f"probe/{count}-shot/accuracy"] = float(np.mean(accuracies))
-        if half is not None:
+        if half:  # splits that take all examples are equal, and say nothing of others
             row["95 % interval"] = f"+- {half:.4f}"
             scalars[f"probe/{count}-shot/interval_half_width"] = half
         table.append(row)

@@ -276,10 +276,8 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
             trust_coefficient=options.trust_coefficient, seed=options.seed, device=device,
             train_of=of_epoch if options.augment else None,
         )  # fmt: skip
-        last, best = (
-            lars.accuracies[-1],
-            max(lars.accuracies),
-        )  # chosen by looking at the test set: an optimistic number
+        last = lars.accuracies[-1]
+        best = max(lars.accuracies)  # chosen by looking at the test set, as the papers do: an optimistic number
         best_epoch = 1 + lars.accuracies.index(best)
         scalars |= {"lars_accuracy_last_epoch": last, "lars_accuracy_best_epoch": best}
         details["lars"] = {
