@@ -9,6 +9,7 @@ long as the batch. So made-up examples take it first, twice, with the run's numb
 rows stay and all others change. Kernels give equal bits for equal shapes, so a loss that changes has read another row.
 """
 
+import enum
 import inspect
 import math
 import random
@@ -32,8 +33,13 @@ Place = tuple[str, str]
 Structure = dict[Place, object]
 T = TypeVar("T")
 
+TASK = "the task"
+"""Before the paths of modules of a task; no child of a model is called so."""
 SETTING = "setting "
 """Before the name of a module's attribute that is a number or a word."""
+SETTINGS = (bool, int, float, str, type(None), np.generic, enum.Enum)
+_OWN = vars(nn.Module()).keys()
+"""Attributes of every module; its mode and hooks are looked at by themselves."""
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
 LARGE = 1e4
@@ -125,9 +131,16 @@ def require_passed(
     autocasts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
     shapes = tuple((name, x.shape, x.device) for name, x in sorted(inputs.items()))
     known = {place for p in unchanged for place in p.structure}  # engines add attributes of their own
-    settings = {place for places in changed for place in places if not _is_fixed(place) and place in known}
+    modules = dict(_modules(model, task))
+    settings = {
+        (path, name)
+        for path, name in set[Place]().union(*changed)
+        if not _is_fixed((path, name))
+        and ((path, name) in known or hasattr(type(modules.get(path)), name.removeprefix(SETTING)))
+    }
     way = (shapes, *autocasts, frozenset((place, now.get(place)) for place in settings))
-    if any(way in p.tried for p in unchanged):
+    is_seen = settings <= now.keys()  # what has become a tensor, say, has values that nobody looks at
+    if is_seen and any(way in p.tried for p in unchanged):
         return
     mine = max(unchanged, key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()))
     made_up = {}
@@ -147,7 +160,7 @@ def require_passed(
 def _modules(model: nn.Module, task: object) -> list[tuple[str, nn.Module]]:
     """Those of the model, and of a task that is another module, or a method of one."""
     owner = getattr(task, "__self__", task)
-    others = owner.named_modules(prefix="task") if isinstance(owner, nn.Module) and owner is not model else ()
+    others = owner.named_modules(prefix=TASK) if isinstance(owner, nn.Module) and owner is not model else ()
     return [*model.named_modules(), *others]
 
 
@@ -176,8 +189,8 @@ def structure(model: nn.Module, task: object = None) -> Structure:
                 found[path, name] = foreign(value)
             elif name == "forward":
                 found[path, name] = _Same(value)
-            elif type(value) in (bool, int, float, str) and name[0] != "_" and name != "training":
-                found[path, SETTING + name] = value
+            elif isinstance(value, SETTINGS) and name not in _OWN:
+                found[path, SETTING + name] = type(value), repr(value)  # 1 is not True, and a NaN is itself
         found[path, "training"] = module.training
         for name, p in module._parameters.items():
             if p is not None:

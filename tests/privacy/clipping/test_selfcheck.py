@@ -1,6 +1,8 @@
 """The self-check cannot pass for want of a gradient. ClippedSum wants a model that has passed, and has not changed since."""
 
 import copy
+import enum
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,6 +185,79 @@ def test_numbers_of_a_module_may_change_where_examples_stay_apart() -> None:
     model.rate = 0.5
     with pytest.raises(PrivacyConfigError, match="draws random numbers"):
         add(total, model, x=x)
+
+
+class Strength(enum.Enum):
+    NONE, SOME = 0, 1
+
+
+class Switched(nn.Module):
+    """Its examples influence one another where `k` (or `_k`) says so."""
+
+    k: Any = 0.0
+    _k: Any = None
+
+    def __init__(self, *names_and_values: Any) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+        for name, value in zip(names_and_values[::2], names_and_values[1::2], strict=True):
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(x).square().sum(1)
+        is_on = (
+            type(self.k) is bool
+            or self.k is Strength.SOME
+            or self._k
+            or (type(self.k) is not Strength and self.k == 0.5)
+        )
+        return (y - y.mean()).square() if is_on else y
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("k", 0.0), ("k", 0.5)), ((), ("k", 0.5)), (("k", None), ("k", 0.5)), (("k", math.nan), ("k", 0.5)), ((), ("_k", "on")),
+        (("k", 1), ("k", True)), (("k", np.float64(0)), ("k", np.float64(0.5))), (("k", Strength.NONE), ("k", Strength.SOME)),
+        (("k", 0.0), ("k", torch.tensor(0.5))),
+    ],
+)  # fmt: skip
+def test_a_number_or_word_by_which_examples_meet_is_found(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    """Also where the class alone has it, or its type alone changes; and where it passes through a tensor without effect."""
+    model, x = Switched(*before), torch.randn(3, 4)
+    check_against_autograd(model, {"x": x})
+    total = ClippedSum(model, 1.0)
+    add(total, model, x=x)
+    if isinstance(after[1], Tensor):
+        model.k = torch.tensor(0.25)
+        add(total, model, x=x)
+    setattr(model, *after)
+    with pytest.raises(PrivacyConfigError, match="in micro-batches of 3 examples"):
+        add(total, model, x=x)
+
+
+def test_a_child_that_is_called_task_is_not_the_task() -> None:
+    model, x = nn.Sequential(), torch.randn(3, 4)
+    model.add_module("task", nn.Identity())
+    model.add_module("last", nn.Linear(4, 3))
+    task = Squares(model)
+    check_against_autograd(model, {"x": x}, task)
+    add(ClippedSum(model, 1.0), task, x=x)
+    model.task = nn.Tanh()
+    with pytest.raises(PrivacyConfigError, match="since the self-check, task has changed"):
+        add(ClippedSum(model, 1.0), task, x=x)
+
+
+class Squares(nn.Module):
+    """A task with a child of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model(x).square().sum(1)
+        return y
 
 
 @pytest.mark.parametrize("change", ["global hook", "hook at a reused address", "mode of the task"])
