@@ -234,8 +234,10 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
         table.add_row("held out of these", f"{report['held_out']:,}", "")
     Console().print(table)
     pairs, shards = report["written"] - report["held_out"], shlex.quote(f"data.shards={options.output}")
-    with tarfile.open(min(options.output.glob("train-*.tar"))) as shard:
-        has_captions = any(name.endswith(".txt") for name in shard.getnames())
+    has_captions = True
+    for path in sorted(options.output.glob("train-*.tar"))[:1]:  # all may be held out
+        with tarfile.open(path) as shard:
+            has_captions = any(name.endswith(".txt") for name in shard.getnames())
     plan = (
         f"python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} data.num_examples={pairs} --choose"
     )

@@ -41,7 +41,7 @@ _HELDOUT: tuple[str, ...] = (
     "samples",
 )
 _HELDOUT += tuple(f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption"))
-_EVALUATIONS = ("aro", "captions", "dense", "features", "few-shot", "linear-probe", "private-head", "zero-shot")
+_EVALUATIONS = ("aro", "captions", "dense", "few-shot", "linear-probe", "private-head", "zero-shot")
 PUBLISHED = {
     "optimizer/lr": Reason.SCHEDULE,
     "optimizer/noised_grad_norm": Reason.NOISED,

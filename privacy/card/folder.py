@@ -37,7 +37,7 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
         PrivacyStateRefused: the ledger is broken, or states another plan than config.toml (exit 4).
     """
     ledger = require_ledger(run_dir)
-    if ledger.is_symlink() or not ledger.is_file():
+    if ledger.is_symlink():
         raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
     recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
     if (found := contradiction(recipe, snapshot.state.plan)) is not None:

@@ -169,8 +169,8 @@ def structure(model: nn.Module, task: object = None) -> Structure:
 
     These are the registered modules of the model, and of a task that is another module or a method of one: class, mode, hooks,
     an own `forward`, numbers and words such as a rate or a name, and parameters with whether they are trained; and torch's
-    global hooks. Hooks of clipping itself and of FSDP
-    do not count. Objects are compared by weak references: an id could be given out again.
+    global hooks. Hooks of clipping itself and of FSDP do not count. Objects are compared by weak references: an id could be
+    given out again.
     """
 
     def foreign(hooks: Mapping[int, Any] | None) -> list[_Same]:
@@ -190,7 +190,10 @@ def structure(model: nn.Module, task: object = None) -> Structure:
             elif name == "forward":
                 found[path, name] = _Same(value)
             elif isinstance(value, SETTINGS) and name not in _OWN:
-                found[path, SETTING + name] = type(value), repr(value)  # 1 is not True, and a NaN is itself
+                found[path, SETTING + name] = (
+                    type(value),
+                    value if value == value else None,
+                )  # 1 is not True; a NaN is itself
         found[path, "training"] = module.training
         for name, p in module._parameters.items():
             if p is not None:

@@ -168,9 +168,7 @@ def check_at_size(
     size = min(size, EXAMPLES_PER_PART)  # clipping goes through larger ones in parts
     where = f"in micro-batches of {size} examples, in the precision of the run, "
     row_B = torch.arange(size) % len(next(iter(made_up.values())))
-    counted = [torch.ones(size, dtype=torch.bool)]
-    if size > 1:  # of one row the second micro-batch would be the first again
-        counted.append(torch.arange(size) >= min(EXAMPLES_PER_SUM, size // 2))
+    counted = torch.ones(size, dtype=torch.bool), torch.arange(size) >= min(EXAMPLES_PER_SUM, size // 2)
     batch = {name: x[row_B.to(x.device)] for name, x in made_up.items()}
     device = next(iter(batch.values())).device
     scale_B = 2.0 ** (torch.arange(size) % 5)  # so that norms differ, and a factor of another row is seen
@@ -181,7 +179,7 @@ def check_at_size(
 
     def compare(restore: Callable[[], None]) -> None:
         found: list[dict[str, Tensor]] = []
-        expected: list[dict[str, Tensor]] = [{} for _ in counted]
+        expected: tuple[dict[str, Tensor], ...] = ({}, {})
         num_cancelled = 0
         with _clipped(model, TINY_BOUND, mode=mode, device=device) as (clipped, norms):
             for counts_B in counted:
@@ -205,11 +203,10 @@ def check_at_size(
                 share = float(factor_B[counts_B & (row_B == i)].sum())
                 for name, g in gradient.items():
                     sums[name] = sums.get(name, 0) + share * g.float().cpu()
+        second = {name: total - found[0][name] for name, total in found[1].items()}
         floor = max(FLOOR, tolerance)  # in bf16 a bias without effect has a gradient of rounding alone
         _compare(expected[0], found[0], tolerance, where, floor)
-        if size > 1:
-            second = {name: total - found[0][name] for name, total in found[1].items()}
-            _compare(expected[1], second, tolerance, f"{where}of a second one, ", floor)
+        _compare(expected[1], second, tolerance, f"{where}of a second one, ", floor)
 
     put_away(model)
     with whole(model), nothing_is_small(model), untouched(model, task) as restore:

@@ -37,6 +37,8 @@ def require_ledger(run_dir: Path) -> Path:
         raise ConfigError(
             f"run folder {run_dir} has no ledger.jsonl: " + (f"give {above}" if above else "nothing was trained here")
         )
+    if not ledger.is_file():  # a pipe would block whoever reads it
+        raise ConfigError(f"{ledger}: is no regular file: put the ledger itself there")
     return ledger
 
 

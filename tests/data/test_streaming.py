@@ -14,7 +14,7 @@ from data.errors import DataError, ReadError
 from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
-from data.index.shards import find_shards
+from data.index.shards import find_shards, local_shards
 from data.reading.loader import StepPlan, eval_batches
 from data.reading.streaming import Stream, StreamingLoader
 from data.synthetic.write import Settings, write_synthetic
@@ -97,3 +97,11 @@ def test_damaged_and_missing_shards_are_one_clear_error(shards: list[Path], tmp_
         read(cut)
     with pytest.raises(ReadError, match=r"cannot read.*gone\.tar"):
         read(tmp_path / "gone.tar")
+
+
+def test_shards_that_are_not_there_are_named_before_they_are_read(shards: list[Path], tmp_path: Path) -> None:
+    assert local_shards(str(shards[0].parent), tmp_path) == shards
+    (tmp_path / "empty.tar").touch()
+    for pattern in ("gone.tar", "empty.tar", f"{shards[0]},gone.tar", "https://host/train-0.tar"):
+        with pytest.raises(DataError, match=r"missing or empty shards.*(gone|empty|train-0)"):
+            local_shards(pattern, tmp_path)

@@ -1,12 +1,14 @@
 """The audit of a ledger: verify.py's judgement, and what only the holder of the private part can check."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from privacy.audit.folder import ledger_audit
+from privacy.card.folder import build_card
 from privacy.errors import ConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
@@ -83,3 +85,22 @@ def test_a_mirror_that_is_longer_is_a_rollback(tmp_path: Path) -> None:
     assert outcomes(path.parent)["mirror"] == "violated"
     mirror.unlink()
     assert outcomes(path.parent)["mirror"] == "inconclusive"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "a file for a folder", "inside"])
+def test_what_is_no_run_folder_is_one_line_and_never_waited_for(kind: str, tmp_path: Path) -> None:
+    ledger, given, said = tmp_path / "ledger.jsonl", tmp_path, "is no regular file"
+    if kind == "folder":
+        ledger.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(ledger)
+    else:
+        ledger.touch()
+        given, said = (
+            (ledger, "is a file: give the run folder") if kind.startswith("a") else (tmp_path / "x", f"give {tmp_path}")
+        )
+        (tmp_path / "x").mkdir()
+    with pytest.raises(ConfigError, match=said):
+        ledger_audit(given)
+    with pytest.raises(ConfigError, match=said):
+        build_card(given)
