@@ -87,8 +87,10 @@ class TextDecoder(nn.Module):
         decoder = config.decoder
         width = decoder.width
         self.num_tokens = config.num_tokens
-        self.token_embedding = nn.Embedding(config.vocab_size, width)
-        self.mask_embedding = nn.Embedding(1, width) if config.parallel_share > 0 else None
+        # Without torch's own random numbers, which `init_weights` overwrites: on the meta device they import its compiler.
+        embedding = partial(nn.Embedding.from_pretrained, freeze=False)
+        self.token_embedding = embedding(torch.empty(config.vocab_size, width))
+        self.mask_embedding = embedding(torch.empty(1, width)) if config.parallel_share > 0 else None
         fixed_table = partial(text_sincos_table, config.num_tokens, width)
         self.position = PositionEmbedding(decoder.position, config.num_tokens, width, fixed_table)
         self.type_embedding = nn.Parameter(torch.zeros(1, 1, width))
