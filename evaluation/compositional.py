@@ -22,7 +22,7 @@ from data.errors import DataError, DecodeError
 from data.examples.tokenizer import CaptionTokenizer
 from data.synthetic import shapes
 from data.synthetic.generate import SyntheticData, SyntheticExample
-from data.synthetic.statement import Statement
+from data.synthetic.scene import Statement
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from evaluation.captions import open_captioner
 from evaluation.options import AroOptions

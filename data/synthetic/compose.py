@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.synthetic import shapes
-from data.synthetic.scene import Scene, Shape, Texture
-from data.synthetic.statement import Group, Statement
+from data.synthetic.scene import Group, Scene, Shape, Statement, Texture
 from data.synthetic.texture_kinds import describe, random_colours, random_texture
 from data.synthetic.vocabulary import BASIC, PLACES, a, size_word
 
