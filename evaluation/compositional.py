@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count as count_from
-from itertools import islice, permutations
+from itertools import islice, permutations, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -158,20 +158,16 @@ class Answers(NamedTuple):
 
 
 def choose(
-    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], *, batch_size: int = 32, rule: Rule = "loss"
-) -> tuple[dict[str, Answers], int]:
-    """Scores every test: answers by group, and the number of tests whose image cannot be decoded.
-
-    Args:
-        rule: "loss" per token (the published one); "sum" over the tokens; "prior": the sum minus what it is for a black image,
-            so that wording alone cannot decide.
+    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], *, batch_size: int = 32
+) -> tuple[dict[Rule, dict[str, Answers]], int]:
+    """Scores every test: answers by rule and group, and the number of tests whose image cannot be decoded.
 
     Raises:
         DataError: no tests, a caption that does not fit the model, an image that cannot be read.
     """
     if not tests:
         raise DataError("there are no tests")
-    credits: dict[str, list[tuple[float, float]]] = {}
+    credits: dict[Rule, dict[str, list[tuple[float, float]]]] = {rule: {} for rule in RULES}
     undecodable = 0
     starts = range(0, len(tests), batch_size)
     for start in track(starts, "batches of tests", len(starts)):
@@ -180,29 +176,36 @@ def choose(
         kept = [(test, image) for test, image in zip(some, images, strict=True) if image is not None]
         undecodable += len(some) - len(kept)
         if kept:
-            scores = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]), rule)
-            for (test, _), loss_O in zip(kept, scores, strict=True):
+            found = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]))
+            for (rule, scores), (place, (test, _)) in product(found.items(), enumerate(kept)):
+                loss_O = scores[place]
                 credit = float(loss_O[0] <= loss_O.min()) / int((loss_O == loss_O.min()).sum())
-                credits.setdefault(test.group, []).append((credit, 1 / len(loss_O)))
-    if not credits:
+                credits[rule].setdefault(test.group, []).append((credit, 1 / len(loss_O)))
+    if undecodable == len(tests):
         raise DataError(f"none of {len(tests)} images can be decoded")
-    return {group: Answers(*np.array(pairs).T) for group, pairs in credits.items()}, undecodable
+    answers = {
+        rule: {group: Answers(*np.array(pairs).T) for group, pairs in own.items()} for rule, own in credits.items()
+    }
+    return answers, undecodable
 
 
 def losses(
-    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], images_BCHW: np.ndarray, rule: Rule
-) -> list[Tensor]:
-    """What the rule compares, in nats, of every caption of every test, the true one first: less is better."""
+    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], images_BCHW: np.ndarray
+) -> dict[Rule, list[Tensor]]:
+    """What each rule compares, in nats, of every caption of every test, the true one first: less is better.
+
+    "loss" is per token (the published one); "sum" over the tokens; "prior" the sum minus what it is for a black image, so that
+    wording alone cannot decide.
+    """
     captions = [encoded_captions(tokenizer, test.captions, model.config.num_tokens) for test in tests]
     images = torch.from_numpy(images_BCHW).to(next(model.parameters()).device)
-    scores = own_log_probs(model, images, captions)
-    if rule == "prior":
-        blank = own_log_probs(model, torch.zeros_like(images), captions)
-        scores = [score - without for score, without in zip(scores, blank, strict=True)]
-    if rule != "loss":
-        return [-score for score in scores]
+    scores, blank = (own_log_probs(model, shown, captions) for shown in (images, torch.zeros_like(images)))
     lengths = [torch.tensor([len(caption) - 1 for caption in some]) for some in captions]
-    return [-score / length for score, length in zip(scores, lengths, strict=True)]
+    return {
+        "loss": [-score / length for score, length in zip(scores, lengths, strict=True)],
+        "sum": [-score for score in scores],
+        "prior": [-(score - without) for score, without in zip(scores, blank, strict=True)],
+    }
 
 
 def pixels_of(test: Choice, size: int) -> np.ndarray | None:
@@ -245,9 +248,8 @@ def aro(options: AroOptions) -> Results:
         tests = [test for test in tests if all(fits(tokenizer, caption, longest) for caption in test.captions)]
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
-    undecodable = 0
-    for rule in RULES:
-        answers, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size, rule=rule)
+    chosen, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size)
+    for rule, answers in chosen.items():
         everything = Answers(*map(np.concatenate, zip(*answers.values(), strict=True)))
         by_group = {group: float(answer.credits_N.mean()) for group, answer in answers.items()}
         scalars |= {

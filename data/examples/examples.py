@@ -4,7 +4,6 @@ An example maker is a picklable callable, so that worker processes can run it. T
 (`images_CHW`); the loader stacks them and adds the B (`images_BCHW`). Shapes are the same for every example.
 """
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -14,10 +13,7 @@ import numpy as np
 from data.errors import DecodeError
 from data.examples.tokenizer import CaptionTokenizer, load_tokenizer
 from data.examples.transforms import eval_image, train_image
-from data.reading.reader import RawExample, json_record
-
-_INTEGER = re.compile(r"\s*([0-9]{1,9})\s*", re.ASCII)
-_MAX_LABEL_BYTES = 64
+from data.reading.reader import RawExample, json_record, whole_number
 
 
 def _own_stream(key: int, number: int) -> np.random.Generator:
@@ -167,19 +163,15 @@ def read_label(raw: RawExample, num_classes: int, field: str | None = None) -> i
     Raises:
         DecodeError: there is none, or it is no integer in the range.
     """
-    value: object
     if field is None:
-        value = raw.fields.get("cls", b"")[: _MAX_LABEL_BYTES + 1].decode("ascii", "replace")
+        label = whole_number(raw.fields.get("cls", b"")[:1000].decode("ascii", "replace"))
     else:
-        value = json_record(raw.fields.get("json", b"")).get(field)
-    if isinstance(value, str):
-        digits = _INTEGER.fullmatch(value) if len(value) <= _MAX_LABEL_BYTES else None
-        value = int(digits[1]) if digits else None
-    if type(value) is not int:
+        label = whole_number(json_record(raw.fields.get("json", b"")).get(field))
+    if label is None:
         raise DecodeError("the example has no integer as its label")
-    if not 0 <= value < num_classes:
+    if label >= num_classes:
         raise DecodeError(f"the example's label is outside of the {num_classes} classes")
-    return value
+    return label
 
 
 @dataclass(frozen=True)

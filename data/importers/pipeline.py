@@ -185,19 +185,16 @@ def held_out(rows_N: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 def near_duplicates(hashes_N: np.ndarray, distance: int) -> np.ndarray:
     """True, in bool (N,), for each hash (uint64) within `distance` bits of an earlier one which itself is kept."""
-    unique_U, first_U, inverse_N = np.unique(hashes_N, return_index=True, return_inverse=True)
-    order = np.argsort(first_U)  # by first appearance
-    dropped_U = np.zeros(len(unique_U), dtype=bool)
-    pairs = near_pairs(unique_U[order], distance)
+    first_U = np.sort(np.unique(hashes_N, return_index=True)[1])
+    pairs = near_pairs(hashes_N[first_U], distance)
+    dropped_U = np.zeros(len(first_U), dtype=bool)
     # They are sorted by the later one, so that the earlier one's fate is known.
     for earlier, later in pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]:
         if not dropped_U[earlier]:
             dropped_U[later] = True
-    dropped = np.empty_like(dropped_U)
-    dropped[order] = dropped_U
-    copies = np.ones(len(hashes_N), dtype=bool)
-    copies[first_U] = False
-    return copies | dropped[inverse_N]
+    dropped = np.ones(len(hashes_N), dtype=bool)  # copies are
+    dropped[first_U] = dropped_U
+    return dropped
 
 
 def near_pairs(hashes_U: np.ndarray, distance: int) -> np.ndarray:

@@ -128,9 +128,7 @@ class Loader(Prefetched):
         if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
             raise DataError("micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0")
         self._dataset = MicroBatches(table, make_example, micro_batch_size, KEPT_BYTES // max(num_workers, 1))
-        self._micro_batch_size = micro_batch_size
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
+        self._micro_batch_size, self._num_workers, self._pin_memory = micro_batch_size, num_workers, pin_memory
         if num_workers:
             self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers)
             if memory_limit_mib is not None:
@@ -203,39 +201,31 @@ class Loader(Prefetched):
 
 
 class MicroBatches(Dataset):
-    """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`."""
+    """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`.
 
-    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, room: int):
-        self._reader = TarReader(table)
-        self._kept = Kept(make_example, room)
-        self._micro_batch_size = micro_batch_size
-
-    def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
-        try:
-            examples = zip(self._kept.read(self._reader, request.example_ids), request.example_keys, strict=True)
-            return shared(stack_examples(examples, self._kept, self._micro_batch_size, request.rows.tolist()))
-        except (ReadError, DataError) as error:
-            return Failure(type(error), str(error))
-        except MemoryError:
-            return Failure(MemoryError, "in a data worker")
-
-
-class Kept:
-    """Makes examples, and keeps those that their keys do not change: they are read and decoded once.
+    Examples that their keys do not change are kept: they are read and decoded once.
 
     Args:
         room: bytes. The first examples that fit stay, since random batches ask for all of them equally often.
     """
 
-    def __init__(self, make_example: MakeExample, room: int):
-        self._make_example, self._room = make_example, room
+    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, room: int):
+        self._reader, self._make_example, self._room = TarReader(table), make_example, room
+        self._micro_batch_size = micro_batch_size
         self._made: dict[int, dict[str, np.ndarray]] = {}
         self.padding = make_example.padding
 
-    def read(self, reader: TarReader, ids: np.ndarray) -> Iterator[tuple[int, RawExample | None]]:
-        """What `__call__` takes, for distinct ids: those that are kept are not read."""
-        raws = reader.read_all([i for i in ids.tolist() if i not in self._made])
-        return ((i, None if i in self._made else next(raws)) for i in ids.tolist())
+    def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
+        ids = request.example_ids.tolist()
+        raws = self._reader.read_all([i for i in ids if i not in self._made])
+        examples = ((i, None if i in self._made else next(raws)) for i in ids)
+        try:
+            keyed = zip(examples, request.example_keys, strict=True)
+            return shared(stack_examples(keyed, self, self._micro_batch_size, request.rows.tolist()))
+        except (ReadError, DataError) as error:
+            return Failure(type(error), str(error))
+        except MemoryError:
+            return Failure(MemoryError, "in a data worker")
 
     def __call__(self, example: tuple[int, RawExample | None], key: int, /) -> dict[str, np.ndarray]:
         number, raw = example
@@ -251,7 +241,7 @@ class Kept:
 
 def stack_examples(
     examples: Iterable[tuple[Any, int]],
-    make_example: MakeExample | Kept,
+    make_example: MakeExample | MicroBatches,
     micro_batch_size: int,
     rows: Iterable[int] | None = None,
 ) -> Batch:
@@ -264,31 +254,31 @@ def stack_examples(
         ValueError: the example maker returned arrays of differing names or shapes (a programming error).
     """
     padding = make_example.padding()
-    # Filled row by row, while a row is still in the cache and before the next one takes its memory.
-    stacked = {name: np.empty((micro_batch_size, *array.shape), array.dtype) for name, array in padding.items()}
+    kinds = {name: (array.shape, array.dtype) for name, array in padding.items()}
+    stacked = {name: np.empty((micro_batch_size, *shape), dtype) for name, (shape, dtype) in kinds.items()}
+
+    def fill(row: int, arrays: dict[str, np.ndarray]) -> None:
+        """Row by row, while a row is still in the cache and before the next one takes its memory."""
+        if kinds != {name: (array.shape, array.dtype) for name, array in arrays.items()}:
+            raise ValueError("make_example and its padding() return different names, shapes or types")
+        for name, array in arrays.items():
+            stacked[name][row] = array
+
     is_padding_B = torch.ones(micro_batch_size, dtype=torch.bool)
     num_undecodable = 0
     for row, (raw, key) in zip(itertools.count() if rows is None else rows, examples, strict=False):
         try:
-            _fill(stacked, row, make_example(raw, int(key)))
+            fill(row, make_example(raw, int(key)))
             is_padding_B[row] = False
         except DecodeError:
             num_undecodable += 1
     for row in is_padding_B.nonzero().flatten().tolist():
-        _fill(stacked, row, padding)
+        fill(row, padding)
     inputs: dict[str, torch.Tensor] = {}
     for name, array in stacked.items():  # images_CHW -> images_BCHW, label -> label_B
         stem, _, suffix = name.rpartition("_")
         inputs[f"{stem}_B{suffix}" if stem and suffix.isupper() else f"{name}_B"] = torch.from_numpy(array)
     return Batch(inputs, is_padding_B, num_undecodable)
-
-
-def _fill(stacked: dict[str, np.ndarray], row: int, arrays: dict[str, np.ndarray]) -> None:
-    kinds = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-    if kinds != {name: (array.shape[1:], array.dtype) for name, array in stacked.items()}:
-        raise ValueError("make_example and its padding() return different names, shapes or types")
-    for name, array in arrays.items():
-        stacked[name][row] = array
 
 
 def eval_batches(

@@ -7,6 +7,7 @@ becomes a zero gradient later.
 
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from data.index.tar_index import ExampleTable
 
 MAX_EXAMPLE_BYTES = 256 << 20
 MAX_CAPTION_BYTES = 1 << 20
+_DIGITS = re.compile(r"\s*([0-9]{1,9})\s*", re.ASCII)
+_MAX_NUMBER_CHARACTERS = 64
 
 
 class RawExample(NamedTuple):
@@ -119,6 +122,14 @@ def _text(body: bytes) -> str | None:
         return body.decode("utf-8-sig") if len(body) <= MAX_CAPTION_BYTES else None
     except UnicodeDecodeError:
         return None
+
+
+def whole_number(value: object) -> int | None:
+    """A whole number of at most nine digits from 0 on, or its ASCII digits with or without blanks; None for anything else."""
+    if isinstance(value, str):
+        digits = _DIGITS.fullmatch(value) if len(value) <= _MAX_NUMBER_CHARACTERS else None
+        value = int(digits[1]) if digits else None
+    return value if type(value) is int and 0 <= value < 10**9 else None
 
 
 def json_record(body: bytes) -> dict[str, Any]:
