@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data.synthetic import shapes
-from data.synthetic.fields import FIELD_BY_NAME, bands, edge, fract, length, rotated
+from data.synthetic import fields, shapes
+from data.synthetic.fields import bands, edge, fract, length, rotated
 from data.synthetic.scene import Scene, Shape, Texture
 from data.synthetic.vocabulary import rgb
 
@@ -41,7 +41,7 @@ def draw_texture(canvas_CHW: np.ndarray, texture: Texture) -> None:
         return
     values = np.zeros(8, dtype=np.float32)
     values[: len(texture.values)] = texture.values
-    t_HW = FIELD_BY_NAME[texture.program](x_W, y_H1, values, 1 / canvas_CHW.shape[-1])
+    t_HW = getattr(fields, texture.program)(x_W, y_H1, values, 1 / canvas_CHW.shape[-1])
     low_HW, high_HW = np.clip(2 * t_HW, 0, 1), np.clip(2 * t_HW - 1, 0, 1)
     first_C, last_C = rgb(texture.colours[0]), rgb(texture.colours[-1])
     middle_C = rgb(texture.colours[1]) if len(texture.colours) == 3 else (first_C + last_C) / 2

@@ -287,7 +287,7 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     inputs = load_inputs(options, train=options.train, test=options.test, **on)
     if inputs is None:
         return None
-    train, test = inputs.features["train"], inputs.usable("test")
+    train, test = inputs.features["train"], inputs.features["test"].usable()
     whitening = Whitening.of(inputs.features[WHITEN_ON]) if on else None
     if whitening is not None:
         if whitening.centre_D.shape != train.values_ND.shape[1:]:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from data.errors import DecodeError
-from data.examples.examples import CaptionExample, LabelledImageExample, read_label
+from data.examples.examples import CaptionExample, read_label
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.examples.transforms import denormalize
 from data.index.build import build_index
@@ -21,7 +21,6 @@ from tests.data.conftest import ROOT, bomb, picture
 from tests.data.support.archives import archive
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER, train=False)
-LABELLED = LabelledImageExample(image_size=16, num_classes=10, train=False)
 GOOD = {"jpg": picture(1), "txt": b"good"}
 
 
@@ -146,12 +145,9 @@ def raw(**fields: bytes) -> RawExample:
 
 
 GOOD_LABELS = [
-    (raw(cls=b"3"), None, 3),
-    (raw(cls=b" 09\n"), None, 9),
-    (raw(cls=b"0", json=b'{"y": 4}'), None, 0),
-    (raw(cls=b"0", json=b'{"y": 4}'), "y", 4),
-    (raw(json=b'{"y": "7"}'), "y", 7),
-]
+    (raw(cls=b"3"), None, 3), (raw(cls=b" 09\n"), None, 9), (raw(cls=b"0", json=b'{"y": 4}'), None, 0),
+    (raw(cls=b"0", json=b'{"y": 4}'), "y", 4), (raw(json=b'{"y": "7"}'), "y", 7),
+]  # fmt: skip
 BAD_LABELS = [
     (raw(), None), (raw(cls=b""), None), (raw(cls=b"10"), None), (raw(cls=b"-1"), None), (raw(cls=b"1.0"), None),
     (raw(cls=b"cat"), None), (raw(cls=b"\xff"), None), (raw(cls="\u0663".encode()), None), (raw(cls=b"1" * 5000), None),
@@ -171,12 +167,3 @@ def test_labels(example: RawExample, field: str | None, label: int) -> None:
 def test_bad_labels(example: RawExample, field: str | None) -> None:
     with pytest.raises(DecodeError, match="label"):
         read_label(example, 10, field)
-
-
-def test_augmentation_of_labelled_pictures_comes_from_the_key() -> None:
-    train = LabelledImageExample(image_size=16, num_classes=10)
-    as_they_are = LabelledImageExample(image_size=16, num_classes=10, augment=False)
-    example = raw(cls=b"3")
-    first, again, other = (train(example, key)["images_CHW"] for key in (1, 1, 2))
-    assert np.array_equal(first, again) and not np.array_equal(first, other)
-    assert np.array_equal(as_they_are(example, 1)["images_CHW"], LABELLED(example, 0)["images_CHW"])

@@ -111,16 +111,10 @@ def test_tiny_and_thin_pictures(size: tuple[int, int]) -> None:
     assert colour(data) == (10, 200, 30)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x00",
-        picture(0, fmt="PNG")[:-40],
-        picture(0, fmt="WEBP")[:60],
-        bomb(8_193, MAX_PIXELS // 8_192),
-        bomb(0, 5),
-    ],
-)
+BAD = [b"\x00", picture(0, fmt="PNG")[:-40], picture(0, fmt="WEBP")[:60], bomb(8_193, MAX_PIXELS // 8_192), bomb(0, 5)]
+
+
+@pytest.mark.parametrize("data", BAD)
 def test_bad_bytes_are_a_decode_error(data: bytes, recwarn: pytest.WarningsRecorder) -> None:
     for call in (lambda: train_image(data, SIZE, 1), lambda: eval_image(data, SIZE)):
         with pytest.raises(DecodeError):

@@ -160,7 +160,7 @@ def test_unusable_examples_keep_a_row_of_zeros(tmp_path: Path) -> None:
     assert found is not None
     assert found.is_usable_N.tolist() == [True, False, False, True] and found.num_unusable == 2
     assert not found.values_ND[1:3].any() and found.values_ND[0].any() and found.labels_N.tolist() == [0, 0, 0, 0]
-    assert len(found.usable().labels_N) == 2
+    assert len(found.usable()[1]) == 2
     with pytest.raises(DataError, match="both an image and a label"):
         extract(opened_captioner(), open_source(f"shards:{tmp_path}/x.tar", LabelledOptions(label_field="no", cache=tmp_path)),
                 FeatureOptions()).usable()  # type: ignore[union-attr]  # fmt: skip
