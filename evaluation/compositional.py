@@ -22,12 +22,11 @@ from data.errors import DataError, DecodeError
 from data.examples.tokenizer import CaptionTokenizer
 from data.synthetic import shapes
 from data.synthetic.generate import SyntheticData, SyntheticExample
-from data.synthetic.scene import Statement
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from evaluation.captions import open_captioner
 from evaluation.options import AroOptions
 from evaluation.results import DataUse, Results
-from evaluation.scoring import encoded_captions, fits, own_log_probs
+from evaluation.scoring import encoded_captions, own_log_probs, tokens_of
 from evaluation.sources import encode_png, whole_image
 from models.captioner import Captioner
 from trainer.errors import ConfigError
@@ -104,7 +103,26 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
     for group in groups:
         examples = of_number(data, 3 if group == "order" else 2, count)
         for number, example in enumerate(examples):
-            captions = (example.statement.plain_caption(), *_wrong(example.statement, group, number))
+            true = example.statement
+            if group == "order":
+                false = [replace(true, groups=order) for order in permutations(true.groups) if order != true.groups]
+            elif group == "relation":
+                # For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours.
+                first, second = true.groups
+                mixed = first.with_look_of(second), second.with_look_of(first)
+                opposite = OPPOSITES[str(true.relation)]
+                false = [replace(true, relation=opposite), replace(true, groups=(second, first))]
+                for exchanged in (mixed, mixed[::-1]):
+                    false += [replace(true, groups=exchanged), replace(true, groups=exchanged, relation=opposite)]
+            else:
+                place, words = number % 2, BASIC if group == "colour" else shapes.SIMPLE
+                used = {getattr(other, group) for other in true.groups}
+                before, shown, after = true.groups[:place], true.groups[place], true.groups[place + 1 :]
+                unused = [word for word in words if word not in used]
+                is_colour = group == "colour"
+                others = [replace(shown, colour=w) if is_colour else replace(shown, shape=w) for w in unused]
+                false = [replace(true, groups=(*before, other, *after)) for other in others]
+            captions = tuple(statement.plain_caption() for statement in (true, *false))
             choices.append(Choice(encode_png(example.image_HWC), captions, group))
     return choices
 
@@ -113,30 +131,6 @@ def of_number(data: SyntheticData, number: int, count: int) -> list[SyntheticExa
     """The first `count` examples that show `number` shapes."""
     numbers = (index for index in count_from() if len(data.composition(index)[0].statement.groups) == number)
     return [data.example(index) for index in islice(numbers, count)]
-
-
-def _wrong(true: Statement, group: str, number: int) -> list[str]:
-    """The false captions of a test."""
-    false: list[Statement] = []
-    if group == "order":
-        false = [replace(true, groups=order) for order in permutations(true.groups) if order != true.groups]
-    elif group == "relation":
-        # For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours.
-        first, second = true.groups
-        mixed = first.with_look_of(second), second.with_look_of(first)
-        opposite = OPPOSITES[str(true.relation)]
-        false = [replace(true, relation=opposite), replace(true, groups=(second, first))]
-        for groups in (mixed, mixed[::-1]):
-            false += [replace(true, groups=groups), replace(true, groups=groups, relation=opposite)]
-    else:
-        place, choices = number % 2, BASIC if group == "colour" else shapes.SIMPLE
-        used = {getattr(other, group) for other in true.groups}
-        for word in choices:
-            if word not in used:
-                shown = true.groups[place]
-                shown = replace(shown, colour=word) if group == "colour" else replace(shown, shape=word)
-                false.append(replace(true, groups=(*true.groups[:place], shown, *true.groups[place + 1 :])))
-    return [statement.plain_caption() for statement in false]
 
 
 class Answers(NamedTuple):
@@ -245,7 +239,7 @@ def aro(options: AroOptions) -> Results:
     num_given = len(tests)
     if options.too_long == "skip":
         longest = model.config.num_tokens
-        tests = [test for test in tests if all(fits(tokenizer, caption, longest) for caption in test.captions)]
+        tests = [t for t in tests if all(len(tokens_of(tokenizer, c, longest)) <= longest for c in t.captions)]
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     chosen, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size)

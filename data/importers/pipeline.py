@@ -14,7 +14,6 @@ example's content: no order of files can steer it, and an owner's choice depends
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,10 +33,9 @@ from data.errors import DataError
 from data.files import private_file, write_durably
 from data.importers.convert import ROW, Settings, convert_part, owner_digest, part_path
 from data.importers.sources import REASONS, Source
-from data.index.shard import walk_shard
 from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
-from data.reading.reader import parse_example
+from data.reading.reader import read_in_order
 
 IMPORTER_VERSION = 2
 PROVENANCE = "provenance.json"
@@ -142,13 +140,10 @@ def write_kept(work: Path, path: Path, members_K2: np.ndarray) -> None:
 
     def examples() -> Iterator[Example]:
         for number, places in groupby(members_K2.tolist(), key=itemgetter(0)):
-            part = part_path(work, number)
-            extents = walk_shard(part, str(part))
-            with open(part, "rb") as file:
-                for _, place in places:
-                    start, end = extents.bounds_K2[place].tolist()
-                    extent = os.pread(file.fileno(), end - start, start)
-                    yield extents.keys[place].decode(), parse_example(extent).fields
+            wanted = {place for _, place in places}
+            for place, (key, raw) in enumerate(read_in_order(part_path(work, number))):
+                if place in wanted:
+                    yield key.decode(), raw.fields
 
     write_shard(path, examples(), mode=0o600)
 

@@ -72,7 +72,15 @@ class Prefetched:
     """
 
     data_wait = 0.0
-    prefetch_factor: int | None = None
+
+    def __init__(self, num_workers: int, prefetch_micro_batches: int, pin_memory: bool):
+        """See `Loader`."""
+        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers) if num_workers else None
+
+    def results(self, dataset: Dataset, requests: Iterator[Any] | None) -> Iterator[Any]:
+        """What workers make of requests, ahead of consumption; see `data_loader`."""
+        return iter(data_loader(dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory))
 
     def next_batch(self, results: Iterator[Any]) -> Batch | None:
         """The next micro-batch, None after the last; adds the time it took to `data_wait`.
@@ -128,18 +136,17 @@ class Loader(Prefetched):
         if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
             raise DataError("micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0")
         self._dataset = MicroBatches(table, make_example, micro_batch_size, KEPT_BYTES // max(num_workers, 1))
-        self._micro_batch_size, self._num_workers, self._pin_memory = micro_batch_size, num_workers, pin_memory
-        if num_workers:
-            self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers)
-            if memory_limit_mib is not None:
-                mib = sum(row.nbytes for row in make_example.padding().values()) * micro_batch_size / 2**20
-                if mib * num_workers > memory_limit_mib:
-                    raise DataError(
-                        f"data.memory_limit_mib is {memory_limit_mib}, but a micro-batch of {micro_batch_size} takes "
-                        f"{mib:.0f} MiB and each of {num_workers} workers prepares one; raise it, or lower data.num_workers "
-                        "or train.micro_batch_size"
-                    )
-                self.prefetch_factor = min(self.prefetch_factor, int(memory_limit_mib / mib) // num_workers)
+        super().__init__(num_workers, prefetch_micro_batches, pin_memory)
+        self._micro_batch_size = micro_batch_size
+        if self.prefetch_factor is not None and memory_limit_mib is not None:
+            mib = sum(row.nbytes for row in make_example.padding().values()) * micro_batch_size / 2**20
+            if mib * num_workers > memory_limit_mib:
+                raise DataError(
+                    f"data.memory_limit_mib is {memory_limit_mib}, but a micro-batch of {micro_batch_size} takes "
+                    f"{mib:.0f} MiB and each of {num_workers} workers prepares one; raise it, or lower data.num_workers "
+                    "or train.micro_batch_size"
+                )
+            self.prefetch_factor = min(self.prefetch_factor, int(memory_limit_mib / mib) // num_workers)
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
         """Pairs every plan with its micro-batches, in order.
@@ -177,8 +184,7 @@ class Loader(Prefetched):
                 for some in map(slice, bounds[:-1], bounds[1:]):
                     yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
 
-        ahead = requests(), self._num_workers, self.prefetch_factor, self._pin_memory
-        results = iter(data_loader(self._dataset, *ahead))
+        results = self.results(self._dataset, requests())
 
         def batches(first: Batch, count: int) -> Iterator[Batch]:
             yield first

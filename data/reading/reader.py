@@ -9,11 +9,13 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.errors import ReadError
+from data.index.shard import walk_shard
 from data.index.tar_format import TarFormatError, is_image, iter_members, split_key
 from data.index.tar_index import ExampleTable
 
@@ -92,6 +94,28 @@ class TarReader:
     def close(self) -> None:
         """Closes all files and connections; the next read opens them again."""
         self._storage.close()
+
+
+def read_in_order(path: Path) -> Iterator[tuple[bytes, RawExample]]:
+    """Keys and examples of a whole shard, which is walked as the index does it before it is read.
+
+    Raises:
+        DataError: it is damaged.
+        ReadError: it cannot be read.
+    """
+    try:
+        extents = walk_shard(path, str(path))
+        with open(path, "rb") as file:
+            for key, (start, end) in zip(extents.keys, extents.bounds_K2.tolist(), strict=True):
+                file.seek(start)
+                is_readable = end - start <= MAX_EXAMPLE_BYTES
+                yield key, parse_example(file.read(end - start)) if is_readable else RawExample(None, {})
+    except TarFormatError as error:
+        raise ReadError(f"the shard {path} changed while it was read ({error})") from error
+    except OSError as error:
+        if isinstance(error, ReadError):
+            raise
+        raise ReadError(f"cannot read a shard: {error.strerror}: {path}") from error
 
 
 def parse_example(extent: bytes) -> RawExample:

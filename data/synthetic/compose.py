@@ -64,6 +64,7 @@ def compose(rng: Rng) -> Composition:
         return _halves(rng)
     layouts: tuple[Callable[[Rng], Layout], ...] = (_scattered, _arranged, _two_groups, _nested, _three_in_order)
     groups, spots, background, said = layouts[kind - 2](rng)
+    # The groups are drawn at their places; size words and the background are added to the statement.
     drawn: list[Shape] = []
     named: list[Group] = []
     for group, places in zip(groups, spots, strict=True):
@@ -91,13 +92,9 @@ def compose(rng: Rng) -> Composition:
     return Composition(Scene((background,), tuple(drawn)), statement)
 
 
-def compose_shapes(rng: Rng, number: int | None = None) -> Composition:
-    """One picture of one to three different plain shapes in different colours, on one colour.
-
-    Args:
-        number: how many shapes; drawn if None.
-    """
-    count = int(rng.choice(3, p=(0.4, 0.4, 0.2))) + 1 if number is None else number
+def compose_shapes(rng: Rng) -> Composition:
+    """One picture of one to three different plain shapes in different colours, on one colour."""
+    count = int(rng.choice(3, p=(0.4, 0.4, 0.2))) + 1
     names = [str(name) for name in rng.permutation(shapes.SIMPLE)[:count]]
     colours = random_colours(rng, count, contrast=_BACKGROUND_CONTRAST, among=BASIC)
     background = random_colours(rng, 1, avoid=colours, contrast=_BACKGROUND_CONTRAST, among=_PLAIN_BACKGROUNDS)

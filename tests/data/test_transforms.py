@@ -1,6 +1,5 @@
 """Pictures of every kind, good and bad, as arrays."""
 
-import io
 import random
 import time
 
@@ -10,15 +9,9 @@ from PIL import Image
 
 from data.errors import DecodeError
 from data.examples.transforms import MAX_PIXELS, MAX_SCANS, denormalize, eval_image, random_crop_box, train_image
-from tests.data.conftest import bomb, picture
+from tests.data.conftest import bomb, encode, picture
 
 SIZE = 24
-
-
-def encode(image: Image.Image, fmt: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, fmt, **options)
-    return buffer.getvalue()
 
 
 def colour(data: bytes) -> tuple[int, ...]:

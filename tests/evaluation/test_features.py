@@ -17,9 +17,27 @@ from evaluation.encoder import check_options, encoder_of, features, token_maps
 from evaluation.features import Features, extract, read_features, stored_features
 from evaluation.options import FeatureOptions, LabelledOptions
 from evaluation.sources import Arrays, encode_png, open_source
+from models.mae_config import masked_autoencoder_config
+from models.masked_autoencoder import build_masked_autoencoder
 from tests.distributed.ranks import run_ranks
-from tests.evaluation.support import SIZE, opened_autoencoder, opened_captioner, pictures
+from tests.evaluation.support import pictures
+from tests.models.tiny import tiny_captioner
 from trainer.errors import ConfigError
+from trainer.weights.open_model import OpenedModel
+
+SIZE = 16
+
+
+def opened_captioner(seed: int = 0) -> OpenedModel:
+    """Two blocks of width 16, images of 16 pixels in patches of 8; learned positions would be zero, so they are fixed."""
+    model = tiny_captioner(seed).eval()
+    return OpenedModel(model, None, {"seal": f"captioner {seed}", "step": 3}, Path("nowhere"))  # type: ignore[arg-type]
+
+
+def opened_autoencoder() -> OpenedModel:
+    config = masked_autoencoder_config("pico", image_size=SIZE, patch_size=8, encoder_depth=3)
+    model = build_masked_autoencoder(config, generator=torch.Generator().manual_seed(0)).eval()
+    return OpenedModel(model, None, {"seal": "autoencoder", "step": 0}, Path("nowhere"))  # type: ignore[arg-type]
 
 
 def hooked(encoder: torch.nn.Module, images: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:

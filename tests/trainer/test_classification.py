@@ -1,7 +1,6 @@
 """Fine-tuning from labelled shards to a held-out accuracy, and starting from a captioner's or a masked autoencoder's encoder."""
 
 import fcntl
-import io
 import json
 import re
 from collections.abc import Callable
@@ -11,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 
 from data.index.build import build_index
 from data.index.tar_writer import write_shard
 from data.reading.loader import eval_batches
+from evaluation.sources import encode_png
 from models.adapters import is_adapter
 from models.captioner import build_captioner
 from models.classifier import build_classifier
@@ -56,10 +55,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def examples(chosen: np.ndarray) -> Any:
         for i in chosen.tolist():
-            buffer = io.BytesIO()
-            picture = Image.fromarray((pictures[i].reshape(8, 8) * 15).astype(np.uint8))
-            picture.resize((16, 16), Image.Resampling.NEAREST).save(buffer, "PNG")
-            yield f"digit-{i:04d}", {"png": buffer.getvalue(), "cls": str(labels[i]).encode()}
+            picture = (pictures[i].reshape(8, 8) * 15).astype(np.uint8).repeat(2, 0).repeat(2, 1)
+            yield f"digit-{i:04d}", {"png": encode_png(picture), "cls": str(labels[i]).encode()}
 
     bad = [("bad-0", {"cls": b"3"}), ("bad-1", {**next(examples(training))[1], "cls": b"ten"})]
     write_shard(folder / "public.tar", [*examples(training[:1000]), *bad])
