@@ -51,8 +51,11 @@ def components(image: np.ndarray, colour: str, among: list[str]) -> list[np.ndar
     return [labels == k + 1 for k in range(count) if areas[k] >= 0.4 * max(areas)]
 
 
-AXIS = {"left": (1, 1), "right": (1, -1), "above": (0, 1), "below": (0, -1), "down": (0, 1)}
-"""The axis of the pixels along which the shapes of a caption follow each other, and which way; three to the right grow."""
+ORDERS = {
+    " left of ": (1, 1), " right of ": (1, -1), " above ": (0, 1), " below ": (0, -1), " from left to right": (1, 1),
+    " from top to bottom": (0, 1),
+}  # fmt: skip
+"""The axis of the pixels along which the shapes of a caption with these words follow each other, and which way."""
 
 
 @pytest.mark.parametrize("indices", [range(16), pytest.param(range(60, 1060), marks=MANY)])
@@ -64,8 +67,9 @@ def test_captions_are_true_of_the_pixels(indices: range) -> None:
         among = [*(group.colour for group in said.groups), *example.scene.textures[0].colours]
         found = [components(example.image_HWC, group.colour, among) for group in said.groups]
         assert [len(masks) for masks in found] == [1] * len(names), example.caption
-        if said.relation is not None:
-            axis, way = (1, 1) if len(names) == 3 and said.relation == "right" else AXIS[said.relation]
+        orders = [order for words, order in ORDERS.items() if words in example.caption]
+        assert len(orders) == (len(names) > 1)
+        for axis, way in orders:
             spans = [np.flatnonzero(masks[0].any(1 - axis))[[0, -1]] for masks in found][::way]
             assert all(one[1] < two[0] for one, two in pairwise(spans)), example.caption
 

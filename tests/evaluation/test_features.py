@@ -40,22 +40,16 @@ def opened_autoencoder() -> OpenedModel:
     return OpenedModel(model, None, {"seal": "autoencoder", "step": 0}, Path("nowhere"))  # type: ignore[arg-type]
 
 
-def hooked(encoder: torch.nn.Module, images: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Outputs of all blocks, by hooks on the model's own forward, and its output."""
-    kept: list[torch.Tensor] = []
-    hooks = [b.register_forward_hook(lambda _m, _i, out: kept.append(out)) for b in encoder.blocks]  # type: ignore[union-attr]
-    out = encoder(images)
-    for hook in hooks:
-        hook.remove()
-    return kept, out
-
-
 @torch.no_grad()
 def test_each_kind_is_what_its_name_says() -> None:
     model = opened_captioner().model
     encoder = encoder_of(model)
     images = torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
-    blocks, out = hooked(encoder, images)
+    blocks: list[torch.Tensor] = []  # their outputs in the model's own forward
+    hooks = [block.register_forward_hook(lambda _m, _i, out: blocks.append(out)) for block in encoder.blocks]
+    out = encoder(images)
+    for hook in hooks:
+        hook.remove()
     expected = {
         "pooled": out[:, 1:].mean(1),
         "class_token": out[:, 0],
