@@ -4,20 +4,14 @@
 0 (black) to `NUM_SHADES` - 1; `caption_N`, each picture's caption as a number; `captions`, the captions.
 """
 
-from __future__ import annotations
-
 import io
 import lzma
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data.errors import DataError
 from data.index.tar_writer import write_shard
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FASHION_FILE = Path(__file__).resolve().parent / "fashion" / "pairs.npz.xz"
 FASHION_FOLDER = Path("runs/fashion")
@@ -39,12 +33,29 @@ def unpack_fashion(root: Path) -> Path:
     folder = root / FASHION_FOLDER
     if folder.is_dir():
         return folder
+    import numpy as np  # here, since every command that names shards imports this module
+    from PIL import Image
+
+    from data.examples.transforms import encoded
+
     try:
         folder.parent.mkdir(exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix="fashion-", dir=folder.parent))
         try:
             made.chmod(0o755)
-            _write_shards(made)
+            with np.load(io.BytesIO(lzma.decompress(FASHION_FILE.read_bytes()))) as held:
+                shades_NHW, caption_N, captions = held["shades_NHW"], held["caption_N"], held["captions"]
+
+            def members(i: int) -> dict[str, bytes]:
+                grey_HW = np.rint(shades_NHW[i] * (255 / (NUM_SHADES - 1))).astype(np.uint8)
+                return {"png": encoded(Image.fromarray(grey_HW), "png"), "txt": str(captions[caption_N[i]]).encode()}
+
+            first = 0
+            for part, size in PARTS.items():
+                for number, start in enumerate(range(first, first + size, _SHARD_EXAMPLES)):
+                    ids = range(start, min(start + _SHARD_EXAMPLES, first + size))
+                    write_shard(made / f"{part}-{number:05d}.tar", ((f"{i:05d}", members(i)) for i in ids))
+                first += size
             made.rename(folder)
         except BaseException:
             shutil.rmtree(made)
@@ -53,27 +64,3 @@ def unpack_fashion(root: Path) -> Path:
     except (OSError, lzma.LZMAError) as error:
         raise DataError(f"cannot unpack {FASHION_FILE} into {folder}: {error}") from error
     return folder
-
-
-def _write_shards(folder: Path) -> None:
-    import numpy as np  # here, since every command that names shards imports this module
-
-    with np.load(io.BytesIO(lzma.decompress(FASHION_FILE.read_bytes()))) as held:
-        shades_NHW, caption_N, captions = held["shades_NHW"], held["caption_N"], held["captions"]
-    first = 0
-    for part, size in PARTS.items():
-        for number, start in enumerate(range(first, first + size, _SHARD_EXAMPLES)):
-            ids = range(start, min(start + _SHARD_EXAMPLES, first + size))
-            examples = ((f"{i:05d}", _members(shades_NHW[i], str(captions[caption_N[i]]))) for i in ids)
-            write_shard(folder / f"{part}-{number:05d}.tar", examples)
-        first += size
-
-
-def _members(shades_HW: np.ndarray, caption: str) -> dict[str, bytes]:
-    import numpy as np
-    from PIL import Image
-
-    image = io.BytesIO()
-    grey_HW = np.rint(shades_HW * (255 / (NUM_SHADES - 1))).astype(np.uint8)
-    Image.fromarray(grey_HW).save(image, "PNG")
-    return {"png": image.getvalue(), "txt": caption.encode()}

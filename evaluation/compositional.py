@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count as count_from
-from itertools import islice, permutations
+from itertools import islice, permutations, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -22,12 +22,11 @@ from data.errors import DataError, DecodeError
 from data.examples.tokenizer import CaptionTokenizer
 from data.synthetic import shapes
 from data.synthetic.generate import SyntheticData, SyntheticExample
-from data.synthetic.statement import Statement
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from evaluation.captions import open_captioner
 from evaluation.options import AroOptions
 from evaluation.results import DataUse, Results
-from evaluation.scoring import encoded_captions, fits, own_log_probs
+from evaluation.scoring import encoded_captions, own_log_probs, tokens_of
 from evaluation.sources import encode_png, whole_image
 from models.captioner import Captioner
 from trainer.errors import ConfigError
@@ -104,7 +103,26 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
     for group in groups:
         examples = of_number(data, 3 if group == "order" else 2, count)
         for number, example in enumerate(examples):
-            captions = (example.statement.plain_caption(), *_wrong(example.statement, group, number))
+            true = example.statement
+            if group == "order":
+                false = [replace(true, groups=order) for order in permutations(true.groups) if order != true.groups]
+            elif group == "relation":
+                # For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours.
+                first, second = true.groups
+                mixed = first.with_look_of(second), second.with_look_of(first)
+                opposite = OPPOSITES[str(true.relation)]
+                false = [replace(true, relation=opposite), replace(true, groups=(second, first))]
+                for exchanged in (mixed, mixed[::-1]):
+                    false += [replace(true, groups=exchanged), replace(true, groups=exchanged, relation=opposite)]
+            else:
+                place, words = number % 2, BASIC if group == "colour" else shapes.SIMPLE
+                used = {getattr(other, group) for other in true.groups}
+                before, shown, after = true.groups[:place], true.groups[place], true.groups[place + 1 :]
+                unused = [word for word in words if word not in used]
+                is_colour = group == "colour"
+                others = [replace(shown, colour=w) if is_colour else replace(shown, shape=w) for w in unused]
+                false = [replace(true, groups=(*before, other, *after)) for other in others]
+            captions = tuple(statement.plain_caption() for statement in (true, *false))
             choices.append(Choice(encode_png(example.image_HWC), captions, group))
     return choices
 
@@ -113,30 +131,6 @@ def of_number(data: SyntheticData, number: int, count: int) -> list[SyntheticExa
     """The first `count` examples that show `number` shapes."""
     numbers = (index for index in count_from() if len(data.composition(index)[0].statement.groups) == number)
     return [data.example(index) for index in islice(numbers, count)]
-
-
-def _wrong(true: Statement, group: str, number: int) -> list[str]:
-    """The false captions of a test."""
-    false: list[Statement] = []
-    if group == "order":
-        false = [replace(true, groups=order) for order in permutations(true.groups) if order != true.groups]
-    elif group == "relation":
-        # For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours.
-        first, second = true.groups
-        mixed = first.with_look_of(second), second.with_look_of(first)
-        opposite = OPPOSITES[str(true.relation)]
-        false = [replace(true, relation=opposite), replace(true, groups=(second, first))]
-        for groups in (mixed, mixed[::-1]):
-            false += [replace(true, groups=groups), replace(true, groups=groups, relation=opposite)]
-    else:
-        place, choices = number % 2, BASIC if group == "colour" else shapes.SIMPLE
-        used = {getattr(other, group) for other in true.groups}
-        for word in choices:
-            if word not in used:
-                shown = true.groups[place]
-                shown = replace(shown, colour=word) if group == "colour" else replace(shown, shape=word)
-                false.append(replace(true, groups=(*true.groups[:place], shown, *true.groups[place + 1 :])))
-    return [statement.plain_caption() for statement in false]
 
 
 class Answers(NamedTuple):
@@ -158,20 +152,16 @@ class Answers(NamedTuple):
 
 
 def choose(
-    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], *, batch_size: int = 32, rule: Rule = "loss"
-) -> tuple[dict[str, Answers], int]:
-    """Scores every test: answers by group, and the number of tests whose image cannot be decoded.
-
-    Args:
-        rule: "loss" per token (the published one); "sum" over the tokens; "prior": the sum minus what it is for a black image,
-            so that wording alone cannot decide.
+    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], *, batch_size: int = 32
+) -> tuple[dict[Rule, dict[str, Answers]], int]:
+    """Scores every test: answers by rule and group, and the number of tests whose image cannot be decoded.
 
     Raises:
         DataError: no tests, a caption that does not fit the model, an image that cannot be read.
     """
     if not tests:
         raise DataError("there are no tests")
-    credits: dict[str, list[tuple[float, float]]] = {}
+    credits: dict[Rule, dict[str, list[tuple[float, float]]]] = {rule: {} for rule in RULES}
     undecodable = 0
     starts = range(0, len(tests), batch_size)
     for start in track(starts, "batches of tests", len(starts)):
@@ -180,29 +170,36 @@ def choose(
         kept = [(test, image) for test, image in zip(some, images, strict=True) if image is not None]
         undecodable += len(some) - len(kept)
         if kept:
-            scores = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]), rule)
-            for (test, _), loss_O in zip(kept, scores, strict=True):
+            found = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]))
+            for (rule, scores), (place, (test, _)) in product(found.items(), enumerate(kept)):
+                loss_O = scores[place]
                 credit = float(loss_O[0] <= loss_O.min()) / int((loss_O == loss_O.min()).sum())
-                credits.setdefault(test.group, []).append((credit, 1 / len(loss_O)))
-    if not credits:
+                credits[rule].setdefault(test.group, []).append((credit, 1 / len(loss_O)))
+    if undecodable == len(tests):
         raise DataError(f"none of {len(tests)} images can be decoded")
-    return {group: Answers(*np.array(pairs).T) for group, pairs in credits.items()}, undecodable
+    answers = {
+        rule: {group: Answers(*np.array(pairs).T) for group, pairs in own.items()} for rule, own in credits.items()
+    }
+    return answers, undecodable
 
 
 def losses(
-    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], images_BCHW: np.ndarray, rule: Rule
-) -> list[Tensor]:
-    """What the rule compares, in nats, of every caption of every test, the true one first: less is better."""
+    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], images_BCHW: np.ndarray
+) -> dict[Rule, list[Tensor]]:
+    """What each rule compares, in nats, of every caption of every test, the true one first: less is better.
+
+    "loss" is per token (the published one); "sum" over the tokens; "prior" the sum minus what it is for a black image, so that
+    wording alone cannot decide.
+    """
     captions = [encoded_captions(tokenizer, test.captions, model.config.num_tokens) for test in tests]
     images = torch.from_numpy(images_BCHW).to(next(model.parameters()).device)
-    scores = own_log_probs(model, images, captions)
-    if rule == "prior":
-        blank = own_log_probs(model, torch.zeros_like(images), captions)
-        scores = [score - without for score, without in zip(scores, blank, strict=True)]
-    if rule != "loss":
-        return [-score for score in scores]
+    scores, blank = (own_log_probs(model, shown, captions) for shown in (images, torch.zeros_like(images)))
     lengths = [torch.tensor([len(caption) - 1 for caption in some]) for some in captions]
-    return [-score / length for score, length in zip(scores, lengths, strict=True)]
+    return {
+        "loss": [-score / length for score, length in zip(scores, lengths, strict=True)],
+        "sum": [-score for score in scores],
+        "prior": [-(score - without) for score, without in zip(scores, blank, strict=True)],
+    }
 
 
 def pixels_of(test: Choice, size: int) -> np.ndarray | None:
@@ -242,12 +239,11 @@ def aro(options: AroOptions) -> Results:
     num_given = len(tests)
     if options.too_long == "skip":
         longest = model.config.num_tokens
-        tests = [test for test in tests if all(fits(tokenizer, caption, longest) for caption in test.captions)]
+        tests = [t for t in tests if all(len(tokens_of(tokenizer, c, longest)) <= longest for c in t.captions)]
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
-    undecodable = 0
-    for rule in RULES:
-        answers, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size, rule=rule)
+    chosen, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size)
+    for rule, answers in chosen.items():
         everything = Answers(*map(np.concatenate, zip(*answers.values(), strict=True)))
         by_group = {group: float(answer.credits_N.mean()) for group, answer in answers.items()}
         scalars |= {

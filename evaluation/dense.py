@@ -15,7 +15,7 @@ and class, any size.
 import contextlib
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,26 +60,36 @@ class DensePicture(NamedTuple):
     boxes_M6: np.ndarray | None
 
 
-class SyntheticShapes:
+@dataclass(frozen=True)
+class DensePictures:
+    """A source of pictures.
+
+    Attributes:
+        name: for people.
+        mask_classes: names of the values of masks.
+        object_classes: of boxes; empty without boxes.
+        count: of pictures.
+        read: a picture by its number.
+    """
+
+    name: str
+    mask_classes: tuple[str, ...]
+    object_classes: tuple[str, ...]
+    count: int
+    read: Callable[[int], DensePicture]
+
+
+def synthetic_shapes(seed: int, count: int, image_size: int) -> DensePictures:
     """Plain shapes, as `data.synthetic` draws them for captions; the masks are the same shapes drawn alone."""
+    data = SyntheticData(seed, image_size, content="shapes")
 
-    def __init__(self, seed: int, count: int, image_size: int) -> None:
-        self.name = f"synthetic:{seed}:{count}"
-        self.mask_classes: tuple[str, ...] = ("background", *SIMPLE)
-        self.object_classes: tuple[str, ...] = SIMPLE
-        self._data = SyntheticData(seed, image_size, content="shapes")
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def read(self, index: int) -> DensePicture:
-        example = self._data.example(index)
+    def read(index: int) -> DensePicture:
+        example = data.example(index)
         mask_HW = np.zeros(example.image_HWC.shape[:2], dtype=np.int64)
         boxes = []
         for shape in example.scene.shapes:
             white = replace(shape, colour="white", fill="solid", second=None)
-            alone_HWC = draw(Scene((Texture("plain", ("black",)),), (white,)), self._data.image_size)
+            alone_HWC = draw(Scene((Texture("plain", ("black",)),), (white,)), image_size)
             covered_HW = alone_HWC[:, :, 0] > 127  # the shape covers more than half of the pixel
             kind = SIMPLE.index(shape.name)
             mask_HW[covered_HW] = 1 + kind
@@ -87,97 +97,80 @@ class SyntheticShapes:
             boxes.append((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1, kind, 0))
         return DensePicture(encode_png(example.image_HWC), mask_HW, np.array(boxes, np.float32).reshape(-1, 6))
 
+    return DensePictures(f"synthetic:{seed}:{count}", ("background", *SIMPLE), SIMPLE, count, read)
 
-class Ade20k:
-    """The scene parsing challenge's folders (Zhou et al. 2017, https://arxiv.org/abs/1608.05442): 150 classes."""
 
-    object_classes: tuple[str, ...] = ()
+def ade20k(root: Path, split: str) -> DensePictures:
+    """The scene parsing challenge's folders (Zhou et al. 2017, https://arxiv.org/abs/1608.05442): 150 classes.
 
-    def __init__(self, root: Path, split: str) -> None:
-        """
-        Raises:
-            DataError: no such folders, or an image without its annotation.
-        """
-        self.name = f"ade20k:{root}/{split}"
-        self.mask_classes = tuple(str(number) for number in range(1, 151))
-        self._images = sorted((root / "images" / split).glob("*.jpg"))
-        self._masks = [root / "annotations" / split / f"{path.stem}.png" for path in self._images]
-        if not self._images:
-            raise DataError(f"{root / 'images' / split} holds no *.jpg")
-        missing = [path for path in self._masks if not path.is_file()]
-        if missing:
-            raise DataError(f"{missing[0]} is not there: every image needs its annotation")
+    Raises:
+        DataError: no such folders, or an image without its annotation; reading one, an annotation that is none.
+    """
+    images = sorted((root / "images" / split).glob("*.jpg"))
+    masks = [root / "annotations" / split / f"{path.stem}.png" for path in images]
+    if not images:
+        raise DataError(f"{root / 'images' / split} holds no *.jpg")
+    if missing := [path for path in masks if not path.is_file()]:
+        raise DataError(f"{missing[0]} is not there: every image needs its annotation")
 
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def read(self, index: int) -> DensePicture:
+    def read(index: int) -> DensePicture:
         try:
-            with Image.open(self._masks[index]) as mask:
+            with Image.open(masks[index]) as mask:
                 values_HW = np.asarray(mask).astype(np.int64)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"{self._masks[index]} is no annotation: {error}") from error
+            raise DataError(f"{masks[index]} is no annotation: {error}") from error
         if values_HW.ndim != 2 or values_HW.max(initial=0) > 150:
-            raise DataError(f"{self._masks[index]} is no annotation with classes 0 to 150")
-        return DensePicture(bytes_of(self._images[index]), values_HW - 1, None)
+            raise DataError(f"{masks[index]} is no annotation with classes 0 to 150")
+        return DensePicture(bytes_of(images[index]), values_HW - 1, None)
+
+    return DensePictures(f"ade20k:{root}/{split}", tuple(map(str, range(1, 151))), (), len(images), read)
 
 
-class Coco:
-    """COCO instances (Lin et al. 2014, https://arxiv.org/abs/1405.0312), read by COCO's own code; categories by their ids."""
+def coco(annotations: Path, folder: Path) -> DensePictures:
+    """COCO instances (Lin et al. 2014, https://arxiv.org/abs/1405.0312), read by COCO's own code; categories by their ids.
 
-    def __init__(self, annotations: Path, images: Path) -> None:
-        """
-        Raises:
-            ConfigError: COCO's own code is not installed.
-            DataError: no such file, or no instances in it.
-        """
-        require_pycocotools()
-        from pycocotools.coco import COCO
+    Raises:
+        ConfigError: COCO's own code is not installed.
+        DataError: no such file, or no instances in it; reading one, an image or annotation without what COCO's have.
+        ReadError: reading one, the picture cannot be read.
+    """
+    require_pycocotools()
+    from pycocotools.coco import COCO
 
-        self.name = f"coco:{annotations}"
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):  # the package prints
-                self._coco = COCO(str(annotations))
-            categories = sorted(self._coco.dataset["categories"], key=lambda category: category["id"])
-            self._images: list[dict[str, Any]] = sorted(self._coco.dataset["images"], key=lambda image: image["id"])
-        except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-            raise DataError(f"{annotations} holds no COCO instances: {type(error).__name__} {error}") from error
-        if not self._images:
-            raise DataError(f"{annotations} lists no images")
-        self._number = {category["id"]: number for number, category in enumerate(categories)}
-        self.object_classes = tuple(category["name"] for category in categories)
-        self.mask_classes = ("background", *self.object_classes)
-        self._folder = images
+    name = f"coco:{annotations}"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # the package prints
+            instances = COCO(str(annotations))
+        categories = sorted(instances.dataset["categories"], key=lambda category: category["id"])
+        images: list[dict[str, Any]] = sorted(instances.dataset["images"], key=lambda image: image["id"])
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise DataError(f"{annotations} holds no COCO instances: {type(error).__name__} {error}") from error
+    if not images:
+        raise DataError(f"{annotations} lists no images")
+    number_of = {category["id"]: number for number, category in enumerate(categories)}
+    classes = tuple(category["name"] for category in categories)
 
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def read(self, index: int) -> DensePicture:
-        """
-        Raises:
-            DataError: an image or annotation without what COCO's have.
-            ReadError: the picture cannot be read.
-        """
-        image = self._images[index]
+    def read(index: int) -> DensePicture:
+        image = images[index]
         boxes = []
         try:
             mask_HW = np.zeros((image["height"], image["width"]), dtype=np.int64)
-            for annotation in self._coco.imgToAnns[image["id"]]:
-                kind = self._number[annotation["category_id"]]
+            for annotation in instances.imgToAnns[image["id"]]:
+                kind = number_of[annotation["category_id"]]
                 is_crowd = bool(annotation.get("iscrowd", 0))
-                covered_HW = self._coco.annToMask(annotation).astype(bool)
+                covered_HW = instances.annToMask(annotation).astype(bool)
                 mask_HW[covered_HW] = IGNORED if is_crowd else 1 + kind
                 left, top, width, height = annotation["bbox"]
                 boxes.append((left, top, left + width, top + height, kind, is_crowd))
             boxes_M6 = np.array(boxes, np.float32).reshape(-1, 6)
-            return DensePicture(bytes_of(self._folder / image["file_name"]), mask_HW, boxes_M6)
+            return DensePicture(bytes_of(folder / image["file_name"]), mask_HW, boxes_M6)
         except Exception as error:  # COCO's code raises what it runs into, plain Exceptions too
             if hasattr(error, "exit_code"):
                 raise
             problem = f"{type(error).__name__} {error}"
-            raise DataError(
-                f"{self.name}: image {image['id']} or an annotation of it is not COCO's: {problem}"
-            ) from error
+            raise DataError(f"{name}: image {image['id']} or an annotation of it is not COCO's: {problem}") from error
+
+    return DensePictures(name, ("background", *classes), classes, len(images), read)
 
 
 def require_pycocotools() -> None:
@@ -193,11 +186,6 @@ def require_pycocotools() -> None:
         ) from error
 
 
-DensePictures = SyntheticShapes | Ade20k | Coco
-"""A source has a `name`, `mask_classes` (names of the values of masks), `object_classes` (empty without boxes), and reads
-pictures by number."""
-
-
 def open_dense(text: str, image_size: int) -> DensePictures:
     """The source that a command line names; see the module.
 
@@ -211,13 +199,13 @@ def open_dense(text: str, image_size: int) -> DensePictures:
     if kind == "synthetic":
         seed, _, count = where.partition(":")
         if seed.isdigit() and count.isdigit() and int(count) > 0:
-            return SyntheticShapes(int(seed), int(count), image_size)
+            return synthetic_shapes(int(seed), int(count), image_size)
     if kind == "ade20k" and where:
         path = Path(where).expanduser()
-        return Ade20k(path.parent, path.name)
+        return ade20k(path.parent, path.name)
     if kind == "coco" and ":" in where:
         annotations, _, images = where.partition(":")
-        return Coco(Path(annotations).expanduser(), Path(images).expanduser())
+        return coco(Path(annotations).expanduser(), Path(images).expanduser())
     raise DataError(
         f"{text!r} names no pictures; write synthetic:SEED:COUNT, ade20k:DIR/SPLIT or coco:FILE.json:IMAGES"
     )
@@ -244,7 +232,7 @@ def prepare(model: nn.Module, source: DensePictures, side: int) -> DenseSet:
     encoder = encoder_of(model)
     device = encoder.class_token.device
     maps, masks, boxes = [], [], []
-    for index in range(len(source)):
+    for index in range(source.count):
         picture = source.read(index)
         try:
             image_CHW, (width, height) = whole_image(picture.image, side)
@@ -270,12 +258,12 @@ def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: 
         return F.cross_entropy(logits, target_NSS[rows], ignore_index=IGNORED)
 
     head = _train(train, num_classes, loss, how)
-    counts = np.zeros((num_classes, num_classes), dtype=np.int64)
-    with torch.no_grad():
-        for values, mask_HW in zip(_values(head, test), test.masks, strict=True):
-            logits = F.interpolate(values[None], size=mask_HW.shape, mode="bilinear", align_corners=False)
-            counts += confusion(mask_HW, logits[0].argmax(0).cpu().numpy(), num_classes)
-    return pixel_scores(counts)
+
+    def with_predicted(mask_HW: np.ndarray, values: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        logits = F.interpolate(values[None], size=mask_HW.shape, mode="bilinear", align_corners=False)
+        return mask_HW, logits[0].argmax(0).cpu().numpy()
+
+    return pixel_scores(map(with_predicted, test.masks, _values(head, test)), num_classes)
 
 
 def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
@@ -371,15 +359,17 @@ def boxes_of(values: np.ndarray, side: int, num_classes: int) -> np.ndarray:
     return np.column_stack([boxes[kept], kinds[kept], found[kept]])
 
 
-def confusion(mask_HW: np.ndarray, predicted_HW: np.ndarray, num_classes: int) -> np.ndarray:
-    """(true class, predicted class) counts of pixels, without ignored ones."""
-    counted = mask_HW != IGNORED
-    pairs = mask_HW[counted] * num_classes + predicted_HW[counted]
-    return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
+def pixel_scores(masks: Iterable[tuple[np.ndarray, np.ndarray]], num_classes: int) -> dict[str, float]:
+    """Mean IoU over the classes that occur, and the share of right pixels, without ignored ones.
 
-
-def pixel_scores(counts_CC: np.ndarray) -> dict[str, float]:
-    """Mean IoU over the classes that occur in the masks or the predictions, and the share of right pixels."""
+    Args:
+        masks: (true, predicted) class of each pixel, for each picture.
+    """
+    counts_CC = np.zeros((num_classes, num_classes), dtype=np.int64)  # (true class, predicted class)
+    for mask_HW, predicted_HW in masks:
+        counted = mask_HW != IGNORED
+        pairs = mask_HW[counted] * num_classes + predicted_HW[counted]
+        counts_CC += np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
     both = np.diag(counts_CC)
     either = counts_CC.sum(0) + counts_CC.sum(1) - both
     mean_iou = float((both[either > 0] / either[either > 0]).mean())
@@ -411,11 +401,11 @@ def average_precision(
     if not answers:  # of which COCO's code makes an error
         return dict.fromkeys(names, 0.0)
     with contextlib.redirect_stdout(io.StringIO()):  # the package prints
-        coco = COCO()
+        true = COCO()
         pictures, categories = ([{"id": number} for number in range(count)] for count in (len(truth), num_classes))
-        coco.dataset = {"info": {}, "images": pictures, "annotations": annotations, "categories": categories}
-        coco.createIndex()
-        judge = COCOeval(coco, coco.loadRes(answers), "bbox")
+        true.dataset = {"info": {}, "images": pictures, "annotations": annotations, "categories": categories}
+        true.createIndex()
+        judge = COCOeval(true, true.loadRes(answers), "bbox")
         judge.evaluate()
         judge.accumulate()
         judge.summarize()
@@ -439,7 +429,7 @@ def dense(options: DenseOptions) -> Results:
         scores = segmentation_scores(train, test, len(classes.mask_classes), options)
     else:
         scores = detection_scores(train, test, len(classes.object_classes), options)
-    uses = [DataUse(role, source.name, len(source)) for role, source in sources.items()]
+    uses = [DataUse(role, source.name, source.count) for role, source in sources.items()]
     scalars = {f"{options.task}/{name}": value for name, value in scores.items()}
     facts = ModelFacts.of(opened.path, opened.manifest)
     return Results("dense", scalars, uses, facts, details={"head": options.head})

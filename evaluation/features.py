@@ -66,16 +66,15 @@ class Features:
     def num_unusable(self) -> int:
         return int((~self.is_usable_N).sum())
 
-    def usable(self) -> "Features":
-        """Without the rows that are not usable.
+    def usable(self) -> tuple[np.ndarray, np.ndarray]:
+        """Features (N, D) and labels (N,), without what cannot be decoded or has no label.
 
         Raises:
-            DataError: none is.
+            DataError: nothing is left.
         """
-        keep = self.is_usable_N
-        if not keep.any():
+        if not self.is_usable_N.any():
             raise DataError(f"{self.name}: no example has both an image and a label; see --label_field")
-        return Features(self.values_ND[keep], self.labels_N[keep], keep[keep], self.class_names, self.name)
+        return self.values_ND[self.is_usable_N], self.labels_N[self.is_usable_N]
 
 
 def extract(
@@ -275,15 +274,6 @@ class Inputs:
     def uses(self) -> list[DataUse]:
         """What the record says about the data."""
         return [DataUse(role, f.name, len(f.labels_N), f.num_unusable) for role, f in self.features.items()]
-
-    def usable(self, role: str) -> tuple[np.ndarray, np.ndarray]:
-        """Features (N, D) and labels (N,), without what cannot be decoded or has no label.
-
-        Raises:
-            DataError: nothing is left.
-        """
-        usable = self.features[role].usable()
-        return usable.values_ND, usable.labels_N
 
     def num_classes(self) -> int:
         """How many classes all roles have together."""

@@ -92,7 +92,7 @@ def few_shot(options: FewShotOptions) -> Results | None:
     if inputs is None:
         return None
     measured = few_shot_probe(
-        inputs.usable("train"), inputs.usable("test"), inputs.num_classes(), options.shots,
+        inputs.features["train"].usable(), inputs.features["test"].usable(), inputs.num_classes(), options.shots,
         num_splits=options.num_splits, seed=options.seed, device=device_of(options),
     )  # fmt: skip
     scalars: dict[str, float] = {}

@@ -254,7 +254,8 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
     inputs = load_inputs(options, train=options.train, test=options.test)
     if inputs is None:
         return None
-    train, test, device = inputs.usable("train"), inputs.usable("test"), device_of(options)
+    train, test = (inputs.features[role].usable() for role in ("train", "test"))
+    device = device_of(options)
     scalars: dict[str, float] = {}
     details: dict[str, Any] = {}
     table: list[dict[str, Any]] = []
@@ -266,8 +267,7 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
             raise ConfigError("--augment needs --checkpoint and images for --train, not features")
         rows = np.flatnonzero(inputs.features["train"].is_usable_N).tolist()
         how = Augmentation(options.seed, epoch)
-        found = compute(inputs.opened.model, inputs.sources["train"], options, rows, how).usable()
-        return found.values_ND, found.labels_N
+        return compute(inputs.opened.model, inputs.sources["train"], options, rows, how).usable()
 
     if options.method != "lbfgs":
         lars = lars_probe(

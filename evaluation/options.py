@@ -355,8 +355,3 @@ COMMANDS = (
             "evaluation.captions:captions"),
 )  # fmt: skip
 """All commands in the order of the help."""
-
-
-def command_of(options: CommandOptions) -> Command:
-    """The command that takes these options."""
-    return next(command for command in COMMANDS if command.options is type(options))

@@ -165,9 +165,7 @@ def publish(
         "model": None if results.model is None else asdict(results.model),
         "released_with_differential_privacy": [asdict(release) for release in results.released],
         **({} if data_is_public else {"arguments": list(arguments)}),  # the file of public results is public
-        "commit": facts["commit"],
-        "modified": facts["modified"],
-        "packages": facts["packages"],
+        **{name: facts[name] for name in ("commit", "modified", "packages")},
         "date_utc": datetime.now(UTC).date().isoformat(),  # a finer clock would tell how long training took before
     }
     path = None

@@ -35,25 +35,18 @@ def encoded_captions(tokenizer: CaptionTokenizer, captions: Sequence[str], num_t
     """
     if not captions:
         raise DataError("there are no captions to score")
-    encoded = []
-    for caption in captions:
-        tokens = _tokens(tokenizer, caption, num_tokens)
+    encoded = [tokens_of(tokenizer, caption, num_tokens) for caption in captions]
+    for caption, tokens in zip(captions, encoded, strict=True):
         if len(tokens) > num_tokens:
             raise DataError(
                 f"{caption[:80]!r} has {len(tokens)} tokens; the model takes at most {num_tokens}; "
                 "--too_long skip leaves such captions out"
             )
-        encoded.append(tokens)
     return encoded
 
 
-def fits(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> bool:
-    """Whether a model that takes `num_tokens` can score the whole caption."""
-    return len(_tokens(tokenizer, caption, num_tokens)) <= num_tokens
-
-
-def _tokens(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> tuple[int, ...]:
-    """Tokens of the caption, or of a beginning that is too long anyway."""
+def tokens_of(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> tuple[int, ...]:
+    """Tokens of the caption, or of a beginning that is too long anyway for a model that takes `num_tokens`."""
     tokens_L, mask_L = tokenizer.encode(caption, 8 * num_tokens)
     return tuple(int(token) for token in tokens_L[mask_L])
 

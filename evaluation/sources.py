@@ -9,7 +9,6 @@ images:a.jpg,b.png               -                                    these file
 
 import contextlib
 import hashlib
-import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from torch.utils.data import Dataset
 
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import read_label
-from data.examples.transforms import decode, eval_image, to_rgb, train_image
+from data.examples.transforms import decode, encoded, eval_image, to_rgb, train_image
+from data.importers.sources import IMAGE_SUFFIXES
 from data.index.build import build_index
 from data.index.shards import find_shards
 from data.index.tar_index import ExampleTable
@@ -36,7 +36,6 @@ from evaluation.options import CaptionedOptions, ImageOptions, LabelledOptions
 from privacy.step.collectives import first_on_main
 from trainer.progress import track
 
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"})
 _MOST_CLASSES = 10**9
 
 
@@ -196,7 +195,7 @@ def open_source(text: str, options: ImageOptions) -> Source:
             (one.relative_to(path).as_posix(), label)
             for label, name in enumerate(names)
             for one in sorted((path / name).rglob("*"))
-            if one.suffix.lower() in EXTENSIONS
+            if one.suffix.lower() in IMAGE_SUFFIXES
         ]
         if not files:
             raise DataError(
@@ -366,9 +365,7 @@ def whole_image(
 
 def encode_png(image: np.ndarray) -> bytes:
     """Lossless bytes of a uint8 image, (H, W) or (H, W, 3)."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+    return encoded(Image.fromarray(image), "png", compress_level=1)
 
 
 def bytes_of(path: Path) -> bytes:

@@ -22,7 +22,7 @@ require_packages()
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from evaluation.options import COMMANDS, Command, CommandOptions, command_of
+from evaluation.options import COMMANDS, Command, CommandOptions
 from trainer.config.cli import Parser, explain, run_command
 from trainer.config.options import add_options, parse_options, require_folders
 from trainer.errors import ConfigError
@@ -51,7 +51,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     options = parse_args(arguments)
     require_folders(options)
-    command, ranks = command_of(options), discover_ranks(os.environ)
+    command = next(command for command in COMMANDS if command.options is type(options))
+    ranks = discover_ranks(os.environ)
     with working(f"{command.name}: {command.help}", shows=ranks.is_main):  # importing torch is part of the work
         return evaluate(command, options, ranks, arguments)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes are the parallelism; its threads break forks
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from data.errors import DataError
 
@@ -115,12 +115,6 @@ class CaptionTokenizer:
             if token is not None:
                 return int(token)
         raise DataError(f"{file} has no {what} token; it needs one of {' '.join(names)}")
-
-
-def from_start_to_end(tokenizer: Tokenizer, start: str, end: str) -> processors.TemplateProcessing:
-    """What makes other programs write a text as `CaptionTokenizer.encode` does: start token, words, end token."""
-    ids = [(name, tokenizer.token_to_id(name)) for name in (start, end)]
-    return processors.TemplateProcessing(f"{start} $A {end}", f"{start} $A {end} $B {end}", ids)
 
 
 @functools.lru_cache(maxsize=4)

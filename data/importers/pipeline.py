@@ -14,7 +14,6 @@ example's content: no order of files can steer it, and an owner's choice depends
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,10 +33,9 @@ from data.errors import DataError
 from data.files import private_file, write_durably
 from data.importers.convert import ROW, Settings, convert_part, owner_digest, part_path
 from data.importers.sources import REASONS, Source
-from data.index.shard import walk_shard
 from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
-from data.reading.reader import parse_example
+from data.reading.reader import read_in_order
 
 IMPORTER_VERSION = 2
 PROVENANCE = "provenance.json"
@@ -142,13 +140,10 @@ def write_kept(work: Path, path: Path, members_K2: np.ndarray) -> None:
 
     def examples() -> Iterator[Example]:
         for number, places in groupby(members_K2.tolist(), key=itemgetter(0)):
-            part = part_path(work, number)
-            extents = walk_shard(part, str(part))
-            with open(part, "rb") as file:
-                for _, place in places:
-                    start, end = extents.bounds_K2[place].tolist()
-                    extent = os.pread(file.fileno(), end - start, start)
-                    yield extents.keys[place].decode(), parse_example(extent).fields
+            wanted = {place for _, place in places}
+            for place, (key, raw) in enumerate(read_in_order(part_path(work, number))):
+                if place in wanted:
+                    yield key.decode(), raw.fields
 
     write_shard(path, examples(), mode=0o600)
 
@@ -185,19 +180,16 @@ def held_out(rows_N: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 def near_duplicates(hashes_N: np.ndarray, distance: int) -> np.ndarray:
     """True, in bool (N,), for each hash (uint64) within `distance` bits of an earlier one which itself is kept."""
-    unique_U, first_U, inverse_N = np.unique(hashes_N, return_index=True, return_inverse=True)
-    order = np.argsort(first_U)  # by first appearance
-    dropped_U = np.zeros(len(unique_U), dtype=bool)
-    pairs = near_pairs(unique_U[order], distance)
+    first_U = np.sort(np.unique(hashes_N, return_index=True)[1])
+    pairs = near_pairs(hashes_N[first_U], distance)
+    dropped_U = np.zeros(len(first_U), dtype=bool)
     # They are sorted by the later one, so that the earlier one's fate is known.
     for earlier, later in pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]:
         if not dropped_U[earlier]:
             dropped_U[later] = True
-    dropped = np.empty_like(dropped_U)
-    dropped[order] = dropped_U
-    copies = np.ones(len(hashes_N), dtype=bool)
-    copies[first_U] = False
-    return copies | dropped[inverse_N]
+    dropped = np.ones(len(hashes_N), dtype=bool)  # copies are
+    dropped[first_U] = dropped_U
+    return dropped
 
 
 def near_pairs(hashes_U: np.ndarray, distance: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from data.errors import DataError
-from data.reading.reader import json_record
+from data.reading.reader import json_record, whole_number
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 TEXT_SUFFIXES = (".txt", ".json", ".cls")
@@ -83,7 +83,7 @@ class Columns(NamedTuple):
             text for text in (texts if isinstance(texts, list | tuple) else [texts]) if isinstance(text, str)
         )
         named = str(owner).strip() if isinstance(owner, str | int) and not isinstance(owner, bool) else ""
-        label = None if self.label is None else label_of(record.get(self.label))
+        label = None if self.label is None else whole_number(record.get(self.label))
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
         if not isinstance(image, str):
@@ -154,14 +154,6 @@ def open_source(
         return folder_source(path, columns, lines_are_captions=lines_are_captions)
     root = (image_root or (path if path.is_dir() else path.parent)).resolve()
     return {"csv": table_source, "coco": coco_source, "parquet": parquet_source}[source_format](path, columns, root)
-
-
-def label_of(value: Any) -> int | None:
-    """A whole number from 0 on, or its digits; anything else is no label."""
-    if isinstance(value, str):
-        digits = value.strip()
-        value = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 9 else None
-    return value if type(value) is int and 0 <= value < 10**9 else None
 
 
 def require_columns(present: Sequence[str], columns: Columns, where: Path) -> None:
@@ -274,7 +266,7 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
             if item.problem is None:
                 seen.add(stem)
             if columns.label is None:
-                item = item._replace(label=label_of(_text(path.with_suffix(".cls"))))
+                item = item._replace(label=whole_number(_text(path.with_suffix(".cls"))))
             items.append(item)
     if not pictured:
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {' or '.join(TABLES)}")

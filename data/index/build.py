@@ -15,7 +15,6 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -33,13 +32,6 @@ from data.reading.storage import local_copy, open_storage, require_present
 
 _PARTS = "parts"
 _NAMED = 10  # bad shards in one error
-
-
-class BadShard(NamedTuple):
-    """A shard that cannot be indexed, and why: one line that says how to mend it."""
-
-    name: str
-    reason: str
 
 
 def build_index(
@@ -93,13 +85,12 @@ def build_index(
         is_shown = progress and bool(missing) and console.is_terminal  # elsewhere it would leave two empty lines
         with Progress(console=console, transient=True, disable=not is_shown) as bar:
             task = bar.add_task(f"indexing {len(missing)} shards", total=sum(statuses[name].size for name in missing))
-            for result in run_all(executor, index_one, jobs):
-                if isinstance(result, BadShard):
-                    bad[result.name] = result.reason
-                    bar.advance(task, statuses[result.name].size)
-                    continue
-                _write_part(parts / _part_name(result.entry.name), result)
-                bar.advance(task, result.entry.size)
+            for name, result in run_all(executor, index_one, jobs):
+                if isinstance(result, str):
+                    bad[name] = result
+                else:
+                    _write_part(parts / _part_name(name), result)
+                bar.advance(task, statuses[name].size)
         if bad:
             first, *others = sorted(bad)
             more = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
@@ -138,19 +129,16 @@ def build_index(
     return ExampleTable.open(index_dir, shards.root, remote=remote)
 
 
-def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) -> IndexedShard | BadShard:
-    """One job: what is known of a shard, or why it cannot be indexed."""
-    storage = open_storage(root, remote)
+def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) -> tuple[str, IndexedShard | str]:
+    """One job: the name of a shard, and what is known of it, or one line why it cannot be indexed and how to mend it."""
     try:
-        with local_copy(storage, name) as path:
+        with local_copy(root, remote, name) as path:
             shard = index_file(path, name, f"{root}/{name}", status.version)
         if shard.entry.size != status.size:
             raise DataError(f"the shard {root}/{name} changed while it was indexed; try again when its writer is done")
     except DataError as error:
-        return BadShard(name, str(error))
-    finally:
-        storage.close()
-    return shard
+        return name, str(error)
+    return name, shard
 
 
 @contextmanager
@@ -225,13 +213,10 @@ def verify_hashes(table: ExampleTable, executor: Executor | None, track: Callabl
 
 def hash_one(root: str, name: str, remote: RemoteOptions) -> tuple[str, str]:
     """One job: (name, SHA-256 in hex)."""
-    storage = open_storage(root, remote)
     try:
-        with local_copy(storage, name) as path:
+        with local_copy(root, remote, name) as path:
             return name, hash_file(path)
     except ReadError:
         raise
     except OSError as error:
         raise DataError(f"cannot read the shard {root}/{name}: {error.strerror or error}") from error
-    finally:
-        storage.close()

@@ -148,9 +148,8 @@ def walk_shard(path: Path, location: str) -> Extents:
                 grown = sets[-1] | {extension}
                 sets[-1] = known_sets.setdefault(grown, grown)
         except TarFormatError as error:
-            problem = (
-                "is cut off" if isinstance(error, CutOffError) else "is no tar archive (or a compressed one) or damaged"
-            )
+            is_cut = isinstance(error, CutOffError)
+            problem = "is cut off" if is_cut else "is no tar archive (or a compressed one) or damaged"
             behind = f" (behind the member {shown(last.name)})" if last is not None else ""
             raise DataError(f"{location} {problem}: {error}{behind}; write or fetch it again") from error
     extensions_of: dict[bytes, frozenset[str]] = {}
@@ -161,8 +160,7 @@ def walk_shard(path: Path, location: str) -> Extents:
                 or f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
                 f"{start}; unpack it into a folder, and write that by tar --sort=name"
             )
-    merged = {one for one in set(sets) if merged_pairs(location, b"", one)}
-    if merged:
+    if merged := {one for one in set(sets) if merged_pairs(location, b"", one)}:
         those = [(key, one) for key, one in zip(keys, sets, strict=True) if one in merged]
         raise DataError(merged_pairs(f"{location}: {len(those)} of {len(keys)} examples are several", *those[0]))
     bounds_K2 = np.array(bounds, dtype=np.int64).reshape(-1, 2)
@@ -192,7 +190,8 @@ def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | N
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file, in hex."""
-    return _checksums(path, np.empty((0, 2), dtype=np.int64))[1]
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksums(path: Path, bounds_K2: np.ndarray) -> tuple[np.ndarray, str]:

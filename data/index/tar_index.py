@@ -167,9 +167,7 @@ class ExampleTable:
         Raises:
             DataError: the index has a shard that `shards` has not, or the other way round.
         """
-        indexed = {entry.name for entry in self.entries}
-        difference = set(shards.names) ^ indexed
-        if difference:
+        if difference := set(shards.names) ^ {entry.name for entry in self.entries}:
             raise DataError(
                 f"the index {self.index_dir} is of other shards than those asked for (first difference: "
                 f"{min(difference)}); build one for these shards with prepare.py index, or choose another run folder"
@@ -185,7 +183,9 @@ class ExampleTable:
                 raise DataError(
                     f"{location} has {status.size} bytes, its index says {entry.size}; restore the shard or index again"
                 )
-            if status.is_newer_than(entry):
+            # Versions of another kind (an index moved with a copy) say nothing; then only the checksum of every read tells.
+            kind, old_kind = (version.partition(":")[0] for version in (status.version, entry.version))
+            if kind and kind == old_kind and status.version != entry.version:
                 raise DataError(
                     f"{location} was written after it was indexed; `prepare.py verify` accepts it if its bytes are the "
                     "same, else restore the shard or index again"
@@ -200,9 +200,8 @@ class ExampleTable:
     def remarks(self) -> Iterator[str]:
         """Lines for whoever made the shards: what is not used, and which examples lack a part, by the names of members alone."""
         counted = ("repeated_keys", "skipped", "several_pictures", "no_picture", "no_text")
-        repeated, skipped, several, no_picture, no_text = (
-            sum(getattr(entry, what) for entry in self.entries) for what in counted
-        )
+        sums = (sum(getattr(entry, what) for entry in self.entries) for what in counted)
+        repeated, skipped, several, no_picture, no_text = sums
         lacking = [entry.name for entry in self.entries if entry.no_picture + entry.no_text]
         if repeated or skipped:
             yield (

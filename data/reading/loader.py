@@ -72,7 +72,15 @@ class Prefetched:
     """
 
     data_wait = 0.0
-    prefetch_factor: int | None = None
+
+    def __init__(self, num_workers: int, prefetch_micro_batches: int, pin_memory: bool):
+        """See `Loader`."""
+        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers) if num_workers else None
+
+    def results(self, dataset: Dataset, requests: Iterator[Any] | None) -> Iterator[Any]:
+        """What workers make of requests, ahead of consumption; see `data_loader`."""
+        return iter(data_loader(dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory))
 
     def next_batch(self, results: Iterator[Any]) -> Batch | None:
         """The next micro-batch, None after the last; adds the time it took to `data_wait`.
@@ -128,20 +136,17 @@ class Loader(Prefetched):
         if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
             raise DataError("micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0")
         self._dataset = MicroBatches(table, make_example, micro_batch_size, KEPT_BYTES // max(num_workers, 1))
+        super().__init__(num_workers, prefetch_micro_batches, pin_memory)
         self._micro_batch_size = micro_batch_size
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
-        if num_workers:
-            self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers)
-            if memory_limit_mib is not None:
-                mib = sum(row.nbytes for row in make_example.padding().values()) * micro_batch_size / 2**20
-                if mib * num_workers > memory_limit_mib:
-                    raise DataError(
-                        f"data.memory_limit_mib is {memory_limit_mib}, but a micro-batch of {micro_batch_size} takes "
-                        f"{mib:.0f} MiB and each of {num_workers} workers prepares one; raise it, or lower data.num_workers "
-                        "or train.micro_batch_size"
-                    )
-                self.prefetch_factor = min(self.prefetch_factor, int(memory_limit_mib / mib) // num_workers)
+        if self.prefetch_factor is not None and memory_limit_mib is not None:
+            mib = sum(row.nbytes for row in make_example.padding().values()) * micro_batch_size / 2**20
+            if mib * num_workers > memory_limit_mib:
+                raise DataError(
+                    f"data.memory_limit_mib is {memory_limit_mib}, but a micro-batch of {micro_batch_size} takes "
+                    f"{mib:.0f} MiB and each of {num_workers} workers prepares one; raise it, or lower data.num_workers "
+                    "or train.micro_batch_size"
+                )
+            self.prefetch_factor = min(self.prefetch_factor, int(memory_limit_mib / mib) // num_workers)
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
         """Pairs every plan with its micro-batches, in order.
@@ -179,8 +184,7 @@ class Loader(Prefetched):
                 for some in map(slice, bounds[:-1], bounds[1:]):
                     yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
 
-        ahead = requests(), self._num_workers, self.prefetch_factor, self._pin_memory
-        results = iter(data_loader(self._dataset, *ahead))
+        results = self.results(self._dataset, requests())
 
         def batches(first: Batch, count: int) -> Iterator[Batch]:
             yield first
@@ -203,39 +207,31 @@ class Loader(Prefetched):
 
 
 class MicroBatches(Dataset):
-    """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`."""
+    """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`.
 
-    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, room: int):
-        self._reader = TarReader(table)
-        self._kept = Kept(make_example, room)
-        self._micro_batch_size = micro_batch_size
-
-    def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
-        try:
-            examples = zip(self._kept.read(self._reader, request.example_ids), request.example_keys, strict=True)
-            return shared(stack_examples(examples, self._kept, self._micro_batch_size, request.rows.tolist()))
-        except (ReadError, DataError) as error:
-            return Failure(type(error), str(error))
-        except MemoryError:
-            return Failure(MemoryError, "in a data worker")
-
-
-class Kept:
-    """Makes examples, and keeps those that their keys do not change: they are read and decoded once.
+    Examples that their keys do not change are kept: they are read and decoded once.
 
     Args:
         room: bytes. The first examples that fit stay, since random batches ask for all of them equally often.
     """
 
-    def __init__(self, make_example: MakeExample, room: int):
-        self._make_example, self._room = make_example, room
+    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, room: int):
+        self._reader, self._make_example, self._room = TarReader(table), make_example, room
+        self._micro_batch_size = micro_batch_size
         self._made: dict[int, dict[str, np.ndarray]] = {}
         self.padding = make_example.padding
 
-    def read(self, reader: TarReader, ids: np.ndarray) -> Iterator[tuple[int, RawExample | None]]:
-        """What `__call__` takes, for distinct ids: those that are kept are not read."""
-        raws = reader.read_all([i for i in ids.tolist() if i not in self._made])
-        return ((i, None if i in self._made else next(raws)) for i in ids.tolist())
+    def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
+        ids = request.example_ids.tolist()
+        raws = self._reader.read_all([i for i in ids if i not in self._made])
+        examples = ((i, None if i in self._made else next(raws)) for i in ids)
+        try:
+            keyed = zip(examples, request.example_keys, strict=True)
+            return shared(stack_examples(keyed, self, self._micro_batch_size, request.rows.tolist()))
+        except (ReadError, DataError) as error:
+            return Failure(type(error), str(error))
+        except MemoryError:
+            return Failure(MemoryError, "in a data worker")
 
     def __call__(self, example: tuple[int, RawExample | None], key: int, /) -> dict[str, np.ndarray]:
         number, raw = example
@@ -251,7 +247,7 @@ class Kept:
 
 def stack_examples(
     examples: Iterable[tuple[Any, int]],
-    make_example: MakeExample | Kept,
+    make_example: MakeExample | MicroBatches,
     micro_batch_size: int,
     rows: Iterable[int] | None = None,
 ) -> Batch:
@@ -264,31 +260,31 @@ def stack_examples(
         ValueError: the example maker returned arrays of differing names or shapes (a programming error).
     """
     padding = make_example.padding()
-    # Filled row by row, while a row is still in the cache and before the next one takes its memory.
-    stacked = {name: np.empty((micro_batch_size, *array.shape), array.dtype) for name, array in padding.items()}
+    kinds = {name: (array.shape, array.dtype) for name, array in padding.items()}
+    stacked = {name: np.empty((micro_batch_size, *shape), dtype) for name, (shape, dtype) in kinds.items()}
+
+    def fill(row: int, arrays: dict[str, np.ndarray]) -> None:
+        """Row by row, while a row is still in the cache and before the next one takes its memory."""
+        if kinds != {name: (array.shape, array.dtype) for name, array in arrays.items()}:
+            raise ValueError("make_example and its padding() return different names, shapes or types")
+        for name, array in arrays.items():
+            stacked[name][row] = array
+
     is_padding_B = torch.ones(micro_batch_size, dtype=torch.bool)
     num_undecodable = 0
     for row, (raw, key) in zip(itertools.count() if rows is None else rows, examples, strict=False):
         try:
-            _fill(stacked, row, make_example(raw, int(key)))
+            fill(row, make_example(raw, int(key)))
             is_padding_B[row] = False
         except DecodeError:
             num_undecodable += 1
     for row in is_padding_B.nonzero().flatten().tolist():
-        _fill(stacked, row, padding)
+        fill(row, padding)
     inputs: dict[str, torch.Tensor] = {}
     for name, array in stacked.items():  # images_CHW -> images_BCHW, label -> label_B
         stem, _, suffix = name.rpartition("_")
         inputs[f"{stem}_B{suffix}" if stem and suffix.isupper() else f"{name}_B"] = torch.from_numpy(array)
     return Batch(inputs, is_padding_B, num_undecodable)
-
-
-def _fill(stacked: dict[str, np.ndarray], row: int, arrays: dict[str, np.ndarray]) -> None:
-    kinds = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-    if kinds != {name: (array.shape[1:], array.dtype) for name, array in stacked.items()}:
-        raise ValueError("make_example and its padding() return different names, shapes or types")
-    for name, array in arrays.items():
-        stacked[name][row] = array
 
 
 def eval_batches(

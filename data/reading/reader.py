@@ -7,17 +7,22 @@ becomes a zero gradient later.
 
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.errors import ReadError
+from data.index.shard import walk_shard
 from data.index.tar_format import TarFormatError, is_image, iter_members, split_key
 from data.index.tar_index import ExampleTable
 
 MAX_EXAMPLE_BYTES = 256 << 20
 MAX_CAPTION_BYTES = 1 << 20
+_DIGITS = re.compile(r"\s*([0-9]{1,9})\s*", re.ASCII)
+_MAX_NUMBER_CHARACTERS = 64
 
 
 class RawExample(NamedTuple):
@@ -91,6 +96,28 @@ class TarReader:
         self._storage.close()
 
 
+def read_in_order(path: Path) -> Iterator[tuple[bytes, RawExample]]:
+    """Keys and examples of a whole shard, which is walked as the index does it before it is read.
+
+    Raises:
+        DataError: it is damaged.
+        ReadError: it cannot be read.
+    """
+    try:
+        extents = walk_shard(path, str(path))
+        with open(path, "rb") as file:
+            for key, (start, end) in zip(extents.keys, extents.bounds_K2.tolist(), strict=True):
+                file.seek(start)
+                is_readable = end - start <= MAX_EXAMPLE_BYTES
+                yield key, parse_example(file.read(end - start)) if is_readable else RawExample(None, {})
+    except TarFormatError as error:
+        raise ReadError(f"the shard {path} changed while it was read ({error})") from error
+    except OSError as error:
+        if isinstance(error, ReadError):
+            raise
+        raise ReadError(f"cannot read a shard: {error.strerror}: {path}") from error
+
+
 def parse_example(extent: bytes) -> RawExample:
     """Parses the members of one example.
 
@@ -119,6 +146,14 @@ def _text(body: bytes) -> str | None:
         return body.decode("utf-8-sig") if len(body) <= MAX_CAPTION_BYTES else None
     except UnicodeDecodeError:
         return None
+
+
+def whole_number(value: object) -> int | None:
+    """A whole number of at most nine digits from 0 on, or its ASCII digits with or without blanks; None for anything else."""
+    if isinstance(value, str):
+        digits = _DIGITS.fullmatch(value) if len(value) <= _MAX_NUMBER_CHARACTERS else None
+        value = int(digits[1]) if digits else None
+    return value if type(value) is int and 0 <= value < 10**9 else None
 
 
 def json_record(body: bytes) -> dict[str, Any]:

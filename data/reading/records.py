@@ -44,13 +44,6 @@ class ShardStatus(NamedTuple):
     size: int
     version: str
 
-    def is_newer_than(self, entry: ShardEntry) -> bool:
-        """Whether the versions say that it was written again. Those of another kind (an index moved with a copy) say
-        nothing; then only the checksum of every read tells."""
-        kind, _, value = self.version.partition(":")
-        old_kind, _, old_value = entry.version.partition(":")
-        return bool(kind) and kind == old_kind and value != old_value
-
 
 class ReadRequest(NamedTuple):
     """One example's bytes: `length` at `offset`, which must have this CRC-32."""

@@ -79,13 +79,9 @@ class RemoteStorage:
             return self._retry(url, lambda: fetch(url, request))
 
         def fetch(url: str, request: ReadRequest) -> bytes:
-            data: bytes = self._filesystem.cat_file(
-                url,
-                start=request.offset,
-                end=request.offset + request.length,
-                **self._if_match(request.shard.version),
-                **self._timeout(),
-            )
+            span = {"start": request.offset, "end": request.offset + request.length}
+            how = self._if_match(request.shard.version) | self._timeout()
+            data: bytes = self._filesystem.cat_file(url, **span, **how)
             if len(data) > request.length:
                 raise _FinalError(f"cannot read {url}: its server does not serve ranges")
             if len(data) < request.length:
@@ -227,12 +223,9 @@ def _filesystem(root: str, options: RemoteOptions) -> Any:
         import aiohttp
 
         # A whole shard may take long; silence on the line may not.
-        settings["client_kwargs"] = {
-            "timeout": aiohttp.ClientTimeout(
-                total=None, sock_read=options.timeout_seconds, sock_connect=options.timeout_seconds
-            ),
-            "trace_configs": [_stays_encrypted()],
-        }
+        silence = {"sock_read": options.timeout_seconds, "sock_connect": options.timeout_seconds}
+        timeout = aiohttp.ClientTimeout(total=None, **silence)
+        settings["client_kwargs"] = {"timeout": timeout, "trace_configs": [_stays_encrypted()]}
         settings["use_listings_cache"] = False
     try:
         return fsspec.get_filesystem_class(scheme)(**settings)

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -98,7 +98,6 @@ class StagedStorage:
         self.root = source.root
         self._source, self._folder, self._shards, self._connections = source, folder, shards, connections
         self._local = LocalStorage(str(folder))
-        self._known: set[str] = set()
 
     def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
         return self._source.status(names)
@@ -107,8 +106,7 @@ class StagedStorage:
         self._source.fetch(name, status, path)
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
-        for shard in {request.shard.sha256: request.shard for request in requests}.values():
-            self._wait_for(shard)
+        self._wait_for({request.shard.sha256: request.shard for request in requests}.values())
         staged = [r._replace(shard=replace(r.shard, name=_staged_name(r.shard))) for r in requests]
         try:
             yield from self._local.read_all(staged)
@@ -127,20 +125,16 @@ class StagedStorage:
         Raises:
             ReadError: one cannot be had, or is not what was indexed.
         """
-        for shard in self._shards:
-            self._wait_for(shard)
+        self._wait_for(self._shards)
 
-    def _wait_for(self, shard: ShardEntry) -> None:
-        path = self._folder / _staged_name(shard)
-        if shard.sha256 in self._known:
-            return
-        while not os.path.exists(path):
-            try:
-                with _locked(self._folder):
-                    self._stage(shard)
-            except BlockingIOError:
-                time.sleep(_POLL_SECONDS)
-        self._known.add(shard.sha256)
+    def _wait_for(self, shards: Iterable[ShardEntry]) -> None:
+        for shard in shards:
+            while not (self._folder / _staged_name(shard)).exists():
+                try:
+                    with _locked(self._folder):
+                        self._stage(shard)
+                except BlockingIOError:
+                    time.sleep(_POLL_SECONDS)
 
     def _stage(self, shard: ShardEntry) -> None:
         """Copies all shards of the node that are missing, several at a time, begun in order; whoever calls it holds the lock.

@@ -10,7 +10,7 @@ import stat
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -135,21 +135,22 @@ class LocalStorage:
 
 
 @contextmanager
-def local_copy(storage: Storage, name: str) -> Iterator[Path]:
-    """The whole shard as a local file, for as long as the context lasts: of a remote one a private temporary copy.
+def local_copy(root: str, remote: RemoteOptions, name: str) -> Iterator[Path]:
+    """A whole shard of a root as a local file, for as long as the context lasts: of a remote one a private temporary copy.
 
     Raises:
         DataError: it is missing or empty.
         ReadError: it cannot be had.
     """
-    if isinstance(storage, LocalStorage):
-        yield Path(storage.root, name)
+    if not is_url(root):
+        yield Path(root, name)
         return
-    [status] = require_present(storage.status([name]))
-    with tempfile.TemporaryDirectory(prefix="shard-") as folder:  # The disk must hold one shard per worker.
-        path = Path(folder) / "shard.tar"
-        storage.fetch(name, status, path)
-        yield path
+    with closing(open_storage(root, remote)) as storage:
+        [status] = require_present(storage.status([name]))
+        with tempfile.TemporaryDirectory(prefix="shard-") as folder:  # The disk must hold one shard per worker.
+            path = Path(folder) / "shard.tar"
+            storage.fetch(name, status, path)
+            yield path
 
 
 def require_present(statuses: Iterable[ShardStatus | DataError]) -> Iterator[ShardStatus]:

@@ -19,11 +19,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
-from data.index.shard import walk_shard
-from data.index.tar_format import TarFormatError
 from data.reading.loader import Failure, Prefetched, StepPlan, stack_examples
-from data.reading.reader import MAX_EXAMPLE_BYTES, RawExample, parse_example
-from data.reading.workers import data_loader, shared
+from data.reading.reader import RawExample, read_in_order
+from data.reading.workers import shared
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,9 @@ class Stream:
         if self.shuffle_buffer:
             random.Random(f"{self.seed} {epoch}").shuffle(shards)
         by_shard = len(shards) >= num_readers
-        named = in_order(shards[reader::num_readers] if by_shard else shards)
+        chosen = shards[reader::num_readers] if by_shard else shards
+        named: Iterator[tuple[str, RawExample]]
+        named = ((f"{path} {os.fsdecode(key)}", raw) for path in chosen for key, raw in read_in_order(Path(path)))
         if not by_shard:
             named = itertools.islice(named, reader, None, num_readers)
         if self.shuffle_buffer:
@@ -75,30 +75,6 @@ class Stream:
             rng = random.Random(f"{self.seed} {epoch} {reader}")
             named = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(named)
         yield from named
-
-
-def in_order(shards: Sequence[str]) -> Iterator[tuple[str, RawExample]]:
-    """Names and examples of shards. Each shard is walked as the index does it before it is read.
-
-    Raises:
-        DataError: a shard is damaged.
-        ReadError: a shard cannot be read.
-    """
-    for path in shards:
-        try:
-            extents = walk_shard(Path(path), path)
-            with open(path, "rb") as file:
-                for key, (start, end) in zip(extents.keys, extents.bounds_K2.tolist(), strict=True):
-                    file.seek(start)
-                    is_readable = end - start <= MAX_EXAMPLE_BYTES
-                    raw = parse_example(file.read(end - start)) if is_readable else RawExample(None, {})
-                    yield f"{path} {os.fsdecode(key)}", raw
-        except TarFormatError as error:
-            raise ReadError(f"the shard {path} changed while it was read ({error})") from error
-        except OSError as error:
-            if isinstance(error, ReadError):
-                raise
-            raise ReadError(f"cannot read a shard: {error.strerror}: {path}") from error
 
 
 class StreamingLoader(Prefetched, IterableDataset):
@@ -134,8 +110,7 @@ class StreamingLoader(Prefetched, IterableDataset):
         self._sizes = [max(0, min(micro_batch_size, mine - start)) for start in starts]
         self._stream, self._make_example, self._micro_batch_size = stream, make_example, micro_batch_size
         self._first, self._rank, self._world_size = start_step * len(self._sizes), rank, world_size
-        self._num_workers, self._pin_memory = num_workers, pin_memory
-        self.prefetch_factor = -(-prefetch_micro_batches // num_workers) if num_workers else None
+        super().__init__(num_workers, prefetch_micro_batches, pin_memory)
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
         """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream.
@@ -144,7 +119,7 @@ class StreamingLoader(Prefetched, IterableDataset):
             DataError: a damaged shard, or none that holds an example.
             ReadError: a shard cannot be read, or a worker died.
         """
-        results = iter(data_loader(self, None, self._num_workers, self.prefetch_factor, self._pin_memory))
+        results = self.results(self, None)
         batches = iter(lambda: self.next_batch(results), None)
         for plan in plans:
             self.data_wait = 0.0

@@ -6,20 +6,24 @@ of two lies where, the order of three. A small captioner learns it in minutes, w
 Shapes next to each other are level, those above each other plumb, so that no relation holds but the stated one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from math import cos, pi, sin
 from typing import NamedTuple
 
 import numpy as np
 
 from data.synthetic import shapes
-from data.synthetic.scene import Scene, Shape, Texture
-from data.synthetic.statement import Group, Statement
+from data.synthetic.scene import Group, Scene, Shape, Statement, Texture
 from data.synthetic.texture_kinds import describe, random_colours, random_texture
 from data.synthetic.vocabulary import BASIC, PLACES, a, size_word
 
 Rng = np.random.Generator
 Box = tuple[float, float, float, float]
+Spots = list[tuple[float, float, float]]
+"""Where the shapes of a group lie: x, y and radius."""
+Layout = tuple[tuple[Group, ...], list[Spots], Texture, Statement]
+"""Groups, their places, the background, and what is true of the places."""
 
 _CALM = ("stripes", "checkerboard", "dots", "gradient", "grid", "clouds", "bricks", "zigzag")
 """Textures on which shapes are still seen."""
@@ -52,22 +56,45 @@ class Composition(NamedTuple):
 
 def compose(rng: Rng) -> Composition:
     """One picture of any kind."""
-    makers: tuple[Callable[[Rng], Composition] | None, ...]
-    makers = (None, _halves, _scattered, _arranged, _two_groups, _nested, _three_in_order)
-    maker = makers[rng.choice(len(makers), p=(0.3, 0.06, 0.17, 0.08, 0.22, 0.07, 0.1))]
-    if maker is not None:
-        return maker(rng)
-    texture = random_texture(rng)
-    return Composition(Scene((texture,)), Statement(textures=(describe(texture, rng),)))
+    kind = int(rng.choice(7, p=(0.3, 0.06, 0.17, 0.08, 0.22, 0.07, 0.1)))
+    if kind == 0:
+        texture = random_texture(rng)
+        return Composition(Scene((texture,)), Statement(textures=(describe(texture, rng),)))
+    if kind == 1:
+        return _halves(rng)
+    layouts: tuple[Callable[[Rng], Layout], ...] = (_scattered, _arranged, _two_groups, _nested, _three_in_order)
+    groups, spots, background, said = layouts[kind - 2](rng)
+    # The groups are drawn at their places; size words and the background are added to the statement.
+    drawn: list[Shape] = []
+    named: list[Group] = []
+    for group, places in zip(groups, spots, strict=True):
+        word = size_word(places[0][2]) if rng.random() < 0.6 else ""
+        name, angle = group.shape, float(rng.uniform(-0.2, 0.2)) if group.shape not in _UPRIGHT else 0.0
+        if name == "arrow":
+            direction, angle = _ARROWS[rng.integers(4)]
+            word = f"{word} {direction}-pointing".strip()
+        drawn += [Shape(name, group.colour, x, y, radius, angle, group.fill, group.second) for x, y, radius in places]
+        named.append(replace(group, size=word))
+    if background.program != "plain":
+        phrase = describe(background, rng)
+    else:
+        colour, tone = background.colours[0], ""
+        if colour == "white" and rng.random() < 0.2:
+            tone = "bright "
+        elif rng.random() < 0.2:
+            tone = "plain "
+        phrase = a(f"{tone}{colour} {rng.choice(['background', 'background', 'ground', 'backdrop'])}")
+    statement = replace(said, groups=tuple(named), background=phrase)
+    if said.relation == "inside":  # the outer shape lies behind the inner one
+        drawn.reverse()
+        if rng.random() < 0.4:
+            statement = replace(statement, groups=statement.groups[::-1], relation="around")
+    return Composition(Scene((background,), tuple(drawn)), statement)
 
 
-def compose_shapes(rng: Rng, number: int | None = None) -> Composition:
-    """One picture of one to three different plain shapes in different colours, on one colour.
-
-    Args:
-        number: how many shapes; drawn if None.
-    """
-    count = int(rng.choice(3, p=(0.4, 0.4, 0.2))) + 1 if number is None else number
+def compose_shapes(rng: Rng) -> Composition:
+    """One picture of one to three different plain shapes in different colours, on one colour."""
+    count = int(rng.choice(3, p=(0.4, 0.4, 0.2))) + 1
     names = [str(name) for name in rng.permutation(shapes.SIMPLE)[:count]]
     colours = random_colours(rng, count, contrast=_BACKGROUND_CONTRAST, among=BASIC)
     background = random_colours(rng, 1, avoid=colours, contrast=_BACKGROUND_CONTRAST, among=_PLAIN_BACKGROUNDS)
@@ -105,10 +132,10 @@ def _halves(rng: Rng) -> Composition:
     return Composition(Scene((first, second)), Statement(textures=phrases, relation=relation))
 
 
-def _scattered(rng: Rng) -> Composition:
+def _scattered(rng: Rng) -> Layout:
     """One group anywhere; a single shape has a place."""
     count = int(rng.choice(10, p=(0.28, 0.15, 0.13, 0.1, 0.09, 0.07, 0.06, 0.05, 0.04, 0.03))) + 1
-    group, background = _groups(rng, (count,))
+    groups, background = _groups(rng, (count,))
     if count == 1:
         place, phrases = list(PLACES.items())[rng.integers(len(PLACES))]
         radius = float(rng.uniform(0.05, 0.15))
@@ -118,10 +145,10 @@ def _scattered(rng: Rng) -> Composition:
         spots, where = [(at[0], at[1], radius)], str(phrases[rng.integers(2)])
     else:
         spots, where = _spread(rng, count, (0.03, 0.03, 0.97, 0.97)), ""
-    return _finish(rng, group, [spots], background, Statement(place=where))
+    return groups, [spots], background, Statement(place=where)
 
 
-def _arranged(rng: Rng) -> Composition:
+def _arranged(rng: Rng) -> Layout:
     """One group in a row, a column, a circle or a square grid."""
     kind = int(rng.integers(4))
     count = int(rng.integers(3, 8)) if kind < 3 else 4 if rng.random() < 0.4 else 9
@@ -141,10 +168,10 @@ def _arranged(rng: Rng) -> Composition:
         lines = [0.5 + (k - (side - 1) / 2) * 0.9 / side for k in range(side)]
         points = [(x, y) for y in lines for x in lines]
     where = _ARRANGEMENTS[kind][rng.integers(2)]
-    return _finish(rng, groups, [[(x, y, radius) for x, y in points]], background, Statement(place=where))
+    return groups, [[(x, y, radius) for x, y in points]], background, Statement(place=where)
 
 
-def _two_groups(rng: Rng) -> Composition:
+def _two_groups(rng: Rng) -> Layout:
     """One group left of, right of, above or below another."""
     counts = tuple(int(value) for value in rng.choice((1, 2, 3, 4, 5), size=2, p=(0.5, 0.2, 0.15, 0.1, 0.05)))
     groups, background = _groups(rng, counts)
@@ -157,10 +184,10 @@ def _two_groups(rng: Rng) -> Composition:
         sides = (0.15, 0.85) if count == 1 else (0.05, 0.95)
         (left, right), (top, bottom) = (span, sides) if relation in ("left", "right") else (sides, span)
         spots.append(_spread(rng, count, (left, top, right, bottom)))
-    return _finish(rng, groups, spots, background, Statement(relation=relation))
+    return groups, spots, background, Statement(relation=relation)
 
 
-def _nested(rng: Rng) -> Composition:
+def _nested(rng: Rng) -> Layout:
     """A small shape inside of a large roomy one."""
     roomy = ("circle", "square", "hexagon", "pentagon")
     inner, background = _groups(rng, (1,))
@@ -170,15 +197,10 @@ def _nested(rng: Rng) -> Composition:
     outer = Group(1, names[rng.integers(len(names))], colour, "hollow" if rng.random() < 0.3 else "solid")
     x, y = (float(value) for value in rng.uniform(0.42, 0.58, 2))
     spots = [[(x, y, float(rng.uniform(0.1, 0.19)))], [(x, y, float(rng.uniform(0.34, 0.4)))]]
-    groups = (inner[0], outer)
-    drawn = _finish(rng, groups, spots, background, Statement(relation="inside"), back_to_front=True)
-    if rng.random() < 0.4:
-        turned = Statement(drawn.statement.groups[::-1], "around", background=drawn.statement.background)
-        return Composition(drawn.scene, turned)
-    return drawn
+    return (inner[0], outer), spots, background, Statement(relation="inside")
 
 
-def _three_in_order(rng: Rng) -> Composition:
+def _three_in_order(rng: Rng) -> Layout:
     """Three different shapes from left to right or from top to bottom."""
     groups, background = _groups(rng, (1, 1, 1))
     relation = "right" if rng.random() < 0.6 else "down"
@@ -187,7 +209,7 @@ def _three_in_order(rng: Rng) -> Composition:
         along, across = 0.18 + 0.32 * place + float(rng.uniform(-0.02, 0.02)), float(rng.uniform(0.4, 0.6))
         x, y = (along, across) if relation == "right" else (across, along)
         spots.append([(x, y, float(rng.uniform(0.09, 0.13)))])
-    return _finish(rng, groups, spots, background, Statement(relation=relation))
+    return groups, spots, background, Statement(relation=relation)
 
 
 def _groups(rng: Rng, counts: tuple[int, ...]) -> tuple[tuple[Group, ...], Texture]:
@@ -211,7 +233,7 @@ def _groups(rng: Rng, counts: tuple[int, ...]) -> tuple[tuple[Group, ...], Textu
     return tuple(groups), background
 
 
-def _spread(rng: Rng, count: int, box: Box) -> list[tuple[float, float, float]]:
+def _spread(rng: Rng, count: int, box: Box) -> Spots:
     """Places (x, y, radius) of equal circles that neither touch each other nor leave the box."""
     left, top, right, bottom = box
     width, height = right - left, bottom - top
@@ -227,38 +249,3 @@ def _spread(rng: Rng, count: int, box: Box) -> list[tuple[float, float, float]]:
         y = top + (place // columns + 0.5) * height / rows + float(rng.uniform(-1, 1)) * slack_y
         spots.append((float(x), float(y), radius))
     return spots
-
-
-def _finish(
-    rng: Rng,
-    groups: Sequence[Group],
-    spots: Sequence[Sequence[tuple[float, float, float]]],
-    background: Texture,
-    statement: Statement,
-    *,
-    back_to_front: bool = False,
-) -> Composition:
-    """Draws the groups at their places; adds size words and the background to the statement."""
-    drawn: list[Shape] = []
-    named: list[Group] = []
-    for group, places in zip(groups, spots, strict=True):
-        word = size_word(places[0][2]) if rng.random() < 0.6 else ""
-        name, angle = group.shape, float(rng.uniform(-0.2, 0.2)) if group.shape not in _UPRIGHT else 0.0
-        if name == "arrow":
-            direction, angle = _ARROWS[rng.integers(4)]
-            word = f"{word} {direction}-pointing".strip()
-        drawn += [Shape(name, group.colour, x, y, radius, angle, group.fill, group.second) for x, y, radius in places]
-        named.append(Group(group.count, name, group.colour, group.fill, group.second, word))
-    if background.program != "plain":
-        phrase = describe(background, rng)
-    else:
-        colour, tone = background.colours[0], ""
-        if colour == "white" and rng.random() < 0.2:
-            tone = "bright "
-        elif rng.random() < 0.2:
-            tone = "plain "
-        phrase = a(f"{tone}{colour} {rng.choice(['background', 'background', 'ground', 'backdrop'])}")
-    order = drawn[::-1] if back_to_front else drawn
-    return Composition(
-        Scene((background,), tuple(order)), Statement(tuple(named), statement.relation, statement.place, phrase)
-    )

@@ -1,17 +1,15 @@
 """Texture programs: formulas that give every pixel a number in [0, 1], which picks its colour.
 
 Each takes x (float32 (W,)) and y (float32 (H, 1)) in image sides, origin top left, y down; its eight parameters; and the size of
-a pixel. It returns float32 (H, W), or less where an axis does not matter.
+a pixel. It returns float32 (H, W), or less where an axis does not matter. What stands above `stripes` they are made of.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 
 TAU = np.float32(2 * np.pi)
 Array = np.ndarray
-Field = Callable[[Array, Array, Array, float], Array]
 
 
 @cache
@@ -220,12 +218,3 @@ def gradient(x: Array, y: Array, a: Array, px: float) -> Array:
 def grid(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = rotated(x, y, a[2])
     return edge(a[1] - np.minimum(np.abs(fract(u * a[0]) - 0.5), np.abs(fract(v * a[0]) - 0.5)), a[0] * px)
-
-
-FIELD_BY_NAME: dict[str, Field] = {
-    field.__name__: field
-    for field in (
-        *(stripes, checkerboard, dots, rings, spiral, rays, mosaic, cracks, clouds),
-        *(marble, swirls, kaleidoscope, julia, bricks, honeycomb, zigzag, gradient, grid),
-    )
-}

@@ -11,8 +11,7 @@ import numpy as np
 from data.errors import DataError
 from data.synthetic.compose import Composition, compose, compose_shapes
 from data.synthetic.render import draw
-from data.synthetic.scene import CONTENTS, Scene
-from data.synthetic.statement import Statement
+from data.synthetic.scene import CONTENTS, Scene, Statement
 
 GENERATOR_VERSION = 2
 """Changes whenever any example of any seed does."""

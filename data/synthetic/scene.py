@@ -1,9 +1,14 @@
-"""What a picture consists of: texture programs in boxes, shapes on top."""
+"""What a picture consists of: texture programs in boxes, shapes on top. What it shows, as structure; and its true captions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from data.synthetic import shapes
+from data.synthetic.vocabulary import ABSTRACT_INTRODUCTIONS, COUNTS, INTRODUCTIONS, RELATIONS, a, listed
+
+Rng = np.random.Generator
 CONTENTS = ("all", "shapes", "scenes")
-FILLS = ("solid", "hollow", "striped", "dotted", "checkered")
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Shape:
         y: centre in image sides from the top.
         radius: that of the circle around it, in image sides.
         angle: radians, clockwise.
-        fill: one of FILLS.
+        fill: solid, hollow, striped, dotted or checkered.
         second: the other colour of a striped, dotted or checkered fill.
     """
 
@@ -54,3 +59,87 @@ class Scene:
 
     textures: tuple[Texture, ...]
     shapes: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equal shapes: "three small red stars".
+
+    Attributes:
+        count: how many.
+        shape: name.
+        colour: name.
+        fill: see `Shape`.
+        second: the other colour of a patterned fill.
+        size: a word, or nothing.
+    """
+
+    count: int
+    shape: str
+    colour: str
+    fill: str = "solid"
+    second: str | None = None
+    size: str = ""
+
+    def phrase(self) -> str:
+        """With article or number."""
+        noun = self.shape if self.count == 1 else shapes.plural(self.shape)
+        if self.fill == "hollow":
+            noun = f"hollow {self.colour} {noun}"
+        elif self.second is not None:
+            noun = f"{self.fill} {listed([self.colour, self.second])} {noun}"
+        else:
+            noun = f"{self.colour} {noun}"
+        noun = f"{self.size} {noun}" if self.size else noun
+        return a(noun) if self.count == 1 else f"{COUNTS[self.count]} {noun}"
+
+    def with_look_of(self, other: "Group") -> "Group":
+        """This number and shape in the colours of the other."""
+        return replace(self, colour=other.colour, fill=other.fill, second=other.second)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a caption states about a picture.
+
+    Attributes:
+        groups: one group; two in a relation; three from left to right or from top to bottom.
+        relation: a key of RELATIONS between two groups; "right" or "down" for three; else None.
+        place: where one group is, a phrase such as "in the center", or an arrangement such as "in a row".
+        background: a phrase, or nothing.
+        textures: instead of groups: one phrase, or two in a relation.
+    """
+
+    groups: tuple[Group, ...] = ()
+    relation: str | None = None
+    place: str = ""
+    background: str = ""
+    textures: tuple[str, ...] = ()
+
+    def caption(self, rng: Rng) -> str:
+        """A true sentence, its wording drawn at random."""
+        body = self._body(rng)
+        if self.background and rng.random() < 0.75:
+            body += rng.choice([" on ", " in front of ", " against "]) + self.background
+        introductions = ABSTRACT_INTRODUCTIONS if self.textures else INTRODUCTIONS
+        introduction = str(introductions[rng.integers(len(introductions))])
+        has_article = body.startswith(("a ", "an ", "the "))
+        if body.startswith("from ") or (self.textures and introduction.endswith(" of ") and has_article):
+            introduction = ""  # "an image of from left to right", "an abstract pattern of a checkerboard"
+        return introduction + body
+
+    def plain_caption(self) -> str:
+        """The true caption of shapes in the plainest wording, without background."""
+        return self._body(None)
+
+    def _body(self, rng: Rng | None) -> str:
+        phrases = self.textures or tuple(group.phrase() for group in self.groups)
+        if len(phrases) == 3:
+            way = {"right": "from left to right", "down": "from top to bottom"}[str(self.relation)]
+            if rng is not None and rng.random() < 0.3:
+                return f"{phrases[1]} between {phrases[0]} and {phrases[2]}"
+            return f"{way}: {listed(phrases)}" if rng is not None and rng.random() < 0.5 else f"{listed(phrases)} {way}"
+        if len(phrases) == 2 and self.relation is not None:
+            words = RELATIONS[self.relation]
+            return f"{phrases[0]} {words[0 if rng is None else rng.integers(len(words))]} {phrases[1]}"
+        return f"{listed(phrases)} {self.place}".strip()

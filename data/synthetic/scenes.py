@@ -93,10 +93,16 @@ class Placed(NamedTuple):
     turn: np.ndarray
 
 
-def cut_out(rgba_HWC: np.ndarray) -> np.ndarray:
-    """(28, 28, 4) uint8: what is not transparent, as large as a margin of one pixel allows."""
+def from_ink(ink_HW: np.ndarray, least: float = 0.35) -> np.ndarray:
+    """A cut-out, (28, 28, 4) uint8, of a picture that is bright where there is ink, as large as a margin of one pixel allows.
+
+    A little ink is opaque already, and more of it is brighter.
+    """
     from PIL import Image
 
+    light = 255 * (least + (1 - least) * ink_HW / 255)
+    opaque = np.clip(4 * ink_HW.astype(np.float32), 0, 255)
+    rgba_HWC = np.dstack([light, light, light, opaque]).astype(np.uint8)
     rows, columns = np.where(rgba_HWC[..., 3] > 24)
     image = Image.fromarray(rgba_HWC[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1])
     scale = (SPRITE - 2) / max(image.size)
@@ -105,13 +111,6 @@ def cut_out(rgba_HWC: np.ndarray) -> np.ndarray:
     framed = Image.new("RGBA", (SPRITE, SPRITE), (0, 0, 0, 0))
     framed.paste(image, ((SPRITE - image.width) // 2, (SPRITE - image.height) // 2))
     return np.array(framed)
-
-
-def from_ink(ink_HW: np.ndarray, least: float = 0.35) -> np.ndarray:
-    """A cut-out of a picture that is bright where there is ink: a little ink is opaque already, and more of it is brighter."""
-    light = 255 * (least + (1 - least) * ink_HW / 255)
-    opaque = np.clip(4 * ink_HW.astype(np.float32), 0, 255)
-    return cut_out(np.dstack([light, light, light, opaque]).astype(np.uint8))
 
 
 def pool(sprites: dict[str, np.ndarray], *, leaves_out: bool = False, is_tinted: bool = True) -> Pool:
@@ -140,20 +139,23 @@ def pools() -> dict[str, Pool]:
         kinds = held["caption_N"] // 2
     with np.load(io.BytesIO(lzma.decompress(SPRITES_FILE.read_bytes()))) as held:
         alpha, clip_art = (held["letters_FLHW"], held["other_letters_FLHW"]), held["clip_art_NHWC"]
-    sprites: dict[bool, dict[str, np.ndarray]] = {False: {}, True: {}}
-    for judges, found in sprites.items():
-        span = slice(PARTS["train"], None) if judges else slice(0, 5000)
-        for number, name in enumerate(CLOTHES):
-            found[name] = np.stack([from_ink(one) for one in ink[span][kinds[span] == number]])
+    sprites: list[dict[str, np.ndarray]] = []
+    for span, letters in zip(
+        (slice(0, 5000), slice(PARTS["train"], None)), alpha, strict=True
+    ):  # of captions, of judges
+        found = {
+            name: np.stack([from_ink(one) for one in ink[span][kinds[span] == number]])
+            for number, name in enumerate(CLOTHES)
+        }
         for number, letter in enumerate(LETTERS):
-            one = alpha[judges][:, number, ..., None]
+            one = letters[:, number, ..., None]
             found[f"letter {letter}"] = np.concatenate([np.full_like(one, 255).repeat(3, axis=-1), one], axis=-1)
+        sprites.append(found)
+    never = {"clothes": CLOTHES, "letters": KINDS[len(CLOTHES) :], "never": KINDS}
     return {
-        "captioned": pool({kind: sprites[False][kind] for kind in CAPTIONED}, leaves_out=True),
-        "new": pool({kind: sprites[True][kind] for kind in CAPTIONED}),
-        "clothes": pool({kind: sprites[True][kind] for kind in CLOTHES if kind in NEVER}),
-        "letters": pool({kind: sprites[True][kind] for kind in KINDS[len(CLOTHES) :] if kind in NEVER}),
-        "never": pool({kind: sprites[True][kind] for kind in KINDS if kind in NEVER}),
+        "captioned": pool({kind: sprites[0][kind] for kind in CAPTIONED}, leaves_out=True),
+        "new": pool({kind: sprites[1][kind] for kind in CAPTIONED}),
+        **{name: pool({one: sprites[1][one] for one in some if one in NEVER}) for name, some in never.items()},
         "clip art": pool({f"picture-{n}": one[None] for n, one in enumerate(clip_art)}, is_tinted=False),
     }
 
@@ -161,9 +163,8 @@ def pools() -> dict[str, Pool]:
 def uniforms(seed: int, index_B: np.ndarray, count: int) -> np.ndarray:
     """(B, count) float32 in [0, 1): splitmix64 of seed, index and place."""
     with np.errstate(over="ignore"):
-        x = (index_B.astype(np.uint64)[:, None] + np.uint64(seed) * np.uint64(0xA0761D6478BD642F)) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
+        x = index_B.astype(np.uint64)[:, None] + np.uint64(seed) * np.uint64(0xA0761D6478BD642F)
+        x = x * np.uint64(0x9E3779B97F4A7C15)
         x = x ^ (np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03))
         x += np.uint64(0x632BE59BD9B4E019)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -224,14 +225,9 @@ class Scenes:
             rows = np.stack([cos, sin, -cos * x - sin * y, -sin, cos, sin * x - cos * y], 1).reshape(-1, 2, 3)
             # Both factors of the grid's product, so that every pixel is one sum of products for any number of scenes.
             line = torch.from_numpy((np.arange(S) * 2 + 1) / S - 1)
-            t = torch.from_numpy(rows)
-            grid = torch.stack(
-                [
-                    t[:, k, 0, None, None] * line + t[:, k, 1, None, None] * line[:, None] + t[:, k, 2, None, None]
-                    for k in (0, 1)
-                ],
-                -1,
-            ).float()
+            t = torch.from_numpy(rows)[..., None, None]
+            sums = [t[:, k, 0] * line + t[:, k, 1] * line[:, None] + t[:, k, 2] for k in (0, 1)]
+            grid = torch.stack(sums, -1).float()
             drawn = F.grid_sample(among.pictures[placed.sprite[:, m]].float(), grid, align_corners=False)
             drawn *= torch.from_numpy((placed.number > m).astype(np.float32)).view(B, 1, 1, 1)
             light = drawn[:, :3]

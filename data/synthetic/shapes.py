@@ -53,49 +53,34 @@ def box(left: float, top: float, right: float, bottom: float) -> Outline:
     return polygon([(left, top), (right, top), (right, bottom), (left, bottom)])
 
 
-def _turn(count: int) -> list[float]:
-    """Angles of a whole turn in equal steps."""
-    return [2 * math.pi * k / count for k in range(count)]
+def around(count: int, point: Callable[[float], Point], turn: float = 0.0) -> Outline:
+    """A polygon whose corners follow angles in `count` equal steps of a whole turn; the first is `turn` of a step."""
+    return polygon([point(2 * math.pi * (k + turn) / count) for k in range(count)])
 
 
-def radial(radius: Callable[[float], float], count: int = 96) -> Outline:
-    """A closed curve around the origin; angle 0 points up and angles grow clockwise."""
-    return polygon([(radius(angle) * math.sin(angle), -radius(angle) * math.cos(angle)) for angle in _turn(count)])
-
-
-def regular(corners: int, turn: float = 0.0) -> Outline:
-    """A regular polygon with a corner on top, turned by `turn` of the angle between corners."""
-    angles = [2 * math.pi * (k + turn) / corners for k in range(corners)]
-    return polygon([(math.sin(angle), -math.cos(angle)) for angle in angles])
-
-
-def star(points: int, inner: float) -> Outline:
-    angles = [math.pi * k / points for k in range(2 * points)]
-    return polygon(
-        [((inner if k % 2 else 1) * math.sin(a), -(inner if k % 2 else 1) * math.cos(a)) for k, a in enumerate(angles)]
-    )
+def radial(count: int, radius: Callable[[float], float] = lambda angle: 1.0, turn: float = 0.0) -> Outline:
+    """A closed curve around the origin, a regular polygon by default; angle 0 points up and angles grow clockwise."""
+    return around(count, lambda t: (radius(t) * math.sin(t), -radius(t) * math.cos(t)), turn)
 
 
 OUTLINES: dict[str, Outline] = {
     "circle": disc(0, 0, 0.9),
     "square": box(-0.7, -0.7, 0.7, 0.7),
-    "triangle": regular(3),
-    "star": star(5, 0.42),
+    "triangle": radial(3),
+    "star": radial(10, lambda angle: 0.42 if round(angle * 5 / math.pi) % 2 else 1),
     "ring": difference(disc(0, 0, 0.92), disc(0, 0, 0.55)),
     "cross": union(box(-0.3, -0.92, 0.3, 0.92), box(-0.92, -0.3, 0.92, 0.3)),
     "diamond": polygon([(0, -1), (0.62, 0), (0, 1), (-0.62, 0)]),
-    "heart": polygon(
-        [
-            (
-                16 * math.sin(t) ** 3 / 18,
-                -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) + 2) / 18,
-            )
-            for t in _turn(80)
-        ]
+    "heart": around(
+        80,
+        lambda t: (
+            16 * math.sin(t) ** 3 / 18,
+            -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) + 2) / 18,
+        ),
     ),
-    "hexagon": regular(6),
-    "pentagon": regular(5),
-    "octagon": regular(8, 0.5),
+    "hexagon": radial(6),
+    "pentagon": radial(5),
+    "octagon": radial(8, turn=0.5),
     "rectangle": box(-0.9, -0.42, 0.9, 0.42),
     "oval": lambda grid: (np.hypot(grid[0] / 0.95, grid[1] / 0.55) - 1) * 0.55,
     "crescent": difference(disc(0, 0, 0.9), disc(0.42, -0.1, 0.72)),
@@ -106,8 +91,8 @@ OUTLINES: dict[str, Outline] = {
     "trapezoid": polygon([(-0.45, -0.55), (0.45, -0.55), (0.85, 0.5), (-0.85, 0.5)]),
     "parallelogram": polygon([(-0.4, -0.5), (0.9, -0.5), (0.4, 0.5), (-0.9, 0.5)]),
     "teardrop": union(disc(0, 0.35, 0.58), polygon([(0, -0.98), (0.53, 0.12), (-0.53, 0.12)])),
-    "flower": radial(lambda angle: 0.72 + 0.25 * math.cos(5 * angle)),
-    "gear": radial(lambda angle: 0.92 if math.sin(10 * angle) > 0 else 0.7, 400),
+    "flower": radial(96, lambda angle: 0.72 + 0.25 * math.cos(5 * angle)),
+    "gear": radial(400, lambda angle: 0.92 if math.sin(10 * angle) > 0 else 0.7),
     "lightning bolt": polygon([(0.25, -0.95), (-0.55, 0.12), (-0.08, 0.12), (-0.28, 0.95), (0.55, -0.2), (0.08, -0.2)]),
     "house": union(box(-0.62, -0.15, 0.62, 0.75), polygon([(0, -0.95), (0.9, -0.1), (-0.9, -0.1)])),
     "tree": union(
@@ -116,7 +101,7 @@ OUTLINES: dict[str, Outline] = {
         box(-0.15, 0.4, 0.15, 0.95),
     ),
     "fish": union(
-        polygon([(-0.25 + 0.7 * math.cos(t / 10 * math.pi), 0.42 * math.sin(t / 10 * math.pi)) for t in range(20)]),
+        around(20, lambda t: (-0.25 + 0.7 * math.cos(t), 0.42 * math.sin(t))),
         polygon([(0.25, 0), (0.85, -0.5), (0.85, 0.5)]),
     ),
     "cloud": union(disc(-0.5, 0.15, 0.38), disc(0.0, -0.15, 0.5), disc(0.52, 0.13, 0.4), box(-0.5, 0.1, 0.52, 0.53)),
@@ -127,7 +112,7 @@ OUTLINES: dict[str, Outline] = {
     "leaf": lambda grid: np.maximum(np.hypot(grid[0] - 0.62, grid[1]), np.hypot(grid[0] + 0.62, grid[1])) - 1.1,
     "crown": polygon([(-0.8, 0.6), (-0.9, -0.5), (-0.4, 0.0), (0, -0.75), (0.4, 0.0), (0.9, -0.5), (0.8, 0.6)]),
     "kite": polygon([(0, -0.75), (0.6, -0.2), (0, 1), (-0.6, -0.2)]),
-    "balloon": union(radial(lambda a: 0.72 + 0.08 * math.cos(a)), polygon([(0, 0.6), (0.18, 0.98), (-0.18, 0.98)])),
+    "balloon": union(radial(96, lambda a: 0.72 + 0.08 * math.cos(a)), polygon([(0, 0.6), (0.18, 0.98), (-0.18, 0.98)])),
     "cup": union(
         polygon([(-0.7, -0.6), (0.5, -0.6), (0.38, 0.7), (-0.58, 0.7)]),
         difference(disc(0.5, -0.05, 0.38), disc(0.5, -0.05, 0.2)),
@@ -141,7 +126,6 @@ HOLLOW = (
     *("semicircle", "trapezoid", "parallelogram", "arrow", "crescent", "kite"),
 )
 """Shapes whose outline alone can be drawn: made of one piece, and roomy."""
-PLURALS = {"cross": "crosses", "leaf": "leaves", "fish": "fish"}
 
 
 @cache
@@ -153,4 +137,4 @@ def distance_table() -> np.ndarray:
 
 
 def plural(name: str) -> str:
-    return PLURALS.get(name, name + "s")
+    return {"cross": "crosses", "leaf": "leaves", "fish": "fish"}.get(name, name + "s")

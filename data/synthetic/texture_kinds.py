@@ -20,18 +20,16 @@ class Kind:
 
     Attributes:
         values: draws its parameters.
-        nouns: phrases in which {c} stands for all colours, {c0} for the first, {c1} for the last, {n} for a number and
-            {adj} for adjectives.
+        nouns: phrases in which {c} stands for all colours, {c0} for the first, {c1} for the last, {n} for its first
+            parameter and {adj} for adjectives.
         max_colours: 2, or 3.
         adjectives: what its parameters allow to say.
-        number: what {n} is.
     """
 
     values: Callable[[Rng], Values]
     nouns: Words
     max_colours: int = 2
     adjectives: Callable[[Values], Words] = lambda values: ()
-    number: Callable[[Values], int] | None = None
 
 
 def _pick(rng: Rng, *choices: float) -> float:
@@ -50,10 +48,6 @@ def _band(value: float, low: float, high: float, below: str, above: str) -> Word
 def _scale(low: float, high: float, few: str, many: str) -> Callable[[Values], Words]:
     """An adjective for a frequency (the first parameter) below `low` or above `high`."""
     return lambda values: _band(values[0], low, high, few, many)
-
-
-def _first_number(values: Values) -> int:
-    return int(values[0])
 
 
 def _direction(angle: float) -> str:
@@ -98,13 +92,11 @@ KINDS: dict[str, Kind] = {
     "spiral": Kind(
         lambda rng: _centred(rng, _whole(rng, 1, 6), _pick(rng, -1, 1) * rng.uniform(2, 6)),
         ("a {c} spiral", "a spiral with {n} {c1} arms on {c0}", "a hypnotic {c} swirl",
-         "a {c} whirl around the middle"),
-        number=_first_number),
+         "a {c} whirl around the middle")),
     "rays": Kind(
         lambda rng: _centred(rng, _whole(rng, 5, 11), rng.random()),
         ("a sunburst of {c} rays", "{c} rays from the middle", "{n} {c1} beams spreading over {c0}",
-         "a pinwheel of {c}"),
-        number=_first_number),
+         "a pinwheel of {c}")),
     "mosaic": Kind(
         lambda rng: _offset(rng, rng.uniform(5, 12), 2.0),
         ("a {adj} mosaic of {c} cells", "a {adj} Voronoi diagram in {c}", "{adj} stained glass in {c}",
@@ -131,7 +123,7 @@ KINDS: dict[str, Kind] = {
         lambda rng: _offset(rng, _whole(rng, 3, 9), rng.uniform(3, 7), rng.uniform(1.5, 2.5), rng.uniform(1.5, 3)),
         ("a {c} kaleidoscope", "a kaleidoscope with {n} mirrors in {c}", "a {c} mandala with {n}-fold symmetry",
          "a symmetric {c} ornament"),
-        3, number=_first_number),
+        3),
     "julia": Kind(
         lambda rng: (*_JULIA[rng.integers(len(_JULIA))], rng.uniform(1.8, 3.0), rng.uniform(0, 2 * pi),
             rng.uniform(2.5, 5)),
@@ -215,7 +207,7 @@ def describe(texture: Texture, rng: Rng) -> str:
     kind = KINDS[texture.program]
     noun = kind.nouns[int(rng.integers(len(kind.nouns)))]
     adjectives = " ".join(kind.adjectives(texture.values)) if rng.random() < 0.85 else ""
-    number = "" if kind.number is None else COUNTS[kind.number(texture.values)]
+    number = COUNTS[int(texture.values[0])] if "{n}" in noun else ""
     colours = list(texture.colours)
     words = noun.format(c=listed(colours), c0=colours[0], c1=colours[-1], n=number, adj=adjectives).split()
     for place, word in enumerate(words[:-1]):

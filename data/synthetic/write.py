@@ -4,26 +4,24 @@ A shard is a function of its settings and its number, so that any number of proc
 interrupted run goes on with the shards that are missing.
 """
 
-import io
 import json
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL
 from PIL import Image
 
 from data.errors import DataError, ReadError
+from data.examples.transforms import encoded
 from data.files import write_durably
 from data.index.tar_writer import write_shard
 from data.reading.pool import run_all
-from data.synthetic.generate import GENERATOR_VERSION, SyntheticData, SyntheticExample
+from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 
 PROVENANCE = "provenance.json"
-QUALITY = 90
 _STATEMENT = (
     "Pictures and captions were computed from a seed by programs of this project. No photograph, no person and no other "
     "data set was used, so training on them costs no privacy."
@@ -101,7 +99,22 @@ def write_synthetic(
         "statement": _OF_SCENES if settings.content == "scenes" else _STATEMENT,
     }
     try:
-        _claim(output, record)
+        path = output / PROVENANCE
+        output.mkdir(parents=True, exist_ok=True)
+        if path.exists():  # the folder has to hold a part of exactly these examples
+            try:
+                before = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise DataError(f"{path} is damaged ({error}); choose an empty folder") from error
+            known = before if isinstance(before, dict) else {}
+            if differing := [key for key in record if known.get(key) != record[key]]:
+                raise DataError(
+                    f"{output} holds other data (it differs in {', '.join(differing)}); choose an empty folder"
+                )
+        elif any(output.glob("*.tar")):
+            raise DataError(f"{output} holds shards without {PROVENANCE}; choose an empty folder")
+        else:
+            write_durably(path, json.dumps(record, indent=1) + "\n")
         missing = [shard for shard in range(settings.num_shards) if not (output / settings.shard_name(shard)).exists()]
         advance(settings.num_examples - sum(len(settings.indices(shard)) for shard in missing))
         jobs = [(output, settings, shard) for shard in missing]
@@ -111,46 +124,16 @@ def write_synthetic(
         if isinstance(error, ReadError):
             raise
         raise DataError(f"cannot write to {output}: {error.strerror or error}") from error
-    return output / PROVENANCE
+    return path
 
 
 def write_one(output: Path, settings: Settings, shard: int) -> int:
     """One job: writes a shard, and returns its number of examples."""
-    data, kind, indices = settings.data(), settings.image_format, settings.indices(shard)
+    kind, indices = settings.image_format, settings.indices(shard)
+    # Thin coloured lines keep their colour in a JPEG.
+    how = {"jpg": {"subsampling": 0}, "webp": {"method": 2}}.get(kind, {})
     examples = (
-        (f"{index:012d}", {kind: encode(example, kind), "txt": example.caption.encode()})
-        for index, example in zip(indices, data.examples(indices), strict=True)
+        (f"{index:012d}", {kind: encoded(Image.fromarray(made.image_HWC), kind, **how), "txt": made.caption.encode()})
+        for index, made in zip(indices, settings.data().examples(indices), strict=True)
     )
     return write_shard(output / settings.shard_name(shard), examples)
-
-
-def encode(example: SyntheticExample, image_format: str) -> bytes:
-    """The picture as JPEG or WebP of quality 90, or as PNG."""
-    buffer = io.BytesIO()
-    image = Image.fromarray(example.image_HWC)
-    if image_format == "jpg":
-        image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)  # thin coloured lines keep their colour
-    elif image_format == "webp":
-        image.save(buffer, "WEBP", quality=QUALITY, method=2)
-    else:
-        image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def _claim(output: Path, record: dict[str, Any]) -> None:
-    """Claims the folder for these examples, or checks that it holds a part of exactly these."""
-    path = output / PROVENANCE
-    output.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{path} is damaged ({error}); choose an empty folder") from error
-        known = before if isinstance(before, dict) else {}
-        differing = [key for key in record if known.get(key) != record[key]]
-        if differing:
-            raise DataError(f"{output} holds other data (it differs in {', '.join(differing)}); choose an empty folder")
-        return
-    if any(output.glob("*.tar")):
-        raise DataError(f"{output} holds shards without {PROVENANCE}; choose an empty folder")
-    write_durably(path, json.dumps(record, indent=1) + "\n")

@@ -99,11 +99,6 @@ class Whitening(NamedTuple):
                 is_there_N1 = x_ND[block].any(axis=1, keepdims=True)
                 x_ND[block] = np.where(is_there_N1, (x_ND[block] - self.centre_D) @ self.matrix_DD, 0)
 
-    def taken_into(self, weights_LD: np.ndarray) -> dict[str, np.ndarray]:
-        """weight (L, D) and bias (L,) that give features before whitening the scores that `weights_LD` give those after it."""
-        weight_LD = weights_LD @ self.matrix_DD
-        return {"weight": weight_LD, "bias": -weight_LD @ self.centre_D}
-
 
 def head_plan(num_examples: int, epsilon: float, delta: float | None) -> PrivacyPlan:
     """One full-batch release: no sampling, so no amplification, and an exact epsilon.
@@ -194,7 +189,10 @@ def train_head(
             whitening.apply(rows.features_ND)
         weights_LD = head.fit(rows, num_classes, budget)
         budget.require_spent()
-        tensors = {"weight": weights_LD} if whitening is None else whitening.taken_into(weights_LD)
+        tensors = {"weight": weights_LD}
+        if whitening is not None:  # features before it get the scores that the weights give those after it
+            weight_LD = weights_LD @ whitening.matrix_DD
+            tensors = {"weight": weight_LD, "bias": -weight_LD @ whitening.centre_D}
         save_file(tensors, output / "head.safetensors")
         ledger.done(1, 0)
         ledger.close("finished")
@@ -287,7 +285,7 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     inputs = load_inputs(options, train=options.train, test=options.test, **on)
     if inputs is None:
         return None
-    train, test = inputs.features["train"], inputs.usable("test")
+    train, test = inputs.features["train"], inputs.features["test"].usable()
     whitening = Whitening.of(inputs.features[WHITEN_ON]) if on else None
     if whitening is not None:
         if whitening.centre_D.shape != train.values_ND.shape[1:]:

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import tarfile
 import zlib
 from pathlib import Path
 
@@ -14,14 +15,19 @@ from data.index.build import build_index
 from data.index.tar_index import ExampleTable
 
 ROOT = Path(__file__).resolve().parents[2]
+Content = list[tuple[str, bytes]]
 
 
 def picture(seed: int, *, width: int = 40, height: int = 30, fmt: str = "JPEG", mode: str = "RGB") -> bytes:
     """An encoded picture of smooth random colours."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+    return encode(small.resize((width, height), Image.Resampling.BICUBIC).convert(mode), fmt)
+
+
+def encode(image: Image.Image, fmt: str, **options: object) -> bytes:
     buffer = io.BytesIO()
-    small.resize((width, height), Image.Resampling.BICUBIC).convert(mode).save(buffer, fmt)
+    image.save(buffer, fmt, **options)
     return buffer.getvalue()
 
 
@@ -32,6 +38,27 @@ def write_shard(path: Path, samples: list[dict[str, object]]) -> Path:
         for sample in samples:
             writer.write(sample)
     return path
+
+
+def members(num_examples: int, rng: np.random.Generator, *, long_names: bool = False) -> Content:
+    """Pairs in order, some with a third member; no payload is empty or holds a zero."""
+    folder = "long" * 40 + "/" if long_names else "d/"
+    found = []
+    for number in range(num_examples):
+        for extension in ("jpg", "txt", "json")[: 2 + number % 2]:
+            body = rng.integers(1, 256, rng.integers(1, 3000), dtype=np.uint8).tobytes()
+            found.append((f"{folder}{number:03d}.{extension}", body))
+    return found
+
+
+def archive(content: Content, fmt: int = tarfile.GNU_FORMAT) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=fmt) as tar:
+        for name, body in content:
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    return buffer.getvalue()
 
 
 def bomb(width: int, height: int) -> bytes:

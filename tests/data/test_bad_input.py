@@ -1,6 +1,5 @@
 """Every kind of bad input of docs/data.md: each alone, among good examples, through the real index and loader."""
 
-import io
 import json
 import re
 from pathlib import Path
@@ -11,35 +10,29 @@ import torch
 from PIL import Image
 
 from data.errors import DecodeError
-from data.examples.examples import CaptionExample, LabelledImageExample, read_label
+from data.examples.examples import CaptionExample, read_label
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.examples.transforms import denormalize
 from data.index.build import build_index
 from data.reading.loader import Loader, StepPlan
 from data.reading.reader import MAX_CAPTION_BYTES, RawExample, TarReader
-from tests.data.conftest import ROOT, bomb, picture
-from tests.data.support.archives import archive
+from tests.data.conftest import ROOT, archive, bomb, encode, picture
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER, train=False)
-LABELLED = LabelledImageExample(image_size=16, num_classes=10, train=False)
 GOOD = {"jpg": picture(1), "txt": b"good"}
-
-
-def encoded(image: Image.Image, fmt: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, fmt, **options)
-    return buffer.getvalue()
 
 
 RED, GREEN = (200, 0, 0), (0, 200, 0)
 FRAMES = [Image.new("RGB", (30, 30), RED), Image.new("RGB", (30, 30), GREEN)]
+PNG, OTHER_PNG = (encode(frame, "PNG") for frame in FRAMES)
+ANIMATED = encode(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:], lossless=True)
 
 UNDECODABLE: dict[str, dict[str, bytes]] = {
     "zero-byte image": {"jpg": b"", "txt": b"x"},
     "no image bytes": {"jpg": b"no image", "txt": b"x"},
     "image cut off": {"jpg": picture(1)[:300], "txt": b"x"},
     "decompression bomb": {"png": bomb(60_000, 60_000), "txt": b"x"},
-    "other format under a known name": {"jpg": encoded(FRAMES[0], "TIFF"), "txt": b"x"},
+    "other format under a known name": {"jpg": encode(FRAMES[0], "TIFF"), "txt": b"x"},
     "JPEG with more than 64 scans": {"jpg": picture(1)[:-2] + b"\xff\xda" * 65 + b"\xff\xd9", "txt": b"x"},
     "missing image": {"txt": b"x"},
     "missing caption": {"jpg": picture(1)},
@@ -50,34 +43,22 @@ UNDECODABLE: dict[str, dict[str, bytes]] = {
     "caption field of another type": {"jpg": picture(1), "json": b'{"caption": 7}'},
     "broken JSON": {"jpg": picture(1), "json": b'{"caption": '},
     "deep JSON": {"jpg": picture(1), "json": b"[" * 200_000},
-    "image of another extension": {"bmp": encoded(FRAMES[0], "BMP"), "txt": b"x"},
+    "image of another extension": {"bmp": encode(FRAMES[0], "BMP"), "txt": b"x"},
 }
 
 DECODABLE: dict[str, tuple[dict[str, bytes], tuple[int, int, int], str]] = {
-    "1-pixel image": ({"png": encoded(Image.new("RGB", (1, 1), RED), "PNG"), "txt": b"x"}, RED, "x"),
-    "CMYK": ({"jpg": encoded(Image.new("CMYK", (30, 30), (0, 255, 255, 55)), "JPEG"), "txt": b"x"}, RED, "x"),
-    "alpha": ({"png": encoded(Image.new("RGBA", (30, 30), (*RED, 0)), "PNG"), "txt": b"x"}, (255, 255, 255), "x"),
-    "animated": (
-        {"webp": encoded(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:], lossless=True), "txt": b"x"},
-        RED,
-        "x",
-    ),
-    "huge caption": ({"png": encoded(FRAMES[0], "PNG"), "txt": b"word " * 150_000}, RED, "word " * 4),
-    "caption with control characters": ({"png": encoded(FRAMES[0], "PNG"), "txt": b"a\x00\x07b"}, RED, "a"),
-    "byte order mark before a caption": ({"png": encoded(FRAMES[0], "PNG"), "txt": b"\xef\xbb\xbfx"}, RED, "x"),
-    "byte order mark before JSON": (
-        {"png": encoded(FRAMES[0], "PNG"), "json": b'\xef\xbb\xbf{"caption": "j"}'},
-        RED,
-        "j",
-    ),
-    "caption in JSON": ({"png": encoded(FRAMES[0], "PNG"), "json": b'{"caption": "j"}'}, RED, "j"),
-    "two images": (
-        {"left.png": encoded(FRAMES[0], "PNG"), "right.png": encoded(FRAMES[1], "PNG"), "txt": b"x"},
-        RED,
-        "x",
-    ),
-    "jpeg": ({"jpeg": encoded(FRAMES[0], "JPEG"), "txt": b"x"}, RED, "x"),
-    "upper case": ({"PNG": encoded(FRAMES[0], "PNG"), "TXT": b"x"}, RED, "x"),
+    "1-pixel image": ({"png": encode(Image.new("RGB", (1, 1), RED), "PNG"), "txt": b"x"}, RED, "x"),
+    "CMYK": ({"jpg": encode(Image.new("CMYK", (30, 30), (0, 255, 255, 55)), "JPEG"), "txt": b"x"}, RED, "x"),
+    "alpha": ({"png": encode(Image.new("RGBA", (30, 30), (*RED, 0)), "PNG"), "txt": b"x"}, (255, 255, 255), "x"),
+    "animated": ({"webp": ANIMATED, "txt": b"x"}, RED, "x"),
+    "huge caption": ({"png": PNG, "txt": b"word " * 150_000}, RED, "word " * 4),
+    "caption with control characters": ({"png": PNG, "txt": b"a\x00\x07b"}, RED, "a"),
+    "byte order mark before a caption": ({"png": PNG, "txt": b"\xef\xbb\xbfx"}, RED, "x"),
+    "byte order mark before JSON": ({"png": PNG, "json": b'\xef\xbb\xbf{"caption": "j"}'}, RED, "j"),
+    "caption in JSON": ({"png": PNG, "json": b'{"caption": "j"}'}, RED, "j"),
+    "two images": ({"left.png": PNG, "right.png": OTHER_PNG, "txt": b"x"}, RED, "x"),
+    "jpeg": ({"jpeg": encode(FRAMES[0], "JPEG"), "txt": b"x"}, RED, "x"),
+    "upper case": ({"PNG": PNG, "TXT": b"x"}, RED, "x"),
 }
 
 
@@ -121,7 +102,7 @@ def test_odd_examples_are_decoded_as_documented(kind: str, tmp_path: Path) -> No
 def test_several_captions_belong_to_one_example(tmp_path: Path) -> None:
     record = json.dumps({"caption": "no", "all": ["x", "y", 3]}).encode()
     captions = {"0.txt": b"zero", "1.txt": b"one", "2.txt": b"\xff", "json": record}
-    members = {"png": encoded(FRAMES[0], "PNG"), **captions}
+    members = {"png": PNG, **captions}
     path = write(tmp_path / "s.tar", [("a", members)])
     table, _ = batch_of(path, tmp_path)
     raw = TarReader(table).read(0)
@@ -146,12 +127,9 @@ def raw(**fields: bytes) -> RawExample:
 
 
 GOOD_LABELS = [
-    (raw(cls=b"3"), None, 3),
-    (raw(cls=b" 09\n"), None, 9),
-    (raw(cls=b"0", json=b'{"y": 4}'), None, 0),
-    (raw(cls=b"0", json=b'{"y": 4}'), "y", 4),
-    (raw(json=b'{"y": "7"}'), "y", 7),
-]
+    (raw(cls=b"3"), None, 3), (raw(cls=b" 09\n"), None, 9), (raw(cls=b"0", json=b'{"y": 4}'), None, 0),
+    (raw(cls=b"0", json=b'{"y": 4}'), "y", 4), (raw(json=b'{"y": "7"}'), "y", 7),
+]  # fmt: skip
 BAD_LABELS = [
     (raw(), None), (raw(cls=b""), None), (raw(cls=b"10"), None), (raw(cls=b"-1"), None), (raw(cls=b"1.0"), None),
     (raw(cls=b"cat"), None), (raw(cls=b"\xff"), None), (raw(cls="\u0663".encode()), None), (raw(cls=b"1" * 5000), None),
@@ -171,12 +149,3 @@ def test_labels(example: RawExample, field: str | None, label: int) -> None:
 def test_bad_labels(example: RawExample, field: str | None) -> None:
     with pytest.raises(DecodeError, match="label"):
         read_label(example, 10, field)
-
-
-def test_augmentation_of_labelled_pictures_comes_from_the_key() -> None:
-    train = LabelledImageExample(image_size=16, num_classes=10)
-    as_they_are = LabelledImageExample(image_size=16, num_classes=10, augment=False)
-    example = raw(cls=b"3")
-    first, again, other = (train(example, key)["images_CHW"] for key in (1, 1, 2))
-    assert np.array_equal(first, again) and not np.array_equal(first, other)
-    assert np.array_equal(as_they_are(example, 1)["images_CHW"], LABELLED(example, 0)["images_CHW"])

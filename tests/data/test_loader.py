@@ -235,29 +235,24 @@ def test_plans_and_sizes_that_do_not_fit(table: ExampleTable) -> None:
         Loader(table, MAKE, micro_batch_size=0, num_workers=0)
 
 
-def test_eval_batches_cover_everything_equally(table: ExampleTable) -> None:
-    make = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False)
-    per_rank = [list(eval_batches(table, make, 2, rank, 3)) for rank in range(3)]
-    assert [len(batches) for batches in per_rank] == [2, 2, 2]
-    rows = [batch for batches in per_rank for batch in batches]
-    assert sum(int((~batch.is_padding_B).sum()) + batch.num_undecodable for batch in rows) == 12
-    assert sum(batch.num_undecodable for batch in rows) == 3
-    assert len(list(eval_batches(table, make, 2, num_examples=3))) == 2
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 12])
-def test_pairs_of_evaluation_lie_half_of_the_data_apart(
+def test_every_example_is_evaluated_once_by_equally_many_batches_of_every_rank(
     table: ExampleTable, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every example once, in the row next to its other's; all ranks have equally many batches, whatever their size."""
+    """Whatever their size; in pairs, in the row next to its other's, which lies half of the data apart."""
     requested: list[list[int]] = []
     monkeypatch.setattr(TarReader, "read_all", lambda _, ids: requested.append(ids.tolist()) or iter([]))
     half = -(-count // 2)
     for size, world_size in itertools.product((1, 2, 3, 5, 12), (1, 2, 3)):
-        numbers, pairs = set(), []
-        for rank in range(world_size):
-            requested.clear()
-            numbers.add(len(list(eval_batches(table, MAKE, size, rank, world_size, num_examples=count, paired=True))))
-            pairs += [tuple(ids[row : row + 2]) for ids in requested for row in range(0, len(ids), 2)]
-        assert len(numbers) == 1
-        assert sorted(pairs) == [(k, k + half) if k + half < count else (k,) for k in range(half)]
+        for width, expected in (
+            (1, [(k,) for k in range(count)]),
+            (2, [(k, k + half) if k + half < count else (k,) for k in range(half)]),
+        ):
+            numbers, rows = set(), []
+            for rank in range(world_size):
+                requested.clear()
+                numbers.add(
+                    len([*eval_batches(table, MAKE, size, rank, world_size, num_examples=count, paired=width == 2)])
+                )
+                rows += [tuple(ids[row : row + width]) for ids in requested for row in range(0, len(ids), width)]
+            assert len(numbers) == 1 and sorted(rows) == expected

@@ -18,8 +18,7 @@ from data.reading import staging as module
 from data.reading.reader import TarReader
 from data.reading.records import RemoteOptions
 from data.reading.staging import Staging, open_folder, require_room
-from tests.data.conftest import ROOT
-from tests.data.support.archives import archive, members
+from tests.data.conftest import ROOT, archive, members
 from tests.data.support.servers import RangeServer, range_server
 
 NUM_SHARDS, FEW, PER_SHARD = 64, 12, 5

@@ -1,6 +1,5 @@
 """Pictures of every kind, good and bad, as arrays."""
 
-import io
 import random
 import time
 
@@ -10,15 +9,9 @@ from PIL import Image
 
 from data.errors import DecodeError
 from data.examples.transforms import MAX_PIXELS, MAX_SCANS, denormalize, eval_image, random_crop_box, train_image
-from tests.data.conftest import bomb, picture
+from tests.data.conftest import bomb, encode, picture
 
 SIZE = 24
-
-
-def encode(image: Image.Image, fmt: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, fmt, **options)
-    return buffer.getvalue()
 
 
 def colour(data: bytes) -> tuple[int, ...]:
@@ -111,16 +104,10 @@ def test_tiny_and_thin_pictures(size: tuple[int, int]) -> None:
     assert colour(data) == (10, 200, 30)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x00",
-        picture(0, fmt="PNG")[:-40],
-        picture(0, fmt="WEBP")[:60],
-        bomb(8_193, MAX_PIXELS // 8_192),
-        bomb(0, 5),
-    ],
-)
+BAD = [b"\x00", picture(0, fmt="PNG")[:-40], picture(0, fmt="WEBP")[:60], bomb(8_193, MAX_PIXELS // 8_192), bomb(0, 5)]
+
+
+@pytest.mark.parametrize("data", BAD)
 def test_bad_bytes_are_a_decode_error(data: bytes, recwarn: pytest.WarningsRecorder) -> None:
     for call in (lambda: train_image(data, SIZE, 1), lambda: eval_image(data, SIZE)):
         with pytest.raises(DecodeError):

@@ -1,4 +1,4 @@
-"""Scikit-learn's digits, small opened models and labelled pictures."""
+"""Scikit-learn's digits, labelled pictures, and what ledgers say was spent."""
 
 import json
 import math
@@ -6,17 +6,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from models.mae_config import masked_autoencoder_config
-from models.masked_autoencoder import build_masked_autoencoder
-from tests.models.tiny import tiny_captioner
-from trainer.weights.open_model import OpenedModel
-
 ROOT = Path(__file__).resolve().parents[2]
-SIZE = 16
 
 
 @cache
@@ -34,18 +27,6 @@ def save_digits(folder: Path, count: int = 1200) -> tuple[str, str]:
     np.savez(folder / "train.npz", features=x[:count], labels=y[:count])
     np.savez(folder / "test.npz", features=x_test, labels=y_test)
     return f"features:{folder}/train.npz", f"features:{folder}/test.npz"
-
-
-def opened_captioner(seed: int = 0) -> OpenedModel:
-    """Two blocks of width 16, images of 16 pixels in patches of 8; learned positions would be zero, so they are fixed."""
-    model = tiny_captioner(seed).eval()
-    return OpenedModel(model, None, {"seal": f"captioner {seed}", "step": 3}, Path("nowhere"))  # type: ignore[arg-type]
-
-
-def opened_autoencoder() -> OpenedModel:
-    config = masked_autoencoder_config("pico", image_size=SIZE, patch_size=8, encoder_depth=3)
-    model = build_masked_autoencoder(config, generator=torch.Generator().manual_seed(0)).eval()
-    return OpenedModel(model, None, {"seal": "autoencoder", "step": 0}, Path("nowhere"))  # type: ignore[arg-type]
 
 
 def pictures(count: int, *, num_classes: int = 3, side: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from data.errors import DataError
-from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
 from data.synthetic.generate import SyntheticData
 from evaluation import compositional
 from evaluation.compositional import Answers, Choice, choose, losses, read_aro, shape_choices
-from models.captioner import Captioner
 from tests.evaluation.conftest import TOKENIZER, captioner
 
 SHAPES = SyntheticData(8, 32, "shapes")
@@ -58,14 +55,9 @@ def test_the_least_loss_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     tests = [Choice(picture.getvalue(), ("a", "b", "c"), group) for group in ("x", "x", "y")]
     tests.append(Choice(b"no image", ("a", "b"), "y"))
     said = [torch.tensor(row) for row in ([1.0, 2, 3], [2.0, 1, 3], [1.0, 1, 3])]
-
-    def planted(
-        model: Captioner, tokenizer: CaptionTokenizer, some: list[Choice], *rest: object, **more: object
-    ) -> list[Tensor]:
-        return said[: len(some)]
-
-    monkeypatch.setattr(compositional, "losses", planted)
-    answers, undecodable = choose(captioner(), TOKENIZER, tests)
+    monkeypatch.setattr(compositional, "losses", lambda *_: {"sum": said})
+    chosen, undecodable = choose(captioner(), TOKENIZER, tests)
+    answers = chosen["sum"]
     assert undecodable == 1 and answers["x"].credits_N.mean() == answers["y"].credits_N.mean() == 0.5
     assert answers["x"].chances_N == pytest.approx(1 / 3)
     guessing = Answers(np.repeat([1.0, 0.0], [60, 40]), np.full(100, 0.5)).p_value  # at least 60 of 100
@@ -79,7 +71,7 @@ def test_a_model_without_a_look_cannot_do_better_than_chance() -> None:
     model = captioner()
     tests = [Choice(test.image, test.captions, test.group) for test in shape_choices(SHAPES, 3, ["order"])]
     blank = np.zeros((3, 3, 16, 16), np.float32)
-    for loss_O in losses(model, TOKENIZER, tests, blank, "prior"):
+    for loss_O in losses(model, TOKENIZER, tests, blank)["prior"]:
         assert loss_O.abs().max() == 0
 
 

@@ -10,16 +10,16 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
+from data.synthetic.generate import SyntheticData
 from evaluation.dense import (
     IGNORED,
-    Coco,
-    SyntheticShapes,
     average_precision,
     boxes_of,
     cell_targets,
-    confusion,
+    coco,
     open_dense,
     pixel_scores,
+    synthetic_shapes,
 )
 from tests.evaluation.conftest import Evaluate
 from tests.trainer.trained_runs import recipe, trained
@@ -34,11 +34,11 @@ def boxes(*rows: tuple[float, ...]) -> np.ndarray:
 
 def test_synthetic_masks_are_what_is_drawn() -> None:
     """The pixels of each mask have the shape's colour; boxes touch the masks on all sides."""
-    source = SyntheticShapes(3, 12, 48)
-    for index in range(len(source)):
+    source, data = synthetic_shapes(3, 12, 48), SyntheticData(3, 48, "shapes")
+    for index in range(source.count):
         picture = source.read(index)
-        scene = source._data.example(index).scene
-        pixels = source._data.example(index).image_HWC.astype(int)
+        scene = data.example(index).scene
+        pixels = data.example(index).image_HWC.astype(int)
         assert picture.boxes_M6 is not None and len(picture.boxes_M6) == len(scene.shapes) > 0
         background = pixels[0, 0]
         assert np.abs(pixels[picture.mask_HW == 0] - background).max(axis=1).mean() < 8
@@ -53,8 +53,9 @@ def test_synthetic_masks_are_what_is_drawn() -> None:
 def test_mean_iou_by_hand() -> None:
     mask = np.array([[0, 0, 1, 1], [IGNORED, 2, 2, 2]])
     predicted = np.array([[0, 1, 1, 1], [0, 2, 2, 1]])
-    counts = confusion(mask, predicted, 4)
-    assert pixel_scores(counts) == pytest.approx({"mean_iou": (1 / 2 + 2 / 4 + 2 / 3) / 3, "pixel_accuracy": 5 / 7})
+    assert pixel_scores([(mask, predicted)], 4) == pytest.approx(
+        {"mean_iou": (1 / 2 + 2 / 4 + 2 / 3) / 3, "pixel_accuracy": 5 / 7}
+    )
 
 
 def test_average_precision_by_hand() -> None:
@@ -99,7 +100,7 @@ def dense(run_dir: Path, run: Evaluate) -> Evaluate:
 
 def as_ade20k(root: Path, split: str, count: int, seed: int) -> str:
     """The drawn shapes, class 1 for the background: as the challenge's folders."""
-    source = SyntheticShapes(seed, count, SIDE)
+    source = synthetic_shapes(seed, count, SIDE)
     for folder in ("images", "annotations"):
         (root / folder / split).mkdir(parents=True)
     for index in range(count):
@@ -113,7 +114,7 @@ def as_ade20k(root: Path, split: str, count: int, seed: int) -> str:
 
 def as_coco(root: Path, count: int, seed: int, *, crowd: bool = False) -> str:
     """The drawn shapes as COCO instances: run lengths, ids with gaps, polygons for every other picture."""
-    source, annotations, images = SyntheticShapes(seed, count, SIDE), [], []
+    source, annotations, images = synthetic_shapes(seed, count, SIDE), [], []
     root.mkdir()
     for index in range(count):
         picture = source.read(index)
@@ -147,8 +148,8 @@ def test_training_pictures_are_learnt(dense: Evaluate) -> None:
 
 def test_folders_of_ade20k(dense: Evaluate, tmp_path: Path) -> None:
     train, test = as_ade20k(tmp_path, "training", 6, 1), as_ade20k(tmp_path, "validation", 3, 2)
-    source, drawn = open_dense(train, SIDE), SyntheticShapes(1, 6, SIDE)
-    assert len(source) == 6 and len(source.mask_classes) == 150 and source.read(0).boxes_M6 is None
+    source, drawn = open_dense(train, SIDE), synthetic_shapes(1, 6, SIDE)
+    assert source.count == 6 and len(source.mask_classes) == 150 and source.read(0).boxes_M6 is None
     assert np.array_equal(source.read(2).mask_HW, drawn.read(2).mask_HW)
     record = dense("--task", "segmentation", "--train", train, "--test", test, "--epochs", 3)
     assert 0 < record["scalars"]["segmentation/mean_iou"] <= 1 and record["data"][1]["name"] == test
@@ -169,7 +170,7 @@ def test_coco_instances(dense: Evaluate, tmp_path: Path) -> None:
     """Both tasks; the reader gives the classes, masks and boxes that were drawn, in the order of the category ids."""
     pytest.importorskip("pycocotools")
     train, test = as_coco(tmp_path / "train", 6, 1), as_coco(tmp_path / "test", 3, 2)
-    source, drawn = open_dense(train, SIDE), SyntheticShapes(1, 6, SIDE)
+    source, drawn = open_dense(train, SIDE), synthetic_shapes(1, 6, SIDE)
     assert source.object_classes == drawn.object_classes and source.mask_classes == drawn.mask_classes
     for index in (0, 2, 4):
         found, expected = source.read(index), drawn.read(index)
@@ -202,5 +203,5 @@ def test_damaged_instances_are_one_line(tmp_path: Path, change: Callable[[Any], 
     change(record)
     path.write_text(json.dumps(record))
     with pytest.raises(Exception, match=message) as caught:
-        Coco(path, path.parent).read(0)
+        coco(path, path.parent).read(0)
     assert caught.value.exit_code in (1, 2) and "\n" not in str(caught.value)  # type: ignore[attr-defined]

@@ -17,19 +17,27 @@ from evaluation.encoder import check_options, encoder_of, features, token_maps
 from evaluation.features import Features, extract, read_features, stored_features
 from evaluation.options import FeatureOptions, LabelledOptions
 from evaluation.sources import Arrays, encode_png, open_source
+from models.mae_config import masked_autoencoder_config
+from models.masked_autoencoder import build_masked_autoencoder
 from tests.distributed.ranks import run_ranks
-from tests.evaluation.support import SIZE, opened_autoencoder, opened_captioner, pictures
+from tests.evaluation.support import pictures
+from tests.models.tiny import tiny_captioner
 from trainer.errors import ConfigError
+from trainer.weights.open_model import OpenedModel
+
+SIZE = 16
 
 
-def hooked(encoder: torch.nn.Module, images: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Outputs of all blocks, by hooks on the model's own forward, and its output."""
-    kept: list[torch.Tensor] = []
-    hooks = [b.register_forward_hook(lambda _m, _i, out: kept.append(out)) for b in encoder.blocks]  # type: ignore[union-attr]
-    out = encoder(images)
-    for hook in hooks:
-        hook.remove()
-    return kept, out
+def opened_captioner(seed: int = 0) -> OpenedModel:
+    """Two blocks of width 16, images of 16 pixels in patches of 8; learned positions would be zero, so they are fixed."""
+    model = tiny_captioner(seed).eval()
+    return OpenedModel(model, None, {"seal": f"captioner {seed}", "step": 3}, Path("nowhere"))  # type: ignore[arg-type]
+
+
+def opened_autoencoder() -> OpenedModel:
+    config = masked_autoencoder_config("pico", image_size=SIZE, patch_size=8, encoder_depth=3)
+    model = build_masked_autoencoder(config, generator=torch.Generator().manual_seed(0)).eval()
+    return OpenedModel(model, None, {"seal": "autoencoder", "step": 0}, Path("nowhere"))  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -37,7 +45,11 @@ def test_each_kind_is_what_its_name_says() -> None:
     model = opened_captioner().model
     encoder = encoder_of(model)
     images = torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
-    blocks, out = hooked(encoder, images)
+    blocks: list[torch.Tensor] = []  # their outputs in the model's own forward
+    hooks = [block.register_forward_hook(lambda _m, _i, out: blocks.append(out)) for block in encoder.blocks]
+    out = encoder(images)
+    for hook in hooks:
+        hook.remove()
     expected = {
         "pooled": out[:, 1:].mean(1),
         "class_token": out[:, 0],
@@ -160,7 +172,7 @@ def test_unusable_examples_keep_a_row_of_zeros(tmp_path: Path) -> None:
     assert found is not None
     assert found.is_usable_N.tolist() == [True, False, False, True] and found.num_unusable == 2
     assert not found.values_ND[1:3].any() and found.values_ND[0].any() and found.labels_N.tolist() == [0, 0, 0, 0]
-    assert len(found.usable().labels_N) == 2
+    assert len(found.usable()[1]) == 2
     with pytest.raises(DataError, match="both an image and a label"):
         extract(opened_captioner(), open_source(f"shards:{tmp_path}/x.tar", LabelledOptions(label_field="no", cache=tmp_path)),
                 FeatureOptions()).usable()  # type: ignore[union-attr]  # fmt: skip

@@ -91,18 +91,7 @@ def test_what_people_read(
     shutil.copytree(whole, tmp_path / "run")
     remove_ledger(tmp_path / "run")
     source = save_pictures(tmp_path, 12)
-    told = [
-        "few-shot",
-        "--train",
-        source,
-        "--test",
-        source,
-        "--shots",
-        "1",
-        "--cache",
-        str(tmp_path / "f"),
-        "--checkpoint",
-    ]
+    told = f"few-shot --train {source} --test {source} --shots 1 --cache {tmp_path}/f --checkpoint".split()
     for checkpoint, said in (
         (whole, "for its own training data: epsilon "),
         (tmp_path / "run", "no formal guarantee: not attested"),
@@ -134,16 +123,8 @@ def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Pa
     """The head's epsilon is given the encoder, and the record, the line and head.json say what that is worth."""
     (path,) = (whole / "checkpoints").glob("step-*")
     shutil.copytree(path, tmp_path / "alone")
-    told = (
-        "--train",
-        save_pictures(tmp_path, 12),
-        "--test",
-        save_pictures(tmp_path, 12),
-        "--method",
-        "dp-ls",
-        "--target_epsilon",
-        1,
-    )
+    source = save_pictures(tmp_path, 12)
+    told = f"--train {source} --test {source} --method dp-ls --target_epsilon 1".split()
     for checkpoint, said in (
         (tmp_path / "alone", "given the encoder, which has no formal guarantee: if it has seen them, none is left"),
         (whole, "given nothing: what the encoder spent is composed with the head, in case it has seen them"),

@@ -49,46 +49,38 @@ def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: 
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+WORLDS = [(1, ()), (2, ()), (3, ()), (7, ()), (1, (0,)), (2, (0, 1)), (3, (0, 0, 1)), (5, (0, 1, 1, 0, 2))]
+"""Ranks, and the node of each where every node has a store of its own."""
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), WORLDS)
 @pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, usual_cap(40)), (40, 35), (1, 9), (503, 503)])
 @pytest.mark.parametrize("pads_to_cap", [True, False])
 def test_members_do_not_depend_on_the_world(
-    world_size: int, expected: int, cap: int | None, pads_to_cap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = logical_batches(expected, cap, pads_to_cap=pads_to_cap)
+    world_size: int, nodes: tuple[int, ...], expected: int, cap: int | None, pads_to_cap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nor on who stores what: a node with a store gets its share of the same members."""
+    made = logical_batches(expected, cap, pads_to_cap=pads_to_cap, nodes=nodes)
+    counts = set()
     for step in (1, 2, 3):
         found = plans_of_all(made, world_size, step, monkeypatch)
         members = made.sampler.members(KEY.coin_key(NONCE, 0), step)
         assert sorted(np.concatenate([plan.example_ids for plan in found])) == members.tolist()
         (count,) = {plan.num_micro_batches for plan in found}
-        for plan in found:
+        counts.add(count)
+        for rank, plan in enumerate(found):
             keys = example_keys(KEY.example_key(NONCE, 0), step, plan.example_ids)
             assert np.array_equal(plan.example_keys, keys) and np.all(np.diff(plan.example_ids) > 0)
             assert len(set(plan.rows.tolist())) == len(plan.rows) == len(plan.example_ids)
             assert all(0 <= row < 4 * count for row in plan.rows)
-        if not pads_to_cap:
+            if nodes:
+                share = [sum(node < one for node in nodes) for one in (nodes[rank], nodes[rank] + 1)]
+                first, stop = (NUM_EXAMPLES * ranks // world_size for ranks in share)
+                assert all(first <= i < stop for i in plan.example_ids)
+        if not pads_to_cap and not nodes:
             assert count == max(1, math.ceil(math.ceil(len(members) / world_size) / 4))
         assert {plan.step for plan in found} == {step}
-
-
-@pytest.mark.parametrize("nodes", [(0,), (0, 1), (0, 0, 1), (0, 1, 1, 0, 2)])
-@pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, usual_cap(40)), (1, 9), (503, 503)])
-@pytest.mark.parametrize("pads_to_cap", [True, False])
-def test_with_stores_of_their_own_nodes_get_their_share_of_the_same_members(
-    nodes: tuple[int, ...], expected: int, cap: int | None, pads_to_cap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = logical_batches(expected, cap, pads_to_cap=pads_to_cap, nodes=nodes)
-    bounds = [NUM_EXAMPLES * sum(n < node for n in nodes) // len(nodes) for node in range(max(nodes) + 2)]
-    counts = set()
-    for step in (1, 2, 3):
-        found = plans_of_all(made, len(nodes), step, monkeypatch)
-        members = made.sampler.members(KEY.coin_key(NONCE, 0), step)
-        assert sorted(np.concatenate([plan.example_ids for plan in found])) == members.tolist()
-        for rank, plan in enumerate(found):
-            first, stop = bounds[nodes[rank]], bounds[nodes[rank] + 1]
-            assert all(first <= i < stop for i in plan.example_ids)
-            assert len(set(plan.rows.tolist())) == len(plan.rows) == len(plan.example_ids)
-        counts |= {plan.num_micro_batches for plan in found}
     assert len(counts) == 1 or not pads_to_cap
 
 

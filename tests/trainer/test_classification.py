@@ -1,23 +1,23 @@
 """Fine-tuning from labelled shards to a held-out accuracy, and starting from a captioner's or a masked autoencoder's encoder."""
 
 import fcntl
-import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 
 from data.index.build import build_index
 from data.index.tar_writer import write_shard
 from data.reading.loader import eval_batches
+from evaluation.sources import encode_png
 from models.adapters import is_adapter
 from models.captioner import build_captioner
 from models.classifier import build_classifier
@@ -56,10 +56,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def examples(chosen: np.ndarray) -> Any:
         for i in chosen.tolist():
-            buffer = io.BytesIO()
-            picture = Image.fromarray((pictures[i].reshape(8, 8) * 15).astype(np.uint8))
-            picture.resize((16, 16), Image.Resampling.NEAREST).save(buffer, "PNG")
-            yield f"digit-{i:04d}", {"png": buffer.getvalue(), "cls": str(labels[i]).encode()}
+            picture = (pictures[i].reshape(8, 8) * 15).astype(np.uint8).repeat(2, 0).repeat(2, 1)
+            yield f"digit-{i:04d}", {"png": encode_png(picture), "cls": str(labels[i]).encode()}
 
     bad = [("bad-0", {"cls": b"3"}), ("bad-1", {**next(examples(training))[1], "cls": b"ten"})]
     write_shard(folder / "public.tar", [*examples(training[:1000]), *bad])
@@ -178,23 +176,14 @@ def test_a_frozen_encoder_needs_a_start(digits: Path, tmp_path: Path, in_this_pr
 SHAPE = {"image_size": 16, "patch_size": 8, "encoder_width": 24, "encoder_depth": 2, "encoder_num_heads": 2}
 
 
-def captioner(**more: Any) -> tuple[nn.Module, Any]:
-    config = captioner_config("pico", **{**SHAPE, "decoder_depth": 1, "vocab_size": 30, **more})
+def captioner() -> tuple[nn.Module, Any]:
+    config = captioner_config("pico", **SHAPE, decoder_depth=1, vocab_size=30)
     return build_captioner(config, generator=torch.Generator().manual_seed(1)), config
 
 
-def autoencoder(**more: Any) -> tuple[nn.Module, Any]:
-    config = tiny_autoencoder_config(**{**SHAPE, **more})
+def autoencoder() -> tuple[nn.Module, Any]:
+    config = tiny_autoencoder_config(**SHAPE)
     return build_masked_autoencoder(config, generator=torch.Generator().manual_seed(1)), config
-
-
-def saved(folder: Path, model: nn.Module, config: Any) -> Checkpoint:
-    from dataclasses import asdict
-
-    engine = LocalEngine(model, OptimizerSection(peak_lr=1e-3), MACHINE, torch.device("cpu"))
-    facts = {"run": "before", "initialisation": {"kind": "random", "seed": 1}, "model": asdict(config)}
-    CheckpointWriter(folder, Retention(1)).save(0, engine.state(), engine.shapes, facts)
-    return Checkpoint(folder / checkpoint_name(0))
 
 
 ENCODER = InitSection(checkpoint="x", parts="encoder")
@@ -205,7 +194,10 @@ ENCODER = InitSection(checkpoint="x", parts="encoder")
 def test_the_encoder_of_either_model_starts_a_classifier(make: Any, mode: str, tmp_path: Path) -> None:
     """Every tensor of a part that the card excepts began anew, and every other one is the source's."""
     source, config = make()
-    checkpoint = saved(tmp_path, source, config)
+    engine = LocalEngine(source, OptimizerSection(peak_lr=1e-3), MACHINE, torch.device("cpu"))
+    facts = {"run": "before", "initialisation": {"kind": "random", "seed": 1}, "model": asdict(config)}
+    CheckpointWriter(tmp_path, Retention(1)).save(0, engine.state(), engine.shapes, facts)
+    checkpoint = Checkpoint(tmp_path / checkpoint_name(0))
     own = tiny(trainable=mode, encoder_qkv_bias=config.encoder.qkv_bias)
     model = build_classifier(own, generator=torch.Generator().manual_seed(7))
     fresh = load_start(checkpoint, ENCODER, model)

@@ -8,7 +8,7 @@ import torch
 
 from data.errors import DataError
 from data.index.build import build_index
-from data.index.tar_index import MANIFEST, ExampleTable
+from data.index.tar_index import ExampleTable
 from data.reading.reader import TarReader
 from privacy.errors import PrivacyConfigError
 from privacy.step.folder import RunFolder
@@ -85,19 +85,6 @@ def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: 
     for other in (["privacy.max_examples_per_owner=2"], []):
         with pytest.raises(PrivacyConfigError, match=r"max_examples_per_owner is (2|None), but .* with 3"):
             start(*other)
-
-
-def test_a_first_start_refuses_what_an_index_refuses(folder: RunFolder, tmp_path: Path) -> None:
-    """The run's own index: pairs in directory order, joined archives and preallocated downloads."""
-    whole = shard(tmp_path / "data" / "a.tar", 30)
-    torn = [{"__key__": str(i % 20), ("jpg", "txt")[i // 20]: picture(i)} for i in range(40)]
-    write_shard(tmp_path / "data" / "b.tar", torn)
-    (tmp_path / "data" / "c.tar").write_bytes(whole.read_bytes() * 2)
-    (tmp_path / "data" / "d.tar").write_bytes(whole.read_bytes()[:20_000] + bytes(40_000))
-    chosen = config(f"data.shards={tmp_path}/data")
-    with pytest.raises(DataError, match=r"b\.tar has members of the key '0' in two places.* c\.tar, d\.tar"):
-        training_table(chosen, folder, ROOT)
-    assert not (folder.index / MANIFEST).exists()
 
 
 def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_path: Path) -> None:

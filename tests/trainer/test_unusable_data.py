@@ -1,7 +1,6 @@
 """Data that the recipe cannot use are refused before the ledger is opened, in one line for the console alone."""
 
 import fcntl
-import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from data.errors import DataError
 from data.index.tar_writer import write_shard
+from evaluation.sources import encode_png
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
 from trainer.config.machine import load_machine_settings
@@ -38,10 +37,7 @@ RECIPES = {
 
 
 def picture(seed: int) -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 255, (32, 32, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode_png(np.random.default_rng(seed).integers(0, 255, (32, 32, 3), dtype=np.uint8))
 
 
 def shard(path: Path, good: int, bad: int) -> Path:

@@ -33,8 +33,8 @@ class CaptioningTask(TrainingTask):
     def make_example(self, *, train: bool) -> CaptionExample:
         config, data = self.model_config, self._data
         return CaptionExample(
-            config.encoder.image_size, config.num_tokens, self.tokenizer_path, train, data.caption_field, data.augment,
-            parallel_share=config.parallel_share,
+            config.encoder.image_size, config.num_tokens, self.tokenizer_path, data.caption_field,
+            config.parallel_share, train=train, augment=data.augment,
         )  # fmt: skip
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class ClassificationTask(TrainingTask):
     def make_example(self, *, train: bool) -> LabelledImageExample:
         config, data = self.model_config, self._data
         return LabelledImageExample(
-            config.encoder.image_size, config.num_classes, train, data.label_field, data.augment
+            config.encoder.image_size, config.num_classes, data.label_field, train=train, augment=data.augment
         )
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:

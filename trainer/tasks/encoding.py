@@ -17,7 +17,7 @@ class EncodingTask(TrainingTask):
     model_class = ImageEncoder
 
     def make_example(self, *, train: bool) -> ImageExample:
-        return ImageExample(self.model_config.encoder.image_size, train)
+        return ImageExample(self.model_config.encoder.image_size, train=train)
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ class MaskedAutoencodingTask(TrainingTask):
 
     def make_example(self, *, train: bool) -> MaskedImageExample:
         encoder, visible = self.model_config.encoder, self.model_config.num_visible
-        return MaskedImageExample(encoder.image_size, encoder.patch_size, visible, train, augment=self._augment)
+        return MaskedImageExample(encoder.image_size, encoder.patch_size, visible, train=train, augment=self._augment)
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)

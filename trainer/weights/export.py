@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
-from data.examples.tokenizer import from_start_to_end
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.adapters import without_adapters
 from models.converters import peft
@@ -161,7 +160,10 @@ def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if tokenizer.encode("").ids != [config.bos_id, config.eos_id]:
-        tokenizer.post_processor = from_start_to_end(tokenizer, names["bos_token"], names["eos_token"])
+        # Other programs then write a text as `CaptionTokenizer.encode` does: start token, words, end token.
+        start, end = names["bos_token"], names["eos_token"]
+        ids = [(start, config.bos_id), (end, config.eos_id)]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{start} $A {end}", f"{start} $A {end} $B {end}", ids)
     if tokenizer.to_str() == before:
         shutil.copy(task.tokenizer_path, folder / TOKENIZER)
     else:

@@ -46,24 +46,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Silent."""
 
-    def _redirected(self) -> bool:
-        for start, target in self.server.redirects.items():
-            if self.path.startswith(start):
-                self.send_response(302)
-                self.send_header("Location", target + self.path.removeprefix(start))
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return True
-        return False
-
     def do_HEAD(self) -> None:
-        if self._redirected():
-            return
-        path = self.server.folder / self.path.lstrip("/")
-        if not path.is_file():
-            self._answer(404, b"", send=False)
-            return
-        self._answer(200, path.read_bytes(), send=False, etag=_etag(path.read_bytes()))
+        self._respond(None, sends=False)
 
     def do_GET(self) -> None:
         with self.server.lock:
@@ -73,54 +57,41 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.server.faults.popleft() if self.server.faults else None
         time.sleep(self.server.seconds_each)
         try:
-            if not self._redirected():
-                self._get(fault)
+            self._respond(fault)
         finally:
             with self.server.lock:
                 self.server.num_now -= 1
 
-    def _get(self, fault: int | str | None) -> None:
+    def _respond(self, fault: int | str | None, sends: bool = True) -> None:
+        for start, target in self.server.redirects.items():
+            if self.path.startswith(start):
+                return self._answer(302, b"", Location=target + self.path.removeprefix(start))
         path = self.server.folder / self.path.lstrip("/")
         if fault == "hang":
             self.server.released.wait(30)
             self.close_connection = True
-            return
-        if isinstance(fault, int):
-            self._answer(fault, b"planned")
-            return
-        if not path.is_file():
-            self._answer(404, b"")
-            return
+            return None
+        if isinstance(fault, int) or not path.is_file():
+            return self._answer(fault if isinstance(fault, int) else 404, b"")
         body = path.read_bytes()
-        if self.headers["If-Match"] not in (None, _etag(body)):
-            self._answer(412, b"")
-            return
+        etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        if self.headers["If-Match"] not in (None, etag):
+            return self._answer(412, b"")
         span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or "")
         if span is None or fault == "whole":
-            self._answer(200, body, etag=_etag(body))
-            return
+            return self._answer(200, body, sends, ETag=etag)
         part = body[int(span[1]) : int(span[2]) + 1]
-        if not part:
-            self._answer(416, b"")
-        elif fault == "cut":
-            self._answer(206, part, missing=len(part) // 2)
-        else:
-            self._answer(206, bytes(len(part)) if fault == "garbage" else part)
+        if fault == "cut":
+            self.close_connection = True
+            return self._answer(206, part, part[: len(part) // 2])
+        return self._answer(206 if part else 416, bytes(len(part)) if fault == "garbage" else part)
 
-    def _answer(self, status: int, body: bytes, *, send: bool = True, missing: int = 0, etag: str = "") -> None:
+    def _answer(self, status: int, body: bytes, sent: bytes | bool = True, **headers: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Accept-Ranges", "bytes")
-        if etag:
-            self.send_header("ETag", etag)
+        for name, value in {"Content-Length": str(len(body)), "Accept-Ranges": "bytes", **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        if send:
-            self.wfile.write(body[: len(body) - missing])
-        self.close_connection = missing > 0
-
-
-def _etag(body: bytes) -> str:
-    return f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        self.wfile.write(body if sent is True else sent or b"")
 
 
 @contextmanager
