@@ -14,7 +14,7 @@ import datetime
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..errors import BudgetSpent, PrivacyStateRefused
 from ..releases import Release
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 """When this program loaded the module, which is before it looks at any data."""
-
-
 LOCK_PATIENCE = 5.0
 """Seconds that a start waits for a program that is just ending."""
+_NOTED: Mapping[str, Literal["start", "at", "close"]] = {"session": "start", "checkpoint": "at", "close": "close"}
+"""What the witness is told of, once it is durable."""
 
 
 class Ledger:
@@ -158,8 +158,6 @@ class Ledger:
         fields = {"nonce": nonce.hex(), "mirror": self.mirror is not None, "environment": dict(environment)}
         fields |= {RESTARTED: True} if restarted else {}
         self._append("session", fields | dict(self.witness.session_fields() if self.witness is not None else {}))
-        if self.witness is not None:
-            self.witness.note("start")
         self._nonce = nonce
         return nonce
 
@@ -196,14 +194,10 @@ class Ledger:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""
         self._require_session()
         self._append("checkpoint", {"step": step, "path": path, "digest": digest})
-        if self.witness is not None:
-            self.witness.note("at")
 
     def close(self, reason: str) -> None:
         """Ends the run for good: "finished", "budget_spent" or "stopped"; nothing can follow."""
         self._append("close", {"reason": reason, "num_charged": self.num_charged})
-        if self.witness is not None:
-            self.witness.note("close")
 
     def _require_session(self) -> None:
         # A session of an earlier start does not count: its nonce would give the same coins once more.
@@ -212,3 +206,5 @@ class Ledger:
 
     def _append(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._chain.append(kind, self.state.opened["time_utc"], fields)
+        if self.witness is not None and kind in _NOTED:
+            self.witness.note(_NOTED[kind])

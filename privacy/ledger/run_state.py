@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..accounting.accountants import accountant_version
-from ..errors import PrivacyConfigError, PrivacyStateRefused
+from ..errors import PrivacyConfigError, PrivacyStateRefused, refusing
 from ..plan import PrivacyPlan, require_equal
 from ..sampling.keys import SamplingKey
 from . import durable
@@ -71,16 +71,12 @@ def open_run_state(
         state, key = None, SamplingKey.stage(key_path)
         if members is not None:
             # An empty record, durable before the ledger, so that no honest crash leaves a ledger without it.
-            try:
+            with refusing(f"{members}: cannot create the record of attempts"):
                 if members.exists() and members.stat().st_size:
-                    raise PrivacyStateRefused(
-                        f"{members}: attempts were recorded, and the ledger that charged them is gone"
-                    )
+                    gone = "attempts were recorded, and the ledger that charged them is gone"
+                    raise PrivacyStateRefused(f"{members}: {gone}")
                 durable.unlink(members)
                 durable.write_new(members, b"", 0o600)
-            except OSError as error:
-                reason = error.strerror or error
-                raise PrivacyStateRefused(f"{members}: cannot create the record of attempts: {reason}") from error
     else:
         # Everything is compared before anything is written, so that what is refused stays as it was.
         state = read_ledger(ledger_path)

@@ -34,6 +34,7 @@ from privacy.audit.folder import attempts_check, recorded_attempts
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import require_recorded
+from privacy.errors import refusing
 from privacy.ledger.claim import claim_of
 from privacy.ledger.durable import write_new
 from privacy.step.folder import RunFolder
@@ -100,7 +101,7 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
     """
     if not (20 <= num_canaries <= _MAX_CANARIES and _BLOCKS <= image_size <= _MAX_PIXELS):
         raise ConfigError(f"20 to {_MAX_CANARIES:,} canaries of {_BLOCKS} to {_MAX_PIXELS:,} pixels are needed")
-    try:
+    with refusing(f"{output}: cannot write the canaries", ConfigError):
         output.mkdir(parents=True, exist_ok=True, mode=0o700)
         if any(output.iterdir()):
             raise ConfigError(f"{output} is not empty: canaries and coins are never overwritten")
@@ -121,8 +122,6 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
         # Shard first: coins without their shard would look like canaries that can be trained on.
         write_new(output / SHARD, shard, 0o600)
         write_new(output / COINS, json.dumps(asdict(coins)).encode(), 0o600)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot write the canaries: {error.strerror or error}") from error
     count = present.count("1")
     return f"{count} of {num_canaries} canaries are in {output / SHARD}: append it to data.shards, then train"
 
