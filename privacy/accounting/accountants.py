@@ -103,7 +103,7 @@ def epsilon(groups: Groups, delta: float) -> float:
     return epsilon_pld(groups, delta)
 
 
-def claimed_epsilon(groups: Sequence[ReleaseGroup], delta: float) -> tuple[float, float | None]:
+def claimed_epsilon(groups: Groups, delta: float) -> tuple[float, float | None]:
     """(epsilon, value interval of the grid): `epsilon`, in bounded time however hopeless it is.
 
     The grid has about epsilon / interval points (minutes at sigma 0.1), so that above LARGEST_DETAILED_EPSILON the
@@ -299,7 +299,7 @@ def filter_order(first: ReleaseGroup, epsilon_total: float, delta: float) -> flo
     return best
 
 
-def filtered_epsilon(groups: Sequence[ReleaseGroup], delta: float, order: float, ceiling: float) -> float:
+def filtered_epsilon(groups: Groups, delta: float, order: float, ceiling: float) -> float:
     """Epsilon at `delta` from the RDP of all groups at this one order; inf when the caps' overflow leaves no delta.
 
     Args:
@@ -314,15 +314,9 @@ def filtered_epsilon(groups: Sequence[ReleaseGroup], delta: float, order: float,
     return float(accountant.get_epsilon(left))
 
 
-def total_epsilon(
-    groups: Sequence[ReleaseGroup], delta: float, *, adaptive: bool, order: float, ceiling: float
-) -> float:
+def total_epsilon(groups: Groups, delta: float, *, adaptive: bool, order: float, ceiling: float) -> float:
     """Epsilon of all runs together. Once one run is adaptive the filter covers all of them, earlier ones included."""
-    if not groups:
-        return 0.0
-    if adaptive:
-        return filtered_epsilon(groups, delta, order, ceiling)
-    return epsilon(groups, delta)
+    return filtered_epsilon(groups, delta, order, ceiling) if adaptive and groups else epsilon(groups, delta)
 
 
 class CrossCheckUnavailable(RuntimeError):

@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
 
 FALSE_POSITIVE_RATES = (1e-3, 1e-2)
 _EPSILONS = np.concatenate([np.linspace(0, 10, 1001), np.linspace(10.1, 60, 500)])
@@ -31,13 +28,9 @@ def risk_of(
         rates: the false-positive rates.
     """
     deltas = np.minimum(np.asarray(whole.get_delta_for_epsilon(_EPSILONS)) + tail, 1.0)
-    bounds = [[rate, true_positive_bound(rate, _EPSILONS, deltas)] for rate in rates]
+    growth, bounds = np.exp(_EPSILONS), []
+    for rate in rates:
+        steep, flat = deltas + growth * rate, 1 - (1 - deltas - rate) / growth
+        # An attack may always guess, so that less than `rate` is no bound.
+        bounds.append([rate, float(min(max(rate, np.minimum(steep, flat).min()), 1.0))])
     return {"advantage": float(deltas[0]), "true_positive_rates": bounds}
-
-
-def true_positive_bound(rate: float, epsilons: Floats, deltas: Floats) -> float:
-    """Largest true-positive rate of any attack at false-positive rate `rate`, from points (epsilon, delta)."""
-    growth = np.exp(epsilons)
-    steep, flat = deltas + growth * rate, 1 - (1 - deltas - rate) / growth
-    # An attack may always guess, so that less than `rate` is no bound.
-    return float(min(max(rate, np.minimum(steep, flat).min()), 1.0))

@@ -6,15 +6,8 @@ Claims (report, audit, the end of a run) come from the ledger, never from here.
 import math
 from bisect import bisect_left
 
-from .accountants import (
-    COARSE_INTERVAL,
-    PLD_SMALLEST_DELTA,
-    ReleaseGroup,
-    epsilon,
-    one_step_distribution,
-    overflow_probability,
-    with_overflow,
-)
+from . import accountants
+from .accountants import COARSE_INTERVAL, ReleaseGroup, epsilon, one_step_distribution, overflow_probability
 
 _TABLE_POINTS = 64
 
@@ -26,18 +19,9 @@ class EpsilonTable:
     next one, so a query never understates. `num_steps` and `max_intents` are grid points at the fine discretisation.
     """
 
-    def __init__(
-        self,
-        group: ReleaseGroup,
-        delta: float,
-        max_intents: int,
-        num_steps: int | None = None,
-    ) -> None:
-        """Args:
-        group: one release of the schedule; its count is ignored.
-        """
-        self._group, self._delta = group.times(1), delta
-        most = max_intents
+    def __init__(self, group: ReleaseGroup, delta: float, max_intents: int, num_steps: int | None = None) -> None:
+        """The count of `group`, one release of the schedule, is ignored."""
+        self._group, self._delta, most = group.times(1), delta, max_intents
         self._fine = sorted({most, most if num_steps is None else num_steps})
         # All counts up to 64; beyond that 64 equal strides and the powers of two, so that the start is fine too.
         even = {math.ceil(most * point / _TABLE_POINTS) for point in range(1, _TABLE_POINTS + 1)}
@@ -49,10 +33,9 @@ class EpsilonTable:
         """Upper bound on the epsilon of the first `num_charged` intents; exact but slow beyond `max_intents`."""
         if num_charged <= 0:
             return 0.0
-        index = bisect_left(self._counts, num_charged)
-        if index == len(self._counts):
+        count = self.count_for(num_charged)
+        if count > self._counts[-1]:
             return self.exact(num_charged)
-        count = self._counts[index]
         if count not in self._values:
             # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every earlier k.
             fine = [self.exact(later) for later in self._fine if later >= count]
@@ -75,11 +58,11 @@ class EpsilonTable:
         the cap is ten times as long. Otherwise (a million-example batch at delta 1e-9) that one is used.
         """
         group, delta = self._group.times(count), self._delta
-        if delta < PLD_SMALLEST_DELTA or group.noise_multiplier == 0:
+        if delta < accountants.PLD_SMALLEST_DELTA or group.noise_multiplier == 0:
             return epsilon([group], delta)
         composed = one_step_distribution(self._group.without_cap(), COARSE_INTERVAL).self_compose(count)
         tau = overflow_probability([group])
-        bound = with_overflow(lambda left: float(composed.get_epsilon_for_delta(left)), tau, delta)
+        bound = accountants.with_overflow(lambda left: float(composed.get_epsilon_for_delta(left)), tau, delta)
         if tau * (1 + math.exp(min(bound, 700.0))) <= 0.01 * delta:
             return bound
         capped = one_step_distribution(self._group, COARSE_INTERVAL).self_compose(count)

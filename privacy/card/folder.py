@@ -13,12 +13,12 @@ from typing import Any
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from ..errors import ConfigError, PrivacyConfigError, PrivacyStateRefused
+from .. import verify
+from ..errors import ConfigError, PrivacyConfigError, PrivacyStateRefused, refusing
 from ..files.public import PUBLIC_FILES, read_public, require_ledger, survey
 from ..files.toml_text import parse_toml
 from ..ledger.durable import replace_file
 from ..ledger.shared import SharedLedger
-from ..plan import contradiction
 from .model import STATEMENTS, AuditResult, Checkpoint, DataSet, HeldoutLoss, PrivacyCard, PublicData, Stated, Utility
 from .render import to_html, to_markdown
 from .report import LedgerSnapshot, make_card, read_snapshot, with_files
@@ -40,8 +40,8 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     if ledger.is_symlink():
         raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
     recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
-    if (found := contradiction(recipe, snapshot.state.plan)) is not None:
-        raise PrivacyStateRefused(f"{run_dir}: {found}: one of the two was changed; restore it")
+    if recipe:
+        require_as_asked(run_dir)
     card = make_card(snapshot, str(ledger))
     data, unit, tuning, public = recipe.get("data", {}), card.unit_of_privacy, card.tuning.stated, PublicData()
     data_set = DataSet(**{name: _stated(data.get(f"dataset_{name}")) for name in DataSet.model_fields})
@@ -72,6 +72,18 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     )
 
 
+def require_as_asked(run_dir: Path) -> None:
+    """PrivacyStateRefused where config.toml asks for another plan than the ledger states, which may have been written anew.
+
+    verify.py judges that. What it cannot find out speaks against nothing.
+    """
+    try:
+        with contextlib.suppress(verify.Undecided):
+            verify.check_plan(verify.Folder(run_dir, verify.read_ledger(run_dir / "ledger.jsonl")))
+    except (verify.Violated, verify.BadInput, *verify.OF_ODD_FIELDS) as error:
+        raise PrivacyStateRefused(f"{run_dir}: {error}: one of the two was changed; restore it") from error
+
+
 def _stated(text: object) -> Stated:
     """Words that config.toml holds."""
     return Stated(text=str(text), file="config.toml") if text else Stated()
@@ -81,15 +93,12 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
     """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths."""
     folder = run_dir / "report"
     paths = folder / "privacy_card.json", folder / "privacy_card.md", folder / "privacy_card.html"
-    try:
+    with refusing(f"{folder}: cannot write the privacy card", ConfigError):
         folder.mkdir(exist_ok=True)
         if folder.is_symlink():
             raise ConfigError(f"{folder} is a symbolic link, and none is followed: give the run folder one of its own")
-        replace_file(paths[0], (card.to_json(indent=1) + "\n").encode())
-        replace_file(paths[1], to_markdown(card).encode())
-        replace_file(paths[2], to_html(card).encode())
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
+        for path, text in zip(paths, (card.to_json(indent=1) + "\n", to_markdown(card), to_html(card)), strict=True):
+            replace_file(path, text.encode())
     return paths
 
 

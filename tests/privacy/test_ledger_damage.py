@@ -383,10 +383,6 @@ def plan_of(**fields):
     return lambda records: records[0]["plan"].update(fields)
 
 
-def noise(std, sensitivity=1.0, name="gradient"):
-    return change(5, releases=[{"name": name, "std": std, "sensitivity": sensitivity}])
-
-
 # Lines: 1 open, 2 session, 3 intent, 4 done, 5 intent, 6 session, 7 intent, 8 done, 9 intent, 10 done, 11 checkpoint, 12 close.
 ILLEGAL = {
     "open dropped": (drop(1), "line 1: the first record"),
@@ -407,11 +403,8 @@ ILLEGAL = {
     "finished too early": (change(12, reason="finished"), None),
     "a record of no type": (change(4, type="repair"), "line 4: "),
     "an unknown record": (change(4, type="signature"), "line 4: unknown record type"),
-    "more noise in one line": (noise(5.0), "line 5: gradient states"),
-    "a little more noise": (noise(4.01), "line 5: gradient states"),
-    "another sensitivity": (noise(4.0, 0.5), "line 5: gradient states"),
-    "more noise by its ratio": (noise(8.0, 2.0), "line 5: gradient states"),
-    "another release": (noise(4.0, 1.0, "weights"), "line 5: "),
+    "another release": (change(5, releases=[{**RELEASE, "name": "weights"}]), "line 5: "),
+    "more noise": (change(5, releases=[{**RELEASE, "std": 4.01}]), "line 5: gradient states"),
     "no release": (change(5, releases=[]), "line 5: an intent lists its releases"),
     "half of a character": (change(2, environment={"commit": "\ud800"}), "line 2: .*no.* ledger record"),
     "a smaller rate": (plan_of(sample_rate=0.01), "line 1: "),

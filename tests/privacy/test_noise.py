@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from privacy import noise
-from privacy.accounting.noise_tail import EDGE, MOST_PARAMETERS, noise_tail_delta
+from privacy.accounting.group_privacy import EDGE, MOST_PARAMETERS, noise_tail_delta
 from privacy.noise import SystemNoise, add_noise, box_muller, philox_words
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -125,17 +125,6 @@ def test_contract_2_cap_keeps_the_smallest_values():
     assert np.array_equal(truncate(ids, values, None), ids)
 
 
-def test_contract_2_cap_is_a_uniform_subset_of_the_batch():
-    sampler = PoissonSampler.with_expected_batch(200, 100, 50)
-    counts = np.zeros(200)
-    for step in range(2000):
-        members = sampler.members(KEY, step)
-        assert len(members) <= 50
-        counts[members] += 1
-    total = counts.sum()
-    assert 1e-4 < stats.chi2.sf(((counts - total / 200) ** 2 / (total / 200 * 0.75)).sum(), 199) < 1 - 1e-4
-
-
 def test_rate_is_rounded_up_and_threshold_down():
     for n, batch in ((3, 1), (233_000_000, 1_310_720), (3000, 256), (7, 7), (10**9 + 7, 1)):
         sampler = PoissonSampler.with_expected_batch(n, batch, None)

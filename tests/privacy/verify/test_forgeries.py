@@ -178,6 +178,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "metrics: a batch size": (metrics_say('{"step": 4, "train/batch_size": 99}'), 5, "shows train/batch_size, which no run"),
     "metrics: another norm": (metrics_say('{"step": 4, "optimizer/noised_grad_norm": 9.5}'), 5, "= 9.5, which no line of"),
     "metrics: a count": (metrics_say('{"step": 4, "privacy/noised_unclipped_fraction": 0.5}'), 5, "= 0.5, which no line of"),
+    "metrics: another C": (metrics_say('{"step": 4, "privacy/clipping_bound": 1.001}'), 5, "= 1.001, which no line of"),
     "held-out: a training loss": (added("evaluation/heldout.jsonl", '{"step": 4, "train_loss": 2}\n'), 5, "shows train_loss"),
     "manifest": (text_of(f"{CHECKPOINT}/manifest.json", '"random"', '"imported"'), 5, NOT_RECORDED),
     "manifest of step 0": (of_step_0(False), 5, "is of step 0"),

@@ -54,6 +54,7 @@ PLANS = {
     "one Gaussian": {"expected_batch_size": 2000, "cap": None},
     "no cap": {"cap": None},
     "a cap that costs": {"cap": 101},
+    "certified": {"arithmetic": "certified", "sensitivity_slack": 0.0},
     "a large epsilon": {"noise_multiplier": 0.35, "expected_batch_size": 1500, "num_steps": 30},
 }
 
