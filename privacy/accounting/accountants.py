@@ -21,7 +21,7 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
-from scipy import optimize, stats
+from scipy import stats
 
 from ..errors import PrivacyConfigError
 
@@ -136,16 +136,7 @@ def epsilon_gaussian(groups: Groups, delta: float) -> float:
     mu = math.sqrt(math.fsum(group.count / group.noise_multiplier**2 for group in groups))
     if mu == 0:
         return 0.0
-
-    def log_excess(value: float) -> float:
-        first = float(stats.norm.logcdf(mu / 2 - value / mu))
-        second = value + float(stats.norm.logcdf(-mu / 2 - value / mu))
-        return (first + math.log(-math.expm1(second - first)) if second < first else -math.inf) - math.log(delta)
-
-    if log_excess(0.0) <= 0:
-        return 0.0
-    high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1
-    return float(optimize.brentq(log_excess, 0.0, high, xtol=1e-12, rtol=1e-12)) * (1 + 1e-9)
+    return float(dp_accounting.get_epsilon_gaussian(1 / mu, delta)) * (1 + 1e-9)  # the root is found to 1e-12
 
 
 def epsilon_pld(groups: Groups, delta: float, interval: float = FINE_INTERVAL) -> float:

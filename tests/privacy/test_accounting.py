@@ -8,7 +8,6 @@ from privacy.accounting import accountants as accounting
 from privacy.accounting import epsilon_table
 from privacy.accounting.accountants import (
     ReleaseGroup,
-    effective_noise_multiplier,
     epsilon,
     epsilon_gaussian,
     epsilon_group,
@@ -16,7 +15,6 @@ from privacy.accounting.accountants import (
     epsilon_prv,
     epsilon_rdp,
     epsilon_replace_one,
-    joint_noise_multiplier,
     overflow_probability,
     tan,
 )
@@ -115,16 +113,6 @@ def test_cap_overflow_is_charged_in_delta_for_rdp():
     assert epsilon_rdp([group], 1e-13) <= value < math.inf
     assert epsilon_rdp([group], 1e-13 - tau * (1 + math.exp(value))) <= value
     assert epsilon([ReleaseGroup(0.05, 1.0, 100, 2000, 130)], 1e-13) == math.inf
-
-
-def test_slack_and_joint_release():
-    assert effective_noise_multiplier(1.0, 1e-3) == 1 / 1.001
-    for bad in (-1e-9, 2e-3):
-        with pytest.raises(PrivacyConfigError):
-            effective_noise_multiplier(1.0, bad)
-    assert joint_noise_multiplier([2.0]) == 2.0
-    assert joint_noise_multiplier([3.0, 4.0]) == pytest.approx(2.4)
-    assert joint_noise_multiplier([3.0, 0.0]) == 0
 
 
 @pytest.mark.parametrize("cap", [None, pytest.param(240, marks=pytest.mark.full)])

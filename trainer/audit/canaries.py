@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import stat
-import tarfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from scipy import special, stats
 from torch import nn
 
 from data.examples.examples import MakeExample
+from data.index.tar_writer import write_shard
 from data.reading.reader import RawExample
 from privacy.audit.folder import attempts_check, recorded_attempts
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
@@ -109,20 +109,13 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
         # From the operating system's entropy: an attacker who guesses coins need not attack the model.
         seed = secrets.token_hex(32)
         present = "".join(str(secrets.randbits(1)) for _ in range(num_canaries))
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for index in (index for index, coin in enumerate(present) if coin == "1"):
-                canary = make_canary(seed, index, image_size, caption_field)
-                for extension, payload in canary.fields.items():
-                    member = tarfile.TarInfo(f"canary-{index:06d}.{extension}")
-                    member.size = len(payload)
-                    tar.addfile(member, io.BytesIO(payload))
-        shard = buffer.getvalue()
-        coins = CanaryCoins(seed, present, image_size, hashlib.sha256(shard).hexdigest(), caption_field)
+        chosen = (index for index, coin in enumerate(present) if coin == "1")
+        canaries = ((f"canary-{i:06d}", make_canary(seed, i, image_size, caption_field).fields) for i in chosen)
         # Shard first: coins without their shard would look like canaries that can be trained on.
-        write_new(output / SHARD, shard, 0o600)
+        count = write_shard(output / SHARD, canaries, 0o600)
+        digest = hashlib.sha256((output / SHARD).read_bytes()).hexdigest()
+        coins = CanaryCoins(seed, present, image_size, digest, caption_field)
         write_new(output / COINS, json.dumps(asdict(coins)).encode(), 0o600)
-    count = present.count("1")
     return f"{count} of {num_canaries} canaries are in {output / SHARD}: append it to data.shards, then train"
 
 
