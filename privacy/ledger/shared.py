@@ -168,7 +168,11 @@ class SharedLedger:
         if not plan.formal_guarantee:
             reason = plan.reasons[0]
             raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {reason}")
-        adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
+        # What can have been fixed in advance: in a study's own ledger only the points of its grid were, and a point of a grid is
+        # one run: whoever trains it anew has seen what came of it.
+        outside = "" in state.grids and name not in state.grids[""]
+        again = name in state.names and any(name in names for names in state.gridded.values())
+        adaptive = bool(state.reservations) and (outside or again or not fixed_in_advance)
         group = plan.release_group(plan.max_intents)
         reservation = Reservation(run, name, "", group, plan.noise_tail_delta, adaptive)
         earlier = state.reservations.get(run)
