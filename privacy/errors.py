@@ -103,9 +103,8 @@ def in_one_line(error: BaseException) -> Said | None:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         where = ": ".join(str(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes))
-        return Said(
-            _shortened(f"{where}: {reason}" if where else reason), 2 if error.errno in _WRONG_PATH and where else 1
-        )
+        line = _shortened(f"{where}: {reason}" if where else reason)
+        return Said(line, 2 if error.errno in _WRONG_PATH and where else 1)
     if isinstance(error, RecursionError):
         return Said("the input is nested more deeply than Python can follow; write it flat", 2)
     # Torch raises plain RuntimeErrors for the memory of a CPU and of threads, and its own type for a GPU's.

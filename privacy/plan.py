@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from scipy import stats
 
-from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
+from .accounting.accountants import EpsilonTable, ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
-from .accounting.epsilon_table import EpsilonTable
 from .accounting.group_privacy import noise_tail_of_plan
 from .accounting.rounding import rounded_up, useless_delta
 from .adaptive_clipping import AdaptiveClipping

@@ -148,9 +148,8 @@ def attempts_check(run_dir: Path, state: LedgerState, before: Sequence[LedgerMar
     folder, after = RunFolder(run_dir), recorded_attempts(run_dir)
     if before is not None and after is not None:
         wrong = not_in_ledger(before, state) or not_recorded(state, after)
-        return fact(
-            "attempts", wrong is None, wrong or f"{len(state.intents)} charges are those of the attempts in private/"
-        )
+        same = f"{len(state.intents)} charges are those of the attempts in private/"
+        return fact("attempts", wrong is None, wrong or same)
     if folder.private.is_dir() and "head" not in state.opened:  # a private head samples nobody
         gone = f"{folder.members} is gone: it records every attempt, and is made before the ledger"
         return fact("attempts", False, gone)

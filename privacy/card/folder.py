@@ -59,17 +59,17 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     warnings += [*warning, *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent")]
     left_out = [one for one in survey(run_dir).left_out.items() if PUBLIC_FILES.fullmatch(one[0])]
     warnings += [f"The card does not read {name}: {reason}." for name, reason in left_out]
-    files = {
-        "run_name": run_dir.resolve()
-        .name.encode(errors="replace")
-        .decode(),  # bytes that are no UTF-8 cannot stand in JSON
-        "released": card.released.updated(last_checkpoint=last),
-        "unit_of_privacy": unit.updated(data_set=data_set, deduplication=deduplication),
-        "tuning": card.tuning.updated(stated=tuning, shared_summary=summary),
-    }
     return with_files(
-        card, warnings=warnings, public_data=public, audits=audits, utility=read_utility(run_dir), **files
-    )
+        card, run_name=_as_json(run_dir.resolve().name), warnings=warnings, public_data=public, audits=audits,
+        released=card.released.updated(last_checkpoint=last), utility=read_utility(run_dir),
+        unit_of_privacy=unit.updated(data_set=data_set, deduplication=deduplication),
+        tuning=card.tuning.updated(stated=tuning, shared_summary=summary),
+    )  # fmt: skip
+
+
+def _as_json(name: str) -> str:
+    """A file's name without bytes that are no UTF-8, which cannot stand in JSON."""
+    return name.encode(errors="replace").decode()
 
 
 def require_as_asked(run_dir: Path) -> None:
@@ -140,8 +140,7 @@ def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
                 of_this_ledger=stated.get("ledger_sha256") == ledger, violated_checks=stated.get("violated_checks", []),
             )  # fmt: skip
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            name = file.encode(errors="replace").decode()  # bytes that are no UTF-8 cannot stand in JSON
-            result = AuditResult(file=name, kind="unknown", verdict="unreadable")
+            result = AuditResult(file=_as_json(file), kind="unknown", verdict="unreadable")
         results.append(result)
     return tuple(results)
 

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from ..accounting import accountants as accounting
-from ..accounting.attack_risk import FALSE_POSITIVE_RATES, risk_of
+from ..accounting.accountants import FALSE_POSITIVE_RATES, risk_of
 from ..accounting.group_privacy import epsilon_of_several
 from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused

@@ -89,9 +89,8 @@ def audit(options: argparse.Namespace) -> int:
 
         made = (schedule_audit if options.kind == "schedule" else ledger_audit)(options.run_dir)
     ledger = sha256((options.run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    made = replace(
-        made, facts={**made.facts, "date_utc": datetime.now(UTC).date().isoformat(), "ledger_sha256": ledger}
-    )
+    date = datetime.now(UTC).date().isoformat()
+    made = replace(made, facts={**made.facts, "date_utc": date, "ledger_sha256": ledger})
     print(printable(json.dumps(made.to_json(), allow_nan=False)) if options.json else made.to_text())
     return made.exit_code
 

@@ -11,6 +11,7 @@ Epsilon is stated at the smallest delta of all runs. That is a valid and the str
 nothing but releases is composed, and it protects the examples of the largest data set as its own run promised.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -176,11 +177,8 @@ def composed_epsilon(states: Sequence[LedgerState], delta: float, own: Sequence[
         alternatives = [[state, *runs] for runs in alternatives] if may_overlap else [[state], *alternatives]
     values = []
     for runs in alternatives:
-        groups = [
-            group
-            for state in runs
-            for group in (state.charged_groups() if own is None or state is not states[0] else own)
-        ]
+        spent = (state.charged_groups() if own is None or state is not states[0] else own for state in runs)
+        groups = list(itertools.chain.from_iterable(spent))
         left = delta - math.fsum(state.plan.noise_tail_delta for state in runs)
         values.append(claimed_epsilon(groups, left)[0] if left > 0 else math.inf)
     return max(values)

@@ -133,16 +133,12 @@ class Ledger:
 
     def require_not_shorter_than(self, seq: int, line_hash: str) -> None:
         """PrivacyStateRefused unless line `seq` is the one a manifest remembers: no rollback, no fork."""
-        hashes = self.state.hashes
+        hashes, remembered = self.state.hashes, "a checkpoint or a trained model remembers"
         if seq >= len(hashes):
-            raise PrivacyStateRefused(
-                f"{self.path}: {len(hashes)} lines, but a checkpoint or a trained model remembers line {seq + 1}: it was rolled "
-                "back"
-            )
+            said = f"{len(hashes)} lines, but {remembered} line {seq + 1}: it was rolled back"
+            raise PrivacyStateRefused(f"{self.path}: {said}")
         if seq < 0 or hashes[seq] != line_hash:
-            raise PrivacyStateRefused(
-                f"{self.path}: line {seq + 1} is not the one that a checkpoint or a trained model remembers"
-            )
+            raise PrivacyStateRefused(f"{self.path}: line {seq + 1} is not the one that {remembered}")
 
     # Writing
 

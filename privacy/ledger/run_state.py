@@ -99,20 +99,14 @@ def open_run_state(
         run = key.commitment()
         with contextlib.ExitStack() as joining:
             if owner is not None and shared is not None:
-                time = PROGRAM_START if state is None else state.opened["time_utc"]
-                fixed = shared.fixed_in_advance
-                joining.enter_context(
-                    owner.joined(run, shared.name, plan, state, fixed_in_advance=fixed, time_utc=time)
-                )
+                time, fixed = PROGRAM_START if state is None else state.opened["time_utc"], shared.fixed_in_advance
+                joined = owner.joined(run, shared.name, plan, state, fixed_in_advance=fixed, time_utc=time)
+                joining.enter_context(joined)
             if is_new:
                 fields = {
-                    "plan": plan.frozen_fields(),
-                    "key_commitment": run,
-                    "data_hmac": key.hmac(data_manifest),
-                    "accountant": accountant_version(),
-                    "shared_ledger": identity,
-                    **(open_fields or {}),
-                }
+                    "plan": plan.frozen_fields(), "key_commitment": run, "data_hmac": key.hmac(data_manifest),
+                    "accountant": accountant_version(), "shared_ledger": identity, **(open_fields or {}),
+                }  # fmt: skip
                 ledger = Ledger.create(ledger_path, fields, mirror)
             else:
                 ledger = Ledger.open(ledger_path, mirror, mended=mended)

@@ -91,12 +91,9 @@ class SamplingKey:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            way_out = (
-                "; a published copy has none: take the run's own folder" if isinstance(error, FileNotFoundError) else ""
-            )
-            raise PrivacyStateRefused(
-                f"{path}: cannot read the sampling key: {error.strerror or error}{way_out}"
-            ) from error
+            said = f"cannot read the sampling key: {error.strerror or error}"
+            said += "; a published copy has none: take the run's own folder" * isinstance(error, FileNotFoundError)
+            raise PrivacyStateRefused(f"{path}: {said}") from error
         try:
             status = os.fstat(descriptor)
             mode = status.st_mode & 0o777

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from privacy.accounting.rounding import percent, rounded_down, rounded_up
 from privacy.card import render
-from privacy.card.model import Accounting, Attempts, PrivacyCard, schema_text
+from privacy.card.model import Accounting, PrivacyCard, schema_text
 from privacy.card.render import one_line, to_html, to_markdown
 from tests.privacy.cards import full_card
 
@@ -180,20 +180,12 @@ def test_contract_11_a_card_without_a_guarantee_cannot_hold_what_is_computed_fro
     formal = full_card("a name")
     value = getattr(formal.accounting, field)
     assert value not in (None, ()), "the card of the test holds everything"
-    numbers = {"delta": 1e-5, "accountant_at_opening": None, "accountant": "a", "statement": "b"}
-    nothing = Accounting(
-        **numbers, accountant_python="3", max_examples_per_owner=None,
-        attempts=Attempts(charged=1, allowed=2, done=1, repeats=0, torn_lines=0, torn_lines_charged=0),
-    )  # fmt: skip
-    informal = formal.updated(
-        formal_guarantee=False, reasons=("why",), epsilon=None, accounting=nothing, composition=None
-    )
-    with pytest.raises(ValidationError, match="holds no epsilon"):
-        informal.updated(accounting=nothing.updated(**{field: value}))
-    with pytest.raises(ValidationError, match="holds no epsilon"):
-        informal.updated(epsilon=1.0)
-    with pytest.raises(ValidationError, match="holds no epsilon"):
-        informal.updated(composition=formal.composition)
+    bare = formal.accounting.updated(**dict.fromkeys(EPSILONS) | {"epsilon_group": {}})
+    informal = formal.updated(formal_guarantee=False, reasons=("why",), epsilon=None, accounting=bare, composition=None)
+    claims = {"accounting": bare.updated(**{field: value}), "epsilon": 1.0, "composition": formal.composition}
+    for name, claim in claims.items():
+        with pytest.raises(ValidationError, match="holds no epsilon"):
+            informal.updated(**{name: claim})
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

@@ -217,3 +217,25 @@ def test_words_of_the_aes_source_are_aes_256_ctr_under_a_fresh_key(monkeypatch):
         stream = Cipher(algorithms.AES(bytes(range(first, first + 32))), modes.CTR(bytes(16))).encryptor()
         expected = np.frombuffer(stream.update(bytes(24)), "<u8")
         assert SystemNoise().uniform_words(3).tolist() == expected.tolist()
+
+
+def test_the_last_of_all_first_bits_give_the_tail():
+    """Every one of the 2^15 largest first 32 bits of U, from 4.5 standard deviations on, through the code that draws."""
+    source, size = Words(10), 1 << 15
+    u = np.arange(2**32 - size, 2**32, dtype=np.uint64) << np.uint64(32)
+    # V near 1 keeps every proposal, T near 1/4 and a deviation of 64 tell its cell.
+    words = np.concatenate([u | np.uint64((1 << 31) - 1), np.full(size, 1 << 62, np.uint64)])
+    cells = np.concatenate([rounded_normal._keep(64.0, words, source) for _ in range(4)])
+    assert len(cells) == 4 * size
+    for far in (300, 320, 340, 352, 384):
+        expected = 2**32 * float(1 - FIRST_OF_CELL[far])
+        assert abs((cells >= far).sum() / 4 - expected) <= 2  # first bits that lie across a boundary
+    beyond, rounds = Counter(), 60
+    for _ in range(rounds):
+        words = source.uniform_words(2 * size)
+        words[:size] = u | words[:size] & np.uint64(2**32 - 1)
+        sizes = np.abs(rounded_normal._keep(2.0**40, words, source))
+        beyond.update({far: int((sizes > far * 2**40).sum()) for far in (5.0, 5.5, 6.0)})
+    for far, seen in beyond.items():
+        mean = rounds * 2**32 * 2 * stats.norm.sf(far) * math.sqrt(math.pi / 2) * M / float(_TOTAL)
+        assert abs(seen - mean) < 5 * math.sqrt(mean)

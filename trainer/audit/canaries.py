@@ -128,9 +128,8 @@ def read_canaries(folder: Path) -> CanaryCoins:
         coins = CanaryCoins(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise ConfigError(
-            f"{path}: no coins of canaries ({reason}); audit.py canaries writes them before training"
-        ) from error
+        way_out = "audit.py canaries writes them before training"
+        raise ConfigError(f"{path}: no coins of canaries ({reason}); {way_out}") from error
     if stat.S_IMODE(mode) & 0o077 or os.stat(path).st_uid != os.geteuid():
         raise ConfigError(f"{path}: the coins must belong to you and be readable by nobody else (mode 0600)")
     return coins
@@ -221,9 +220,8 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     attempts = attempts_check(run_dir, state, before)
     # Canaries that the run never saw betray nothing, whatever its noise: that is no good news, and is said to be undecided.
     index = folder.index if config.data.index is None else root / config.data.index
-    in_data = undecided(
-        "canaries_in_data", f"no index says that the shard with these canaries is in the data ({index})"
-    )
+    unknown = f"no index says that the shard with these canaries is in the data ({index})"
+    in_data = undecided("canaries_in_data", unknown)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         shards = json.loads((index / "manifest.json").read_text())["shards"]
         if coins.shard_sha256 in [shard["sha256"] for shard in shards]:
