@@ -40,8 +40,8 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     if ledger.is_symlink():
         raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
     recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
-    if recipe:
-        require_as_asked(run_dir)
+    if recipe and "head" not in snapshot.state.opened:
+        require_as_asked(run_dir, recipe)
     card = make_card(snapshot, str(ledger))
     data, unit, tuning, public = recipe.get("data", {}), card.unit_of_privacy, card.tuning.stated, PublicData()
     data_set = DataSet(**{name: _stated(data.get(f"dataset_{name}")) for name in DataSet.model_fields})
@@ -72,14 +72,14 @@ def _as_json(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def require_as_asked(run_dir: Path) -> None:
+def require_as_asked(run_dir: Path, recipe: dict[str, Any]) -> None:
     """PrivacyStateRefused where config.toml asks for another plan than the ledger states, which may have been written anew.
 
     verify.py judges that. What it cannot find out speaks against nothing.
     """
     try:
         with contextlib.suppress(verify.Undecided):
-            verify.check_plan(verify.Folder(run_dir, verify.read_ledger(run_dir / "ledger.jsonl")))
+            verify.compare_plan(verify.read_ledger(run_dir / "ledger.jsonl"), recipe)
     except (verify.Violated, verify.BadInput, *verify.OF_ODD_FIELDS) as error:
         raise PrivacyStateRefused(f"{run_dir}: {error}: one of the two was changed; restore it") from error
 

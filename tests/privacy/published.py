@@ -53,19 +53,13 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     )
 
 
-def parse_lines(text: str) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines, without those that a kill tore, the last one or any before it."""
-    lines = []
-    for line in text.split("\n")[:-1]:
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of `metrics.jsonl`, without those that a kill tore, the last one or any before it."""
+    path, lines = folder / "metrics.jsonl", []
+    for line in path.read_text().split("\n")[:-1] if path.exists() else ():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict)]
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`."""
-    path = folder / "metrics.jsonl"
-    return parse_lines(path.read_text()) if path.exists() else []
 
 
 COORDINATES = 20_000

@@ -1,5 +1,6 @@
 """A ledger that states another plan than config.toml next to it has no card, whatever the field."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,13 @@ def planned(*overrides: str) -> tuple[RunConfig, PrivacyPlan]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_honest_run_fits_and_any_changed_field_is_found(name: str, tmp_path: Path, no_fsync: None) -> None:
     config, plan = planned(*RECIPES[name])
-    (tmp_path / "config.toml").write_text(to_toml(config))
+    recipe = tomllib.loads(to_toml(config))
 
     def judge(stated: PrivacyPlan) -> None:
         (tmp_path / "ledger.jsonl").unlink(missing_ok=True)
         fields = {"plan": stated.frozen_fields(), "key_commitment": "ab" * 32}
         Ledger.create(tmp_path / "ledger.jsonl", fields).release()
-        require_as_asked(tmp_path)
+        require_as_asked(tmp_path, recipe)
 
     judge(plan)
     changes: list[dict[str, Any]] = [

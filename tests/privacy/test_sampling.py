@@ -60,19 +60,16 @@ def test_contract_1_members_do_not_depend_on_world_size(cap):
         assert np.array_equal(members, whole)
 
 
-def _chi_square(steps):
-    """Inclusion counts per example over many steps: Binomial(steps, q); p-value of the sum of squares."""
-    n, batch = 400, 60
-    sampler = PoissonSampler.with_expected_batch(n, batch, None)
+def test_contract_1_inclusion_counts():
+    """Per example over many steps they are Binomial(steps, q)."""
+    n, steps = 400, 1000
+    sampler = PoissonSampler.with_expected_batch(n, 60, None)
     counts = np.zeros(n)
     for step in range(steps):
         counts[sampler.decide(KEY, step).ids] += 1
     q = sampler.sample_rate
-    return stats.chi2.sf((((counts - steps * q) ** 2) / (steps * q * (1 - q))).sum(), n)
-
-
-def test_contract_1_inclusion_counts():
-    assert 1e-4 < _chi_square(1000) < 1 - 1e-4
+    p_value = stats.chi2.sf((((counts - steps * q) ** 2) / (steps * q * (1 - q))).sum(), n)
+    assert 1e-4 < p_value < 1 - 1e-4
 
 
 def test_contract_1_pairwise_independence():
