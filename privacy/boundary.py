@@ -31,16 +31,10 @@ class Reason(Enum):
     DECLARED = "whoever names the data declares them public"
 
 
-_HELDOUT: tuple[str, ...] = (
-    "loss",
-    "accuracy",
-    "shuffled_loss",
-    "loss_of_average",
-    "blind_loss",
-    "blind_accuracy",
-    "samples",
-)
-_HELDOUT += tuple(f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption"))
+_HELDOUT = (
+    "loss", "accuracy", "shuffled_loss", "loss_of_average", "blind_loss", "blind_accuracy", "samples",
+    *(f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption")),
+)  # fmt: skip
 _EVALUATIONS = ("aro", "captions", "dense", "few-shot", "linear-probe", "private-head", "zero-shot")
 PUBLISHED = {
     "optimizer/lr": Reason.SCHEDULE,

@@ -3,8 +3,10 @@
 An exception with `exit_code` ends a command with one line and that code.
 """
 
+import contextlib
 import errno
 import os
+from collections.abc import Callable, Iterator
 from textwrap import wrap
 from typing import NamedTuple, TextIO
 
@@ -65,6 +67,15 @@ class RemoteError(RuntimeError):
         self.exit_code = exit_code
 
 
+@contextlib.contextmanager
+def refusing(what: str, kind: Callable[[str], Exception] = PrivacyStateRefused) -> Iterator[None]:
+    """Inside, what the operating system refuses becomes an error of one line: `what` cannot be done, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error
+
+
 class Said(NamedTuple):
     """What a command says at its end, and the exit code that goes with it."""
 
@@ -92,35 +103,22 @@ def in_one_line(error: BaseException) -> Said | None:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         where = ": ".join(str(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes))
-        return Said(
-            _shortened(f"{where}: {reason}" if where else reason), 2 if error.errno in _WRONG_PATH and where else 1
-        )
+        line = _shortened(f"{where}: {reason}" if where else reason)
+        return Said(line, 2 if error.errno in _WRONG_PATH and where else 1)
     if isinstance(error, RecursionError):
         return Said("the input is nested more deeply than Python can follow; write it flat", 2)
-    if _is_out_of_memory(error):
-        detail = _shortened(str(error)).partition(" Exception raised from")[0]
+    # Torch raises plain RuntimeErrors for the memory of a CPU and of threads, and its own type for a GPU's.
+    said, words = str(error), ("allocate memory", "bad_alloc", "can't start new thread", os.strerror(errno.EAGAIN))
+    of_torch = type(error).__name__ == "OutOfMemoryError" or any(word in said for word in words)
+    of_torch = of_torch or said.strip() == "could not create a primitive"  # oneDNN's words for it
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch):
+        detail = _shortened(said).partition(" Exception raised from")[0]
         return Said(
             "this process may have no more memory, or no more threads: take smaller sizes, or raise the limit"
             + (f" ({detail})" if detail else ""),
             1,
         )
     return None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Torch raises plain RuntimeErrors for the memory of a CPU and of threads, and its own type for a GPU's."""
-    said = str(error)
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (
-            type(error).__name__ == "OutOfMemoryError"
-            or any(
-                words in said
-                for words in ("allocate memory", "bad_alloc", "can't start new thread", os.strerror(errno.EAGAIN))
-            )
-            or said.strip() == "could not create a primitive"  # oneDNN's words for it
-        )
-    )
 
 
 def _shortened(text: str) -> str:

@@ -3,26 +3,12 @@
 import math
 from typing import Any
 
-from .errors import PrivacyConfigError
-
 MAX_COUNT = 10**12
 """More examples, steps and attempts than any data set or run has."""
 MAX_NOISE_MULTIPLIER = 1e4
 """Above it the loss of one step is finer than the grids of the accountants."""
 MAX_EPSILON = 1000.0
 """Above it nothing is guaranteed, and the distributions of the privacy loss no longer fit into memory."""
-
-
-def require_protection(epsilon: float) -> None:
-    """
-    Raises:
-        PrivacyConfigError: an epsilon (by a bound that costs little) that would take minutes and all memory to compute exactly.
-    """
-    if epsilon > MAX_EPSILON:
-        raise PrivacyConfigError(
-            f"epsilon would be about {epsilon:.3g}, which protects nobody, and above {MAX_EPSILON:g} none is computed: take more "
-            "noise, fewer steps or a smaller batch, or privacy.enabled = false"
-        )
 
 
 def finite(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 Why fp64: single-precision normals have bounded support (5.77 standard deviations on CPU, 6.76 on CUDA). An output beyond the
 edge is possible only if an example is present, which alone costs more delta than a delta of 1e-9 allows. Every
-finite generator has such an edge; ours are far out, and what is left is computed (privacy/accounting/noise_tail.py) and charged
-in delta.
+finite generator has such an edge; ours are far out, and what is left is computed (privacy/accounting/group_privacy.py) and
+charged in delta.
 Why not torch's CPU generator: it is a Mersenne twister that keeps 32 bits of its seed, so two of 65,000 draws would
 share a stream. Nothing here is ever stored or derived from a seed or a step number, so no noise can come twice (contract 7).
 

@@ -57,10 +57,6 @@ class Option:
         """What it adds to the plan in a ledger's `open` record."""
         return {}
 
-    def recorded(self, frozen: Mapping[str, Any]) -> dict[str, Any]:
-        """The plan's fields that `frozen` described; PrivacyConfigError for a record of another form."""
-        return {}
-
     def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
         """(what, value): what card and planner say of it in their tables."""
         return []
@@ -159,7 +155,7 @@ class Arithmetic(Option):
 
     Attributes:
         slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
-        has_an_edge: whether the noise ends somewhere, which costs delta (privacy/accounting/noise_tail.py).
+        has_an_edge: whether the noise ends somewhere, which costs delta (privacy/accounting/group_privacy.py).
     """
 
     kind = "arithmetic"

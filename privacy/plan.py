@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from scipy import stats
 
-from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
+from .accounting.accountants import EpsilonTable, ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
-from .accounting.epsilon_table import EpsilonTable
 from .accounting.group_privacy import noise_tail_of_plan
 from .accounting.rounding import rounded_up, useless_delta
 from .adaptive_clipping import AdaptiveClipping
 from .errors import PrivacyConfigError
 from .lattice import Lattice
-from .limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
+from .limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
 from .options import OPTIONS, Arithmetic, Clipping, Option, Sampling, options_of, require_compatible
 from .plan_request import PlanChoices, PlanRequest, require_types
 from .sampling.poisson import PoissonSampler, Sampler, usual_cap
@@ -120,21 +119,15 @@ class PrivacyPlan(PlanChoices):
         # Adaptive clipping is flat at every step; without privacy the bound is infinite, and any function would do.
         option = OPTIONS["clipping_function"][self.clipping_function if self.enabled else "flat"]
         assert isinstance(option, Clipping)
-        function, sums = function_of(option), accumulator or LocalSums
+        of_both: dict[str, Any] = {
+            "shapes": shapes, "function": function_of(option), "accumulator": accumulator or LocalSums, "device": device,
+            "self_check": self_check,
+        }  # fmt: skip
         if self.lattice is not None:
-            return CertifiedSum(
-                model,
-                self.lattice,
-                shapes=shapes,
-                function=function,
-                accumulator=sums,
-                device=device,
-                self_check=self_check,
-            )
-        bound = self.max_grad_norm if self.enabled else math.inf
+            return CertifiedSum(model, self.lattice, **of_both)
         return ClippedSum(
-            model, bound, shapes=shapes, mode=mode, function=function, accumulator=sums, adaptive=self.adaptive_clipping,
-            cap=self.max_batch_size, rows=rows, has_noise=self.noise_multiplier > 0, device=device, self_check=self_check,
+            model, self.max_grad_norm if self.enabled else math.inf, mode=mode, adaptive=self.adaptive_clipping,
+            cap=self.max_batch_size, rows=rows, has_noise=self.noise_multiplier > 0, **of_both,
         )  # fmt: skip
 
     def noise(self) -> NoiseSource:
@@ -240,9 +233,6 @@ class PrivacyPlan(PlanChoices):
         adaptive = values["adaptive_clipping"]
         values["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
         values["informal_reasons"] = tuple(values["informal_reasons"])
-        for named in OPTIONS.values():
-            for option in named.values():
-                values |= option.recorded(frozen)
         plan = cls(**values)
         require_equal(frozen, plan.frozen_fields(), "the recorded plan contradicts itself")
         return plan
@@ -333,7 +323,13 @@ def make_plan(
     adaptive = request.adaptive_clipping if request.enabled else None
     plan = replace(plan, noise_multiplier=sigma, adaptive_clipping=adaptive, warnings=tuple(notes))
     if plan.formal_guarantee:
-        require_protection(epsilon_rdp([plan.release_group(plan.max_intents)], plan.accounted_delta))
+        # By a bound that costs little: to compute so large an epsilon exactly would take minutes and all memory.
+        about = epsilon_rdp([plan.release_group(plan.max_intents)], plan.accounted_delta)
+        if about > MAX_EPSILON:
+            raise PrivacyConfigError(
+                f"epsilon would be about {about:.3g}, which protects nobody, and above {MAX_EPSILON:g} none is computed: take "
+                "more noise, fewer steps or a smaller batch, or privacy.enabled = false"
+            )
     return plan
 
 
@@ -347,41 +343,3 @@ def require_equal(recorded: Mapping[str, Any], current: Mapping[str, Any], where
             require_equal(was, now, where)
         elif was != now or ((name in recorded) != (name in current)):
             raise PrivacyConfigError(f"{where}: {name} was {was!r} and is now {now!r}")
-
-
-def contradiction(recipe: Mapping[str, Any], plan: PrivacyPlan) -> str | None:
-    """Why config.toml asks for another plan than `plan`, that of the ledger beside it; None where nothing speaks against it.
-
-    A ledger that was written anew could state another one.
-
-    Args:
-        recipe: the content of config.toml, empty where there is none. What it does not state is not compared, nor is the
-            number of examples, which it does not know.
-    """
-    privacy = dict(recipe.get("privacy", {}))
-    if privacy.get("enabled", plan.enabled) != plan.enabled:
-        return f"config.toml has privacy.enabled = {privacy['enabled']}, and the ledger states {plan.enabled}"
-    if not plan.enabled:  # its noise and its target are not those that the recipe may name
-        return None
-    if privacy.get("simulation") and plan.formal_guarantee:
-        return "config.toml has privacy.simulation = true, and the ledger states a guarantee"
-    adaptive = plan.adaptive_clipping
-    stated = asdict(plan)
-    if adaptive is not None:
-        stated |= asdict(adaptive) | {"clipping_function": "adaptive"}
-    asked = {f"privacy.{name}": value for name, value in privacy.items() if name in stated}
-    asked |= {f"train.{name}": value for name, value in recipe.get("train", {}).items() if name == "num_steps"}
-    for name, value in asked.items():
-        recorded = stated[name.split(".")[1]]
-        if recorded != value:
-            return f"config.toml has {name} = {value}, and the ledger states {recorded}"
-    sigma, target = plan.noise_multiplier, plan.target_epsilon
-    if "target_epsilon" not in privacy or target is None or not plan.formal_guarantee or sigma <= MIN_NOISE_MULTIPLIER:
-        return None
-    # Calibrated noise against its target, with a margin of 5 % for other versions of the accountant. Without the cap it takes
-    # a tenth of the time, and the cap changes the last digits.
-    most = plan.release_group(plan.max_intents).without_cap()
-    less = replace(most, noise_multiplier=0.95 * most.noise_multiplier)
-    if epsilon([less], plan.accounted_delta) > target:
-        return None
-    return f"config.toml asks for epsilon {target:g}, and the ledger states noise of {sigma:g}, more than that takes"

@@ -719,8 +719,7 @@ def check_order(folder: Folder) -> str:
 
 def check_plan(folder: Folder) -> str:
     """config.toml asks for this very plan; what it leaves open has its default."""
-    ledger, plan = folder.ledger, folder.ledger.plan
-    if "head" in ledger.opened:
+    if "head" in folder.ledger.opened:
         return "all intents state the planned noise; a private head has no config.toml"
     if not folder.has("config.toml"):
         raise Undecided("config.toml is missing: only the ledger itself says what was asked for")
@@ -733,7 +732,12 @@ def check_plan(folder: Folder) -> str:
         config = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"config.toml is no TOML: {shown(error)}") from error
-    tables = {name: config.get(name, {}) for name in ("privacy", "train", "data", "init")}
+    return compare_plan(folder.ledger, config)
+
+
+def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
+    """What `check_plan` says of the content of config.toml."""
+    plan, tables = ledger.plan, {name: config.get(name, {}) for name in ("privacy", "train", "data", "init")}
     require(all(isinstance(table, dict) for table in tables.values()), f"config.toml: {', '.join(tables)} are tables")
     asked, adaptive = tables["privacy"], plan["adaptive_clipping"]
     n, batch, steps = plan["num_examples"], plan["expected_batch_size"], plan["num_steps"]

@@ -6,16 +6,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import PrivacyConfigError
 from ..limits import MAX_NOISE_MULTIPLIER
-from .accountants import (
-    COARSE_INTERVAL,
-    FINE_INTERVAL,
-    PLD_SMALLEST_DELTA,
-    ReleaseGroup,
-    effective_noise_multiplier,
-    epsilon,
-    epsilon_pld,
-    epsilon_rdp,
-)
+from . import accountants
+from .accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_pld, epsilon_rdp
 
 MIN_NOISE_MULTIPLIER = 0.3
 TOLERANCE = 1e-3
@@ -67,12 +59,12 @@ def calibrate_noise_multiplier(
     stages: list[tuple[str, Callable[[ReleaseGroup], float]]] = [("confirm", lambda group: epsilon([group], delta))]
     if group.sample_rate == 1 and group.cap is None:
         pass  # a closed form
-    elif delta < PLD_SMALLEST_DELTA:
+    elif delta < accountants.PLD_SMALLEST_DELTA:
         stages.insert(0, ("coarse", lambda group: epsilon_rdp([group], delta)))
     else:
         stages = [
-            ("coarse", lambda group: epsilon_pld([group.without_cap()], delta, COARSE_INTERVAL)),
-            ("fine", lambda group: epsilon_pld([group.without_cap()], delta, FINE_INTERVAL)),
+            ("coarse", lambda group: epsilon_pld([group.without_cap()], delta, accountants.COARSE_INTERVAL)),
+            ("fine", lambda group: epsilon_pld([group.without_cap()], delta, accountants.FINE_INTERVAL)),
             *(stages if group.cap is not None else []),
         ]
     for stage, curve in stages:

@@ -16,7 +16,7 @@ from ..card.folder import read_recipe
 from ..card.report import read_snapshot
 from ..errors import ConfigError, PrivacyStateRefused
 from ..files.public import require_ledger
-from ..ledger.members import LedgerMark, MembersRecord, attempts_by_name, not_in_ledger, not_recorded, read_lines
+from ..ledger.members import LedgerMark, MembersRecord, not_in_ledger, not_recorded, read_lines
 from ..ledger.records import LedgerState
 from ..plan import PrivacyPlan
 from ..sampling.keys import SamplingKey
@@ -71,11 +71,13 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
     # The key must be the one to which the ledger was committed before the first coin: another one would make other coins.
     folder, snapshot = RunFolder(run_dir), read_snapshot(require_ledger(run_dir))
     SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
-    after, plan = recorded_attempts(run_dir), snapshot.state.plan
-    recorded = {}  # without what a run in progress added after the ledger was read
-    if after is not None:
-        recorded = attempts_by_name(line for line in after if line.seq < snapshot.state.num_lines)
-    attempts = read_attempts(snapshot.records)
+    attempts, plan = read_attempts(snapshot.records), snapshot.state.plan
+    recorded = {
+        (line.nonce, line.step, line.attempt): line
+        for line in recorded_attempts(run_dir) or ()
+        if isinstance(line, MembersRecord)
+        and line.seq < snapshot.state.num_lines  # without what a run in progress added since
+    }
     checks = members_checks(plan, attempts, folder.key.read_bytes(), recorded, max_coins)
     return AuditReport("schedule", [*checks, attempts_check(run_dir, snapshot.state, before)])
 
@@ -146,9 +148,8 @@ def attempts_check(run_dir: Path, state: LedgerState, before: Sequence[LedgerMar
     folder, after = RunFolder(run_dir), recorded_attempts(run_dir)
     if before is not None and after is not None:
         wrong = not_in_ledger(before, state) or not_recorded(state, after)
-        return fact(
-            "attempts", wrong is None, wrong or f"{len(state.intents)} charges are those of the attempts in private/"
-        )
+        same = f"{len(state.intents)} charges are those of the attempts in private/"
+        return fact("attempts", wrong is None, wrong or same)
     if folder.private.is_dir() and "head" not in state.opened:  # a private head samples nobody
         gone = f"{folder.members} is gone: it records every attempt, and is made before the ledger"
         return fact("attempts", False, gone)

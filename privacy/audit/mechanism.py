@@ -121,13 +121,8 @@ class Judge:
         resolution_A = np.maximum(np.abs(before_AD), np.abs(after_AD)).max(axis=1) * 2.0**-23 + 1e-300
         off = float((apart_AD.max(axis=1) / resolution_A).max())
         follow = f"the weights move by what the optimizer got, which is off by at most {off:.2g} roundings of a weight"
-        checks = [
-            _at_most("weights_follow", off, 4, follow),
-            *self.clipping(),
-            *self.dealt(),
-            *self.noise(),
-            *self.charges(),
-        ]
+        checks = [_at_most("weights_follow", off, 4, follow), *self.clipping(), *self.dealt()]
+        checks += [*self.noise(), *self.charges()]
         checks += self.counts() if self.audited.adaptive_clipping is not None else []
         return AuditReport("mechanism", checks, facts)
 
@@ -299,9 +294,8 @@ class Judge:
             (count, drawn, fraction, moved), bound = noted["count"], noted["bound"]
             centred_N = np.clip((1 - self.factors(bound)[1] / bound) / RAMP + 0.5, 0, 1) - 0.5
             # A hostile example counts -1/2, or 0 if it is not finite.
-            honest = centred_N[included_N & ~self.canaries.hostile_N].sum() + (
-                std * drawn if index >= self.silent else 0.0
-            )
+            noise = std * drawn if index >= self.silent else 0.0
+            honest = centred_N[included_N & ~self.canaries.hostile_N].sum() + noise
             hostile = 0.5 * (included_N & self.canaries.hostile_N).sum()
             wrong.append(not honest - hostile - 1e-6 <= count <= honest + 1e-6)  # NaN is wrong too
             exponent = -adaptive.clipbound_learning_rate * (fraction - adaptive.target_unclipped_quantile)

@@ -380,10 +380,8 @@ def run_sandbox(
     coins = collectives.broadcast_object([secrets.randbelow(8) > 0 for _ in range(len(canaries))])
     present_N = np.array(coins) | canaries.crowd_N
     tape, num_steps = Tape(source or audited.noise(), present_N, silent_steps), request.num_steps
-    sizes, ends = (
-        (micro_batch_size, LARGE, micro_batch_size),
-        (silent_steps - 2, silent_steps + noisy_steps // 2, num_steps),
-    )
+    sizes = micro_batch_size, LARGE, micro_batch_size
+    ends = silent_steps - 2, silent_steps + noisy_steps // 2, num_steps
 
     def build(original: Callable[..., Parts], plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
         """A side's parts, with the watched noise, and checkpoints where the sandbox wants them."""

@@ -2,7 +2,6 @@
 
     K = HKDF-SHA256(key, info = "poisson coins v1\\0" | session nonce | attempt)
     example i is in step t  iff  word (i mod 2) of AES-256_K(t, i div 2) < floor(B 2^64 / n)
-    (where b groups take turns: floor(b B 2^64 / n), and i mod b = j mod b, where j attempts were charged before this one)
     of more than `cap` members those with the smallest words stay
     member j, in rising order, stands in the row with the j-th smallest of S words of AES-256_K''(t, i div 2),
     K'' = HKDF-SHA256(key, info = "rows of members v1\\0" | ...), and each rank has S / W rows

@@ -13,12 +13,12 @@ from typing import Any
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from ..errors import ConfigError, PrivacyConfigError, PrivacyStateRefused
+from .. import verify
+from ..errors import ConfigError, PrivacyConfigError, PrivacyStateRefused, refusing
 from ..files.public import PUBLIC_FILES, read_public, require_ledger, survey
 from ..files.toml_text import parse_toml
 from ..ledger.durable import replace_file
 from ..ledger.shared import SharedLedger
-from ..plan import contradiction
 from .model import STATEMENTS, AuditResult, Checkpoint, DataSet, HeldoutLoss, PrivacyCard, PublicData, Stated, Utility
 from .render import to_html, to_markdown
 from .report import LedgerSnapshot, make_card, read_snapshot, with_files
@@ -40,8 +40,8 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     if ledger.is_symlink():
         raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
     recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
-    if (found := contradiction(recipe, snapshot.state.plan)) is not None:
-        raise PrivacyStateRefused(f"{run_dir}: {found}: one of the two was changed; restore it")
+    if recipe and "head" not in snapshot.state.opened:
+        require_as_asked(run_dir, recipe)
     card = make_card(snapshot, str(ledger))
     data, unit, tuning, public = recipe.get("data", {}), card.unit_of_privacy, card.tuning.stated, PublicData()
     data_set = DataSet(**{name: _stated(data.get(f"dataset_{name}")) for name in DataSet.model_fields})
@@ -59,17 +59,29 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     warnings += [*warning, *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent")]
     left_out = [one for one in survey(run_dir).left_out.items() if PUBLIC_FILES.fullmatch(one[0])]
     warnings += [f"The card does not read {name}: {reason}." for name, reason in left_out]
-    files = {
-        "run_name": run_dir.resolve()
-        .name.encode(errors="replace")
-        .decode(),  # bytes that are no UTF-8 cannot stand in JSON
-        "released": card.released.updated(last_checkpoint=last),
-        "unit_of_privacy": unit.updated(data_set=data_set, deduplication=deduplication),
-        "tuning": card.tuning.updated(stated=tuning, shared_summary=summary),
-    }
     return with_files(
-        card, warnings=warnings, public_data=public, audits=audits, utility=read_utility(run_dir), **files
-    )
+        card, run_name=_as_json(run_dir.resolve().name), warnings=warnings, public_data=public, audits=audits,
+        released=card.released.updated(last_checkpoint=last), utility=read_utility(run_dir),
+        unit_of_privacy=unit.updated(data_set=data_set, deduplication=deduplication),
+        tuning=card.tuning.updated(stated=tuning, shared_summary=summary),
+    )  # fmt: skip
+
+
+def _as_json(name: str) -> str:
+    """A file's name without bytes that are no UTF-8, which cannot stand in JSON."""
+    return name.encode(errors="replace").decode()
+
+
+def require_as_asked(run_dir: Path, recipe: dict[str, Any]) -> None:
+    """PrivacyStateRefused where config.toml asks for another plan than the ledger states, which may have been written anew.
+
+    verify.py judges that. What it cannot find out speaks against nothing.
+    """
+    try:
+        with contextlib.suppress(verify.Undecided):
+            verify.compare_plan(verify.read_ledger(run_dir / "ledger.jsonl"), recipe)
+    except (verify.Violated, verify.BadInput, *verify.OF_ODD_FIELDS) as error:
+        raise PrivacyStateRefused(f"{run_dir}: {error}: one of the two was changed; restore it") from error
 
 
 def _stated(text: object) -> Stated:
@@ -81,15 +93,12 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
     """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths."""
     folder = run_dir / "report"
     paths = folder / "privacy_card.json", folder / "privacy_card.md", folder / "privacy_card.html"
-    try:
+    with refusing(f"{folder}: cannot write the privacy card", ConfigError):
         folder.mkdir(exist_ok=True)
         if folder.is_symlink():
             raise ConfigError(f"{folder} is a symbolic link, and none is followed: give the run folder one of its own")
-        replace_file(paths[0], (card.to_json(indent=1) + "\n").encode())
-        replace_file(paths[1], to_markdown(card).encode())
-        replace_file(paths[2], to_html(card).encode())
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
+        for path, text in zip(paths, (card.to_json(indent=1) + "\n", to_markdown(card), to_html(card)), strict=True):
+            replace_file(path, text.encode())
     return paths
 
 
@@ -131,8 +140,7 @@ def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
                 of_this_ledger=stated.get("ledger_sha256") == ledger, violated_checks=stated.get("violated_checks", []),
             )  # fmt: skip
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            name = file.encode(errors="replace").decode()  # bytes that are no UTF-8 cannot stand in JSON
-            result = AuditResult(file=name, kind="unknown", verdict="unreadable")
+            result = AuditResult(file=_as_json(file), kind="unknown", verdict="unreadable")
         results.append(result)
     return tuple(results)
 

@@ -17,13 +17,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from ..accounting import accountants as accounting
-from ..accounting.attack_risk import FALSE_POSITIVE_RATES, risk_of
+from ..accounting.accountants import FALSE_POSITIVE_RATES, risk_of
 from ..accounting.group_privacy import epsilon_of_several
 from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused
-from ..ledger.chain import TORN_MARK, hash_line, is_torn
+from ..ledger.chain import hash_line, is_torn
 from ..ledger.claim import composed_epsilon, states_behind
-from ..ledger.records import LedgerState, noise_multiplier_of, read_state
+from ..ledger.records import LedgerState, noise_multiplier_of, read_ledger_and_bytes
 from ..noise_seen import noise_seen
 from ..options import Clipping
 from . import model
@@ -60,14 +60,8 @@ class LedgerSnapshot:
 
 def read_snapshot(path: Path | str) -> LedgerSnapshot:
     """Reads and verifies a ledger once, without touching it; PrivacyStateRefused (exit 4) names what is broken."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot read the ledger: {error.strerror or error}") from error
-    state, tail = read_state(data, str(path))
-    if tail:
-        state.absorb(tail + TORN_MARK)
-    lines = data.split(b"\n")[:-1]
+    state, data = read_ledger_and_bytes(path)
+    *lines, tail = data.split(b"\n")
     whole = [line for line in lines if not is_torn(line)]
     num_torn = len(lines) - len(whole) + bool(tail)
     records = [json.loads(line) for line in whole]

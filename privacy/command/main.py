@@ -16,6 +16,7 @@ from typing import NoReturn
 from ..errors import ConfigError, in_one_line, printable, say
 
 OF_THE_TRAINER = ("run", "canaries")
+SIZES, NOISE = ("num_examples", "expected_batch_size", "num_steps"), ("target_epsilon", "noise_multiplier")
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,17 +33,8 @@ def plan(options: argparse.Namespace) -> int:
     from ..plan_request import PlanRequest
     from ..releases import SENSITIVITY_SLACK
 
-    made = make_plan(
-        PlanRequest(
-            num_examples=options.num_examples,
-            expected_batch_size=options.expected_batch_size,
-            num_steps=options.num_steps,
-            target_epsilon=options.target_epsilon,
-            noise_multiplier=options.noise_multiplier,
-            target_delta=options.delta,
-            sensitivity_slack=SENSITIVITY_SLACK,
-        )
-    )
+    asked = {name: getattr(options, name) for name in (*SIZES, *NOISE)}
+    made = make_plan(PlanRequest(**asked, target_delta=options.delta, sensitivity_slack=SENSITIVITY_SLACK))
     epsilon, most = made.epsilon_planned, made.epsilon_with_reserve
     if epsilon is None or most is None:
         raise ConfigError(f"there is no formal guarantee: {made.reasons[0]}")
@@ -97,9 +89,8 @@ def audit(options: argparse.Namespace) -> int:
 
         made = (schedule_audit if options.kind == "schedule" else ledger_audit)(options.run_dir)
     ledger = sha256((options.run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    made = replace(
-        made, facts={**made.facts, "date_utc": datetime.now(UTC).date().isoformat(), "ledger_sha256": ledger}
-    )
+    date = datetime.now(UTC).date().isoformat()
+    made = replace(made, facts={**made.facts, "date_utc": date, "ledger_sha256": ledger})
     print(printable(json.dumps(made.to_json(), allow_nan=False)) if options.json else made.to_text())
     return made.exit_code
 
@@ -108,11 +99,11 @@ def _parser() -> Parser:
     parser = Parser(prog="auditable-dp", description=(__doc__ or "").split("\n\n")[0])
     kinds = parser.add_subparsers(required=True, metavar="plan/report/audit/verify", dest="command")
     one = kinds.add_parser("plan", help="epsilon or noise before any data are touched", description=plan.__doc__)
-    for name in ("num_examples", "expected_batch_size", "num_steps"):
+    for name in SIZES:
         one.add_argument(f"--{name}", type=int, required=True)
     noise = one.add_mutually_exclusive_group(required=True)
-    noise.add_argument("--target_epsilon", type=float)
-    noise.add_argument("--noise_multiplier", type=float)
+    for name in NOISE:
+        noise.add_argument(f"--{name}", type=float)
     one.add_argument("--delta", type=float, help="default 1 / (2 num_examples)")
     one.set_defaults(act=plan)
     one = kinds.add_parser("report", help="the privacy card of a run folder", description=report.__doc__)

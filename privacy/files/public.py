@@ -34,9 +34,8 @@ def require_ledger(run_dir: Path) -> Path:
         raise ConfigError(f"run folder {run_dir} does not exist")
     if not ledger.exists():
         above = next((one for one in run_dir.resolve().parents if (one / ledger.name).is_file()), None)
-        raise ConfigError(
-            f"run folder {run_dir} has no ledger.jsonl: " + (f"give {above}" if above else "nothing was trained here")
-        )
+        way_out = f"give {above}" if above else "nothing was trained here"
+        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: {way_out}")
     if not ledger.is_file():  # a pipe would block whoever reads it
         raise ConfigError(f"{ledger}: is no regular file: put the ledger itself there")
     return ledger

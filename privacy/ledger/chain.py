@@ -16,7 +16,6 @@ Crash points, and why none loses a line that was relied on or blocks a program:
 One process writes at a time, under the file's lock; a file that changed behind its back is refused.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -25,12 +24,13 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from ..errors import PrivacyStateRefused
+from ..errors import PrivacyStateRefused, refusing
 from . import durable
 from .durable import publish_new
 
@@ -227,11 +227,9 @@ def create_chain(path: Path, state: ChainState, time_utc: str, fields: Mapping[s
 
 def create_mirror(path: Path) -> None:
     """An empty file that the next `ChainFile` completes; PrivacyStateRefused when it cannot be made."""
-    try:
+    with refusing(f"{path}: cannot create the mirror"):
         os.close(durable.create_file(path, 0o644))
         durable.fsync_directory(path.parent)
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot create the mirror: {error.strerror or error}") from error
 
 
 class AppendOnly:
@@ -243,13 +241,8 @@ class AppendOnly:
         with self._refusing("open"):
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
 
-    @contextlib.contextmanager
-    def _refusing(self, verb: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            reason = f"{self.path}: cannot {verb} the {self._what}: {error.strerror or error}"
-            raise PrivacyStateRefused(reason) from error
+    def _refusing(self, verb: str) -> AbstractContextManager[None]:
+        return refusing(f"{self.path}: cannot {verb} the {self._what}")
 
     def release(self) -> None:
         os.close(self._descriptor)

@@ -11,6 +11,7 @@ Epsilon is stated at the smallest delta of all runs. That is a valid and the str
 nothing but releases is composed, and it protects the examples of the largest data set as its own run promised.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..accounting.accountants import ReleaseGroup, claimed_epsilon
-from ..errors import PrivacyConfigError, PrivacyStateRefused
+from ..errors import PrivacyConfigError, PrivacyStateRefused, refusing
 from . import durable
 from .chain import TORN_MARK, hash_line
 from .records import LedgerState, read_state
@@ -52,7 +53,7 @@ def ledgers_of_run(run_dir: Path, run: str | None = None, needed: int | None = N
     data = (run_dir / "ledger.jsonl").read_bytes()
     if not data.endswith(b"\n"):  # a write under way, or a crash: charged as its repair would charge it
         data += TORN_MARK + b"\n"
-    state, _ = read_state(data, str(run_dir / "ledger.jsonl"))
+    state = read_state(data, str(run_dir / "ledger.jsonl"))
     if not state.plan.formal_guarantee:
         raise PrivacyConfigError(f"{run_dir}: has no guarantee, so nothing can be claimed of its weights")
     found = [(run or run_dir.resolve().name, data), *read_copies(run_dir, state.opened)]
@@ -111,15 +112,10 @@ def read_copies(run_dir: Path, opened: Mapping[str, Any]) -> list[tuple[str, byt
                 f"{run_dir}: the ledger names {str(place['file'])[:80]!r}, which is no copy of a ledger"
             )
         path = run_dir / place["file"]
-        try:
+        with refusing(f"{path}: the ledger behind the initial weights cannot be read"):
             if path.is_symlink() or path.parent.is_symlink():
                 raise OSError("it is a symbolic link, and none is followed")
             data = path.read_bytes()
-        except OSError as error:
-            reason = error.strerror or error
-            raise PrivacyStateRefused(
-                f"{path}: the ledger behind the initial weights cannot be read: {reason}"
-            ) from error
         lines = data.split(b"\n")
         if lines[-1] or len(lines) - 1 != place["lines"] or hash_line(lines[-2]) != place["hash"]:
             raise PrivacyStateRefused(
@@ -137,7 +133,7 @@ def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]
     """
     states = []
     for number, (_, data) in enumerate(read_copies(run_dir, opened), start=1):
-        state, _ = read_state(data, str(run_dir / copy_name(number)))
+        state = read_state(data, str(run_dir / copy_name(number)))
         if not state.plan.formal_guarantee:
             raise PrivacyStateRefused(f"{run_dir / copy_name(number)}: is of a run without a guarantee")
         states.append(state)
@@ -181,11 +177,8 @@ def composed_epsilon(states: Sequence[LedgerState], delta: float, own: Sequence[
         alternatives = [[state, *runs] for runs in alternatives] if may_overlap else [[state], *alternatives]
     values = []
     for runs in alternatives:
-        groups = [
-            group
-            for state in runs
-            for group in (state.charged_groups() if own is None or state is not states[0] else own)
-        ]
+        spent = (state.charged_groups() if own is None or state is not states[0] else own for state in runs)
+        groups = list(itertools.chain.from_iterable(spent))
         left = delta - math.fsum(state.plan.noise_tail_delta for state in runs)
         values.append(claimed_epsilon(groups, left)[0] if left > 0 else math.inf)
     return max(values)

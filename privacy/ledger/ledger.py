@@ -14,7 +14,7 @@ import datetime
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..errors import BudgetSpent, PrivacyStateRefused
 from ..releases import Release
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 """When this program loaded the module, which is before it looks at any data."""
-
-
 LOCK_PATIENCE = 5.0
 """Seconds that a start waits for a program that is just ending."""
+_NOTED: Mapping[str, Literal["start", "at", "close"]] = {"session": "start", "checkpoint": "at", "close": "close"}
+"""What the witness is told of, once it is durable."""
 
 
 class Ledger:
@@ -133,16 +133,12 @@ class Ledger:
 
     def require_not_shorter_than(self, seq: int, line_hash: str) -> None:
         """PrivacyStateRefused unless line `seq` is the one a manifest remembers: no rollback, no fork."""
-        hashes = self.state.hashes
+        hashes, remembered = self.state.hashes, "a checkpoint or a trained model remembers"
         if seq >= len(hashes):
-            raise PrivacyStateRefused(
-                f"{self.path}: {len(hashes)} lines, but a checkpoint or a trained model remembers line {seq + 1}: it was rolled "
-                "back"
-            )
+            said = f"{len(hashes)} lines, but {remembered} line {seq + 1}: it was rolled back"
+            raise PrivacyStateRefused(f"{self.path}: {said}")
         if seq < 0 or hashes[seq] != line_hash:
-            raise PrivacyStateRefused(
-                f"{self.path}: line {seq + 1} is not the one that a checkpoint or a trained model remembers"
-            )
+            raise PrivacyStateRefused(f"{self.path}: line {seq + 1} is not the one that {remembered}")
 
     # Writing
 
@@ -158,8 +154,6 @@ class Ledger:
         fields = {"nonce": nonce.hex(), "mirror": self.mirror is not None, "environment": dict(environment)}
         fields |= {RESTARTED: True} if restarted else {}
         self._append("session", fields | dict(self.witness.session_fields() if self.witness is not None else {}))
-        if self.witness is not None:
-            self.witness.note("start")
         self._nonce = nonce
         return nonce
 
@@ -196,14 +190,10 @@ class Ledger:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""
         self._require_session()
         self._append("checkpoint", {"step": step, "path": path, "digest": digest})
-        if self.witness is not None:
-            self.witness.note("at")
 
     def close(self, reason: str) -> None:
         """Ends the run for good: "finished", "budget_spent" or "stopped"; nothing can follow."""
         self._append("close", {"reason": reason, "num_charged": self.num_charged})
-        if self.witness is not None:
-            self.witness.note("close")
 
     def _require_session(self) -> None:
         # A session of an earlier start does not count: its nonce would give the same coins once more.
@@ -212,3 +202,5 @@ class Ledger:
 
     def _append(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._chain.append(kind, self.state.opened["time_utc"], fields)
+        if self.witness is not None and kind in _NOTED:
+            self.witness.note(_NOTED[kind])

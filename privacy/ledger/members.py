@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PrivacyStateRefused
+from ..errors import refusing
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
 from . import durable
@@ -70,15 +70,13 @@ def append_line(path: Path, line: LedgerMark) -> None:
     Raises:
         PrivacyStateRefused: it cannot be written.
     """
-    try:
+    with refusing(f"{path}: cannot write the record of attempts"):
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
         try:
             durable.write(descriptor, durable.torn_line_end(descriptor) + line.line().encode())
             durable.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot write the record of attempts: {error.strerror or error}") from error
 
 
 def read_lines(path: Path) -> Iterator[LedgerMark]:
@@ -89,27 +87,19 @@ def read_lines(path: Path) -> Iterator[LedgerMark]:
     Raises:
         PrivacyStateRefused: there is no such file, or it cannot be read.
     """
-    try:
-        with path.open(errors="replace") as file:
-            for line in file:
-                try:
-                    fields: dict[str, Any] = json.loads(line)
-                    if type(fields["seq"]) is not int:
-                        continue
-                    if isinstance(fields.get("nonce"), str):
-                        listed = {name: tuple(fields[name]) for name in ("counts", "digests", "nodes")}
-                        yield MembersRecord(**fields | listed)
-                    else:
-                        yield LedgerMark(**fields)
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    with refusing(f"{path}: cannot read the record of attempts"), path.open(errors="replace") as file:
+        for line in file:
+            try:
+                fields: dict[str, Any] = json.loads(line)
+                if type(fields["seq"]) is not int:
                     continue
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot read the record of attempts: {error.strerror or error}") from error
-
-
-def attempts_by_name(lines: Iterable[LedgerMark]) -> dict[tuple[str, int, int], MembersRecord]:
-    """(nonce, step, attempt) -> record."""
-    return {(line.nonce, line.step, line.attempt): line for line in lines if isinstance(line, MembersRecord)}
+                if isinstance(fields.get("nonce"), str):
+                    listed = {name: tuple(fields[name]) for name in ("counts", "digests", "nodes")}
+                    yield MembersRecord(**fields | listed)
+                else:
+                    yield LedgerMark(**fields)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue
 
 
 def not_in_ledger(lines: Iterable[LedgerMark], state: LedgerState) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
 from ..adaptive_clipping import RANGE, AdaptiveClipping
-from ..errors import PrivacyConfigError, PrivacyStateRefused
+from ..errors import PrivacyConfigError, refusing
 from ..plan import PrivacyPlan
 from ..releases import step_releases
 from ..sampling.keys import NONCE_BYTES
@@ -253,23 +253,26 @@ class LedgerState(ChainState):
                 self.closed = record["reason"]
 
 
-def read_state(data: bytes, name: str) -> tuple[LedgerState, bytes]:
-    """Verifies all lines of a ledger: its state and the unterminated last bytes; PrivacyStateRefused names the line."""
+def read_state(data: bytes, name: str) -> LedgerState:
+    """Verifies all lines of a ledger; an unterminated last one is charged as its repair would charge it.
+
+    PrivacyStateRefused names the line that breaks the chain.
+    """
     state = LedgerState()
-    return state, read_chain(data, state, name)
+    if tail := read_chain(data, state, name):
+        state.absorb(tail + TORN_MARK)
+    return state
+
+
+def read_ledger_and_bytes(path: Path | str) -> tuple[LedgerState, bytes]:
+    """Verifies a ledger once, without writing to it."""
+    with refusing(f"{path}: cannot read the ledger"):
+        data = Path(path).read_bytes()
+    return read_state(data, str(path)), data
 
 
 def read_ledger(path: Path | str) -> LedgerState:
-    """Verifies a ledger without writing to it; a torn last line is charged as the repair would charge it."""
-    path = Path(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot read the ledger: {error.strerror or error}") from error
-    state, tail = read_state(data, str(path))
-    if tail:
-        state.absorb(tail + TORN_MARK)
-    return state
+    return read_ledger_and_bytes(path)[0]
 
 
 def noise_multiplier_of(releases: object) -> float:

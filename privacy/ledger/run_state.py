@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..accounting.accountants import accountant_version
-from ..errors import PrivacyConfigError, PrivacyStateRefused
+from ..errors import PrivacyConfigError, PrivacyStateRefused, refusing
 from ..plan import PrivacyPlan, require_equal
 from ..sampling.keys import SamplingKey
 from . import durable
@@ -71,16 +71,12 @@ def open_run_state(
         state, key = None, SamplingKey.stage(key_path)
         if members is not None:
             # An empty record, durable before the ledger, so that no honest crash leaves a ledger without it.
-            try:
+            with refusing(f"{members}: cannot create the record of attempts"):
                 if members.exists() and members.stat().st_size:
-                    raise PrivacyStateRefused(
-                        f"{members}: attempts were recorded, and the ledger that charged them is gone"
-                    )
+                    gone = "attempts were recorded, and the ledger that charged them is gone"
+                    raise PrivacyStateRefused(f"{members}: {gone}")
                 durable.unlink(members)
                 durable.write_new(members, b"", 0o600)
-            except OSError as error:
-                reason = error.strerror or error
-                raise PrivacyStateRefused(f"{members}: cannot create the record of attempts: {reason}") from error
     else:
         # Everything is compared before anything is written, so that what is refused stays as it was.
         state = read_ledger(ledger_path)
@@ -103,20 +99,14 @@ def open_run_state(
         run = key.commitment()
         with contextlib.ExitStack() as joining:
             if owner is not None and shared is not None:
-                time = PROGRAM_START if state is None else state.opened["time_utc"]
-                fixed = shared.fixed_in_advance
-                joining.enter_context(
-                    owner.joined(run, shared.name, plan, state, fixed_in_advance=fixed, time_utc=time)
-                )
+                time, fixed = PROGRAM_START if state is None else state.opened["time_utc"], shared.fixed_in_advance
+                joined = owner.joined(run, shared.name, plan, state, fixed_in_advance=fixed, time_utc=time)
+                joining.enter_context(joined)
             if is_new:
                 fields = {
-                    "plan": plan.frozen_fields(),
-                    "key_commitment": run,
-                    "data_hmac": key.hmac(data_manifest),
-                    "accountant": accountant_version(),
-                    "shared_ledger": identity,
-                    **(open_fields or {}),
-                }
+                    "plan": plan.frozen_fields(), "key_commitment": run, "data_hmac": key.hmac(data_manifest),
+                    "accountant": accountant_version(), "shared_ledger": identity, **(open_fields or {}),
+                }  # fmt: skip
                 ledger = Ledger.create(ledger_path, fields, mirror)
             else:
                 ledger = Ledger.open(ledger_path, mirror, mended=mended)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ..accounting.rounding import rounded_up
-from ..errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
+from ..errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, refusing
 from ..plan import ADJACENCY, PrivacyPlan
 from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
 from .durable import require_apart
@@ -80,14 +80,11 @@ class SharedLedger:
     def mirror(self) -> Path | None:
         """Where the owner's mirror lies, as the first line says; PrivacyStateRefused when that cannot be read."""
         state = SharedState()
-        try:
+        with refusing(f"{self.path}: cannot read the shared ledger"):
             if self.path.exists() and not self.path.is_file():
                 raise OSError("it is no regular file")  # a pipe would block
             with self.path.open("rb") as file:
                 read_chain(file.readline(), state, str(self.path))
-        except OSError as error:
-            reason = error.strerror or error
-            raise PrivacyStateRefused(f"{self.path}: cannot read the shared ledger: {reason}") from error
         return state.mirror
 
     def read(self) -> SharedState:
@@ -100,16 +97,13 @@ class SharedLedger:
 
         Raises: PrivacyStateRefused as `read`, also where the owner's mirror does not fit.
         """
-        try:
-            state = SharedState()
+        state = SharedState()
+        with refusing(f"{self.path}: cannot read the shared ledger"):
             read_chain(self.path.read_bytes(), state, str(self.path))
             if state.mirror is not None:
                 copied = state.mirror.read_bytes()  # it grows after the file, which is read again
                 if not self.path.read_bytes().startswith(copied):
                     raise PrivacyStateRefused(f"{state.mirror}: the mirror differs from {self.path}")
-        except OSError as error:
-            reason = error.strerror or error
-            raise PrivacyStateRefused(f"{self.path}: cannot read the shared ledger: {reason}") from error
         return state
 
     @contextlib.contextmanager
@@ -174,7 +168,11 @@ class SharedLedger:
         if not plan.formal_guarantee:
             reason = plan.reasons[0]
             raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {reason}")
-        adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
+        # What can have been fixed in advance: in a study's own ledger only the points of its grid were, and a point of a grid is
+        # one run: whoever trains it anew has seen what came of it.
+        outside = "" in state.grids and name not in state.grids[""]
+        again = name in state.names and any(name in names for names in state.gridded.values())
+        adaptive = bool(state.reservations) and (outside or again or not fixed_in_advance)
         group = plan.release_group(plan.max_intents)
         reservation = Reservation(run, name, "", group, plan.noise_tail_delta, adaptive)
         earlier = state.reservations.get(run)
@@ -284,12 +282,9 @@ class Membership:
 
     def before_intent(self) -> None:
         """Nobody else has taken the reservation over."""
-        try:  # before the reading: what is written after it is read the next time
-            with self._shared.path.open("rb") as file:  # over NFS that is what asks the server
-                status = os.fstat(file.fileno())
-        except OSError as error:
-            reason = f"{self._shared.path}: cannot use the shared ledger: {error.strerror or error}"
-            raise PrivacyStateRefused(reason) from error
+        # Before the reading: what is written after it is read the next time. Over NFS opening is what asks the server.
+        with refusing(f"{self._shared.path}: cannot use the shared ledger"), self._shared.path.open("rb") as file:
+            status = os.fstat(file.fileno())
         identity = status.st_dev, status.st_ino, status.st_size
         if self._looked != identity:
             with self._shared.locked() as chain:

@@ -99,14 +99,6 @@ class SharedState(ChainState):
         """Whether outputs of a study may have been seen: any run, or for a named study any run called like one of its points."""
         return any(not study or name in self.gridded.get(study, ()) for name in self.names)
 
-    def may_be_fixed(self, name: str) -> bool:
-        """Whether a run called so can have been fixed in advance: in a study's own ledger only the points of its grid were, and
-        a point of a grid is one run: whoever trains it anew has seen what came of it.
-        """
-        outside = "" in self.grids and name not in self.grids[""]
-        again = name in self.names and any(name in names for names in self.gridded.values())
-        return not outside and not again
-
     def epsilon(self, extra: Reservation | None = None) -> float:
         """Epsilon of everything reserved, and of `extra`, at the owner's delta."""
         entries = [*self.reservations.values(), *([extra] if extra else [])]

@@ -91,7 +91,7 @@ def described(folder: RunFolder, recorded: Recorded | None, said: list[Path] | N
     for one in behind:  # a run behind several of them counts once, with all that it charged, and stands behind them
         first = _first(one.copy)
         found[first] = max(found.pop(first, one), one, key=lambda ledger: len(ledger.copy))
-    declared = (read_state(one.copy, one.run)[0].opened.get("disjoint_from_start") for one in behind)
+    declared = (read_state(one.copy, one.run).opened.get("disjoint_from_start") for one in behind)
     if len(said or ()) > 1 and any(declared):
         raise PrivacyConfigError(
             "starts_from: one of several runs declares data that are disjoint from those before it, and that is known of a chain "

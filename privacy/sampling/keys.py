@@ -16,7 +16,7 @@ from typing import Self
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from ..errors import PrivacyStateRefused
+from ..errors import PrivacyStateRefused, refusing
 from ..ledger import durable
 
 KEY_BYTES = 32
@@ -42,12 +42,11 @@ class SamplingKey:
     def create(cls, path: Path | str) -> Self:
         """Draws a key from the operating system and writes it durably; PrivacyStateRefused when `path` exists."""
         key = cls(secrets.token_bytes(KEY_BYTES))
-        try:
-            durable.write_new(Path(path), key._secret, 0o600)
-        except FileExistsError as error:
-            raise PrivacyStateRefused(f"{path}: exists; a sampling key is never overwritten") from error
-        except OSError as error:
-            raise PrivacyStateRefused(f"{path}: cannot write the sampling key: {error.strerror or error}") from error
+        with refusing(f"{path}: cannot write the sampling key"):
+            try:
+                durable.write_new(Path(path), key._secret, 0o600)
+            except FileExistsError as error:
+                raise PrivacyStateRefused(f"{path}: exists; a sampling key is never overwritten") from error
         return key
 
     @classmethod
@@ -92,12 +91,9 @@ class SamplingKey:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            way_out = (
-                "; a published copy has none: take the run's own folder" if isinstance(error, FileNotFoundError) else ""
-            )
-            raise PrivacyStateRefused(
-                f"{path}: cannot read the sampling key: {error.strerror or error}{way_out}"
-            ) from error
+            said = f"cannot read the sampling key: {error.strerror or error}"
+            said += "; a published copy has none: take the run's own folder" * isinstance(error, FileNotFoundError)
+            raise PrivacyStateRefused(f"{path}: {said}") from error
         try:
             status = os.fstat(descriptor)
             mode = status.st_mode & 0o777

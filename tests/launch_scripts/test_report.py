@@ -11,6 +11,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.ledger_epsilon import recompute
+from tests.privacy.published import config_of
 from tests.processes import run_python
 from trainer.report import build_card
 
@@ -43,7 +44,7 @@ def _write_lines(path, *values):
 
 def _write_ledger(run, manifest, fields=None, **changes):
     numbers = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 2, "target_delta": 1e-5}
-    plan = make_plan(PlanRequest(**numbers | {"noise_multiplier": 4.0} | changes))
+    plan = make_plan(PlanRequest(**numbers | {"noise_multiplier": 4.0, "sensitivity_slack": 1e-3} | changes))
     own = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
     with Ledger.create(run / "ledger.jsonl", own | (fields or {})) as ledger:
         ledger.start_session({"commit": "c0ffee", "modified": False})
@@ -98,8 +99,9 @@ def test_audit_results_are_shown_with_verdict_and_date(run_dir):
 def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
     owner = SharedLedger.create(tmp_path / "owner.jsonl", epsilon=5.0, delta=1e-4)
     (run_dir / "ledger.jsonl").unlink()
-    (run_dir / "config.toml").write_text(f'[privacy]\nshared_ledger = "{owner.path}"\n')
-    plan = _write_ledger(run_dir, b"", fields={"shared_ledger": owner.read().identity}, cap=None)
+    plan = _write_ledger(run_dir, b"", fields={"shared_ledger": owner.read().identity})
+    asked = config_of(plan).replace("[train]", f'shared_ledger = "{owner.path}"\n[train]')
+    (run_dir / "config.toml").write_text(asked)
     for run, name in (("ab" * 32, "this"), ("cd" * 32, "brother | <b>")):
         with owner.joined(run, name, plan, fixed_in_advance=True):
             pass

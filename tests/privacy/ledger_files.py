@@ -12,17 +12,11 @@ from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 
 # Large noise and few examples: the accountant answers in a fraction of a second.
-PLAN = make_plan(
-    PlanRequest(
-        num_examples=2000,
-        expected_batch_size=100,
-        num_steps=6,
-        noise_multiplier=4.0,
-        target_delta=1e-5,
-        reserved_attempts=4,
-        sensitivity_slack=1e-3,
-    )
-)
+NUMBERS = {
+    "num_examples": 2000, "expected_batch_size": 100, "num_steps": 6, "noise_multiplier": 4.0, "target_delta": 1e-5,
+    "reserved_attempts": 4, "sensitivity_slack": 1e-3,
+}  # fmt: skip
+PLAN = make_plan(PlanRequest(**NUMBERS))
 RELEASE = {"name": "gradient", "std": 4.0, "sensitivity": 1.0}
 ENVIRONMENT = {"commit": "abc"}
 

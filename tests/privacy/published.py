@@ -12,21 +12,19 @@ from typing import Any
 
 from privacy.card.folder import write_card
 from privacy.checkpoints.read import sealed
-from privacy.ledger.chain import encode_line, hash_line
+from privacy.ledger.chain import hash_line
 from privacy.ledger.ledger import Ledger
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.verify import __file__ as VERIFIER
+from tests.privacy.ledger_files import NUMBERS, rechained
 from trainer.report import build_card
 
 Records = list[dict[str, Any]]
 Judge = Callable[..., tuple[int, dict[str, Any]]]
 """verify.py of a folder and options: exit code, and what --json prints."""
-ASKED: dict[str, Any] = {
-    "num_examples": 2000, "expected_batch_size": 100, "num_steps": 4, "noise_multiplier": 4.0, "target_delta": 1e-5,
-    "reserved_attempts": 4, "sensitivity_slack": 1e-3,
-}  # fmt: skip
+ASKED: dict[str, Any] = NUMBERS | {"num_steps": 4}
 PLAN = make_plan(PlanRequest(**ASKED))
 
 
@@ -41,17 +39,11 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     Args:
         owner: the most examples of one owner.
     """
-    noise = "noise_multiplier" if plan.target_epsilon is None else "target_epsilon"
-    asked: dict[str, Any] = {noise: getattr(plan, noise)}
-    names = (
-        "expected_batch_size",
-        "target_delta",
-        "max_grad_norm",
-        "reserved_attempts",
-        "sampling",
-    )
-    for name in (*names, "arithmetic", "clipping_function"):
-        asked[name] = getattr(plan, name)
+    names = [
+        "expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling", "arithmetic",
+        "clipping_function", "noise_multiplier" if plan.target_epsilon is None else "target_epsilon",
+    ]  # fmt: skip
+    asked: dict[str, Any] = {name: getattr(plan, name) for name in names}
     if plan.adaptive_clipping is not None:
         asked |= {"clipping_function": "adaptive", **asdict(plan.adaptive_clipping)}
     asked |= {} if owner is None else {"max_examples_per_owner": owner}
@@ -61,19 +53,13 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     )
 
 
-def parse_lines(text: str) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines, without those that a kill tore, the last one or any before it."""
-    lines = []
-    for line in text.split("\n")[:-1]:
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of `metrics.jsonl`, without those that a kill tore, the last one or any before it."""
+    path, lines = folder / "metrics.jsonl", []
+    for line in path.read_text().split("\n")[:-1] if path.exists() else ():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict)]
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`."""
-    path = folder / "metrics.jsonl"
-    return parse_lines(path.read_text()) if path.exists() else []
 
 
 COORDINATES = 20_000
@@ -144,23 +130,16 @@ def rewrite(folder: Path, edit: Callable[[Records], object]) -> None:
     path = folder / "ledger.jsonl"
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
     edit(records)
-    lines: list[bytes] = []
-
-    def add(kind: str, fields: dict[str, Any]) -> None:
-        previous = hash_line(lines[-1]) if lines else "0" * 64
-        lines.append(encode_line(len(lines), kind, records[0]["time_utc"], previous, fields))
-
-    for record in records:
-        fields = {name: value for name, value in record.items() if name not in ("seq", "type", "time_utc", "previous")}
+    for number, record in enumerate(records):
+        record["time_utc"] = records[0]["time_utc"]
         manifest = folder / "checkpoints" / str(record.get("path")) / "manifest.json"
         if record["type"] == "checkpoint" and manifest.exists():
-            content = json.loads(manifest.read_text()) | {
-                "ledger": {"seq": len(lines) - 1, "hash": hash_line(lines[-1])}
-            }
+            last = hash_line(rechained(records[:number]).splitlines()[-1])
+            content = json.loads(manifest.read_text()) | {"ledger": {"seq": number - 1, "hash": last}}
             manifest.write_text(json.dumps(sealed(content)))
-            fields["digest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
-        add(record["type"], fields)
-    path.write_bytes(b"\n".join(lines) + b"\n")
+            record["digest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    path.write_bytes(rechained(records))
+    lines = path.read_bytes().splitlines()
     card = folder / "report" / "privacy_card.json"
     if card.exists():
         content = json.loads(card.read_text())

@@ -16,14 +16,19 @@ import pytest
 
 import privacy.ledger.ledger
 from privacy import verify
+from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.chain import TORN_MARK, encode_line, read_chain
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.shared_records import SharedState
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
+from privacy.releases import step_releases
 from tests.privacy.ledger_files import (
     ENVIRONMENT,
+    NUMBERS,
     PLAN,
     RELEASE,
     create,
@@ -383,10 +388,6 @@ def plan_of(**fields):
     return lambda records: records[0]["plan"].update(fields)
 
 
-def noise(std, sensitivity=1.0, name="gradient"):
-    return change(5, releases=[{"name": name, "std": std, "sensitivity": sensitivity}])
-
-
 # Lines: 1 open, 2 session, 3 intent, 4 done, 5 intent, 6 session, 7 intent, 8 done, 9 intent, 10 done, 11 checkpoint, 12 close.
 ILLEGAL = {
     "open dropped": (drop(1), "line 1: the first record"),
@@ -407,11 +408,8 @@ ILLEGAL = {
     "finished too early": (change(12, reason="finished"), None),
     "a record of no type": (change(4, type="repair"), "line 4: "),
     "an unknown record": (change(4, type="signature"), "line 4: unknown record type"),
-    "more noise in one line": (noise(5.0), "line 5: gradient states"),
-    "a little more noise": (noise(4.01), "line 5: gradient states"),
-    "another sensitivity": (noise(4.0, 0.5), "line 5: gradient states"),
-    "more noise by its ratio": (noise(8.0, 2.0), "line 5: gradient states"),
-    "another release": (noise(4.0, 1.0, "weights"), "line 5: "),
+    "another release": (change(5, releases=[{**RELEASE, "name": "weights"}]), "line 5: "),
+    "more noise": (change(5, releases=[{**RELEASE, "std": 4.01}]), "line 5: gradient states"),
     "no release": (change(5, releases=[]), "line 5: an intent lists its releases"),
     "half of a character": (change(2, environment={"commit": "\ud800"}), "line 2: .*no.* ledger record"),
     "a smaller rate": (plan_of(sample_rate=0.01), "line 1: "),
@@ -559,3 +557,72 @@ def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_er
             read_chain(b"\n".join(lines[:number]) + b"\n", honest, "it")
             assert state.num_charged >= honest.num_charged
     assert count > 800
+
+
+# A ledger written anew, with a chain that fits: no number in an intent lowers epsilon
+
+
+def plan(**changed):
+    return make_plan(PlanRequest(**NUMBERS | {"max_grad_norm": 0.7, "reserved_attempts": 8} | changed))
+
+
+PLANS = {
+    "plain": plan(),
+    "no cap": plan(cap=None),
+    "adaptive": plan(adaptive_clipping=AdaptiveClipping(0.5, 0.2, 6.0)),
+    "small noise": plan(
+        noise_multiplier=0.25, allow_small_noise=True, num_examples=200, expected_batch_size=20, cap=None
+    ),
+}
+CHANGES = {
+    "doubled": lambda x: 2 * x,
+    "halved": lambda x: x / 2,
+    "one more": lambda x: x + 1,
+    "one less": lambda x: x - 1,
+    "a millionth more": lambda x: x * (1 + 1e-6),
+    "negative": lambda x: -x,
+    "zero": lambda x: 0,
+    "huge": lambda x: 1e300,
+}
+
+
+def numbers(value):
+    """(container, key) of every number in it."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if type(item) in (int, float) and key != "seq":
+            yield value, key
+        yield from numbers(item)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [pytest.param(own, id=name, marks=[pytest.mark.full] * (name == "small noise")) for name, own in PLANS.items()],
+)
+def test_contract_10_no_number_of_an_intent_written_anew_lowers_epsilon(own, tmp_path, no_fsync):
+    """Four steps, the third of them killed and tried again: each number of each intent, changed in every way."""
+    path = tmp_path / "ledger.jsonl"
+    releases = step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping)
+    with Ledger.create(path, {"plan": own.frozen_fields(), "key_commitment": "ab" * 32}) as ledger:
+        for steps in ([1, 2, 3], [3, 4]):
+            ledger.start_session({})
+            for step in steps:
+                ledger.intent(step, ledger.state.attempts[step], releases)
+                if step != 3 or steps[0] == 3:
+                    ledger.done(step, ledger.state.attempts[step] - 1)
+    honest, records = read_ledger(path).epsilon(), [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert rechained(records) == path.read_bytes() and read_ledger(path).num_charged == 5
+    places = [(i, n) for i, r in enumerate(records) if r["type"] == "intent" for n in range(len(list(numbers(r))))]
+    assert len(places) == 5 * (2 + 2 * len(releases))
+    for index, number in places:
+        for name, change in CHANGES.items():
+            forged = copy.deepcopy(records)
+            container, key = list(numbers(forged[index]))[number]
+            container[key] = change(container[key])
+            path.write_bytes(rechained(forged))
+            try:
+                found = read_ledger(path).epsilon()
+            except PrivacyStateRefused:
+                with pytest.raises(verify.Violated):
+                    verify.read_ledger(path)
+                continue
+            assert found >= honest, (index, key, name)

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from privacy import noise
-from privacy.accounting.noise_tail import EDGE, MOST_PARAMETERS, noise_tail_delta
+from privacy.accounting.group_privacy import EDGE, MOST_PARAMETERS, noise_tail_delta
 from privacy.noise import SystemNoise, add_noise, box_muller, philox_words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,14 +68,6 @@ def test_contract_7_the_edge_of_the_box_muller_source():
 
     assert float(box_muller(words, 1, CPU)[0]) == pytest.approx(EDGE, rel=1e-12)
     assert float(box_muller(lambda number: torch.full((number,), 2**63 - 1), 1, CPU)[0]) == 0.0
-
-
-def test_box_muller_follows_its_definition():
-    drawn = np.random.default_rng(0).integers(0, 2**63, 10, dtype=np.int64)
-    uniforms = (drawn.astype(float) + 0.5) / 2**63
-    radius, angle = np.sqrt(-2 * np.log(uniforms[:5])), 2 * math.pi * uniforms[5:]
-    expected = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-    assert np.allclose(box_muller(lambda number: torch.from_numpy(drawn.copy()), 10, CPU).numpy(), expected, rtol=1e-12)
 
 
 def test_aes_source_is_aes_256_ctr_under_a_fresh_key(monkeypatch):

@@ -1,6 +1,6 @@
 """Norms of noised sums refute noise that was stated and not drawn, and no honest run, by both implementations.
 
-The conditions are those of privacy/noise_seen.py, each under its number in the comments; verify.py has its own copy of the test.
+The conditions are those of privacy/noise_seen.py; verify.py has its own copy of the test.
 """
 
 import json
@@ -125,7 +125,7 @@ def test_noise_that_was_not_drawn_is_refuted(name: str, tmp_path: Path) -> None:
 
 
 def test_a_sum_over_all_owners_hides_one_of_them(tmp_path: Path) -> None:
-    """22: one owner of 500 without noise makes the whole 0.999 as long; the smallest share shows it."""
+    """One owner of 500 without noise makes the whole 0.999 as long; the smallest share shows it."""
     owners = (COORDINATES // 500,) * 500
     honest, lying = drawn(1, owners=owners), drawn(1, owners=owners, silent=7)
     assert refuted(ledger_of(tmp_path / "a", plan_of(4), honest)) == ""
@@ -141,7 +141,7 @@ def test_a_sum_over_all_owners_hides_one_of_them(tmp_path: Path) -> None:
 def test_a_count_without_noise_is_refuted_over_many_steps_and_a_c_that_does_not_follow_is_violated(
     tmp_path: Path,
 ) -> None:
-    """21: a count has one coordinate, so its squares are pooled; the gradient is honest here."""
+    """A count has one coordinate, so its squares are pooled; the gradient is honest here."""
     rng, steps = np.random.default_rng(2), plan_of(120, adaptive_clipping=ADAPTIVE)
 
     def stated(part: float) -> Stated:
@@ -163,7 +163,7 @@ def test_a_count_without_noise_is_refuted_over_many_steps_and_a_c_that_does_not_
 
 @pytest.mark.parametrize("coordinates", [1, 2, 53, 999, 1000, 10**9])
 def test_the_quantile_is_exact_below_1000_coordinates_and_a_bound_above(coordinates: int) -> None:
-    """18, at levels of one and of very many comparisons."""
+    """At levels of one and of very many comparisons."""
     for level in (1e-9, 1e-15):
         edge = coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))
         edge = float(chi2.ppf(level, coordinates)) if coordinates < 1000 else edge
@@ -177,8 +177,8 @@ def test_the_quantile_is_exact_below_1000_coordinates_and_a_bound_above(coordina
     ("coordinates", "part", "said"),
     [
         (COORDINATES, 1.0, ""),
-        (2 * COORDINATES, 1.0, "all steps together"),  # 17: what is counted twice is a false alarm
-        (COORDINATES, 1e3, ""),  # 19: large norms say nothing, since data may make them
+        (2 * COORDINATES, 1.0, "all steps together"),  # what is counted twice is a false alarm
+        (COORDINATES, 1e3, ""),  # large norms say nothing, since data may make them
     ],
 )
 def test_the_test_is_one_sided_and_needs_the_very_number_of_coordinates(

@@ -158,45 +158,6 @@ def test_cells_have_exactly_their_probabilities():
             assert least > 0.9999 * share  # the tail is no zero
 
 
-def _split(deviation, cell, depth):
-    """What a proposal in this cell gives, as exact fractions: integer or REJECTED -> mass decided by `depth` bits of T and V."""
-    u = int(MP.floor(MP.ldexp((FIRST_OF_CELL[cell] + FIRST_OF_CELL[cell + 1]) / 2, 128)))
-    decided, open_ = Counter(), [(0, 0, 0, 0)]
-    while open_:
-        t, t_size, v, v_size = open_.pop()
-        decision = decide(deviation, (u, 128), (t, t_size), (v, v_size))
-        if decision != UNDECIDED:
-            decided[decision] += Fraction(1, 2 ** (t_size + v_size))
-        elif t_size + v_size < depth and v_size <= t_size:
-            open_ += [(t, t_size, 2 * v, v_size + 1), (t, t_size, 2 * v + 1, v_size + 1)]
-        elif t_size + v_size < depth:
-            open_ += [(2 * t, t_size + 1, v, v_size), (2 * t + 1, t_size + 1, v, v_size)]
-    return decided
-
-
-@pytest.mark.parametrize(
-    ("deviation", "cells"), [(64.0, (0, 1, 80)), (3.0, (10, 32, 203)), (0.3, (106, 107, 300, 420))]
-)
-def test_a_cell_gives_each_integer_with_its_probability(deviation, cells):
-    """The tree of all bits of T and V brackets the integral of exp(-g) over each integer's part of the cell."""
-    for cell in cells:
-        decided = _split(deviation, cell, 18)
-        missing = 1 - sum(decided.values())
-        assert missing < Fraction(1, 100)
-
-        def share(start, end, cell=cell):
-            start, end = (MP.mpf(cell + min(max(x, 0), 1)) / M for x in (start, end))
-            return MP.sqrt(MP.pi / 2) * M * (MP.erf(end / MP.sqrt(2)) - MP.erf(start / MP.sqrt(2))) / _WEIGHTS[cell]
-
-        integers = range(int(deviation * (cell + 1) / M + 0.5) + 1)
-        shares = {n: share(*((n + half) * M / deviation - cell for half in (-0.5, 0.5))) for n in integers}
-        shares[REJECTED] = 1 - sum(shares.values())
-        assert set(decided) <= set(shares)
-        for what, true in shares.items():
-            least = MP.mpf(decided[what].numerator) / decided[what].denominator
-            assert least - MP.mpf(2) ** -390 <= true <= least + MP.mpf(missing.numerator) / missing.denominator
-
-
 def probabilities(deviation, edges):
     """Of the integers in [edges[i], edges[i + 1]), with everything below and above added to the ends."""
     middle = [(MP.mpf(int(edge)) - 0.5) / MP.mpf(deviation) for edge in edges]

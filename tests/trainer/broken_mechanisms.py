@@ -14,8 +14,8 @@ from torch import Tensor
 from data.reading import loader
 from privacy.clipping import accumulators, functions, norms
 from privacy.clipping.clipped_sum import ClippedSum
-from privacy.clipping.functions import ClippingFunction, unclipped
-from privacy.ledger import durable
+from privacy.clipping.functions import ClippingFunction
+from privacy.ledger import durable, run_state
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.loop.engine import OwnEngine
@@ -23,75 +23,115 @@ from privacy.loop.reading import Reader
 from privacy.noise import NoiseSource, SystemNoise, add_noise
 from privacy.run import run
 from privacy.run.ledger import RunLedger
-from privacy.sampling.poisson import example_keys
-from privacy.step import adaptive_bound, collectives
-from privacy.step import batches as run_batches
+from privacy.step import adaptive_bound, batches, collectives, reduction
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
-from privacy.step.reduction import reduce_to_owners
-from privacy.step.step import train_step
 from trainer.run import start
 
-Patches = list[tuple[Any, str, Any]]
+Seam = tuple[Any, str]
+
+
+class Mistake(NamedTuple):
+    """What is wrong: a source of noise, or what is patched, with functions that get the one that they replace first."""
+
+    source: type | None
+    patched: list[tuple[Seam, Callable[..., Any]]]
+    found_by: set[str]
+    setting: str
+    is_quick: bool
+
+
+MISTAKES: dict[str, Mistake] = {}
+"""At least one for each check; `make test` plants the quick ones, one or more of every setting."""
+
+
+def mistake(
+    *found_by: str, at: Seam | None = None, setting: str = "plain", is_quick: bool = False, **also: Any
+) -> Callable[[Any], Any]:
+    """Adds a function that replaces the one at a seam, or a source of noise.
+
+    Args:
+        setting: what the audited plan needs for it.
+        also: further pairs of seam and function.
+    """
+
+    def add(planted: Any) -> Any:
+        patched = [(at, planted), *also.values()] if at is not None else []
+        source = planted if at is None else None
+        MISTAKES[planted.__name__] = Mistake(source, patched, set(found_by), setting, is_quick)
+        return planted
+
+    return add
+
+
+@contextmanager
+def broken(name: str) -> Iterator[NoiseSource]:
+    """Inside, the sandbox's mechanism has the named mistake; yields the noise source to use. "none" breaks nothing."""
+    planted = MISTAKES.get(name, Mistake(None, [], set(), "", False))
+    assert name == "none" or name in MISTAKES
+
+    def replacing(seam: Seam, function: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(*seam)
+        return lambda *arguments, **named: function(original, *arguments, **named)
+
+    with ExitStack() as stack:
+        for seam, function in planted.patched:
+            stack.enter_context(mock.patch.object(*seam, replacing(seam, function)))
+        yield (planted.source or SystemNoise)()
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """In place of what is forgotten."""
 
 
 # Mistakes in the step
 
 
-def the_divisor_is_the_realised_batch() -> Patches:
-    def step(made: Any, number: int, micro_batches: Any) -> Any:
-        kept = list(micro_batches)
-        mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
-        realised = int(collectives.all_reduce_sum(mine))
-        made.plan = dataclasses.replace(made.plan, expected_batch_size=max(1, realised))
-        return train_step(made, number, iter(kept))
-
-    return [(run, "train_step", step)]
+@mistake("divisor", at=(run, "train_step"))
+def the_divisor_is_the_realised_batch(step: Any, made: Any, number: int, micro_batches: Any) -> Any:
+    kept = list(micro_batches)
+    mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
+    realised = int(collectives.all_reduce_sum(mine))
+    made.plan = dataclasses.replace(made.plan, expected_batch_size=max(1, realised))
+    return step(made, number, iter(kept))
 
 
-def one_layer_gets_no_noise() -> Patches:
-    def step(made: Any, number: int, micro_batches: Any) -> Any:
-        take = made.engine.step
+@mistake("draws_reach_the_weights", at=(run, "train_step"))
+def one_layer_gets_no_noise(step: Any, made: Any, number: int, micro_batches: Any) -> Any:
+    take = made.engine.step
 
-        def without(shards: Any, **rates: float) -> None:
-            for shard in shards:
-                if shard.name == "block.matrix.weight":
-                    shard.values.zero_()
-            take(shards, **rates)
+    def without(shards: Any, **rates: float) -> None:
+        for shard in shards:
+            if shard.name == "block.matrix.weight":
+                shard.values.zero_()
+        take(shards, **rates)
 
-        with mock.patch.object(made.engine, "step", without):
-            return train_step(made, number, micro_batches)
-
-    return [(run, "train_step", step)]
+    with mock.patch.object(made.engine, "step", without):
+        return step(made, number, micro_batches)
 
 
-def every_rank_adds_the_whole_noise() -> Patches:
+@mistake(
+    "noise_variance", "one_draw_per_coordinate",
+    at=(run, "train_step"), setting="several ranks", owners=((loop, "add_noise"), nothing),
+)  # fmt: skip
+def every_rank_adds_the_whole_noise(step: Any, made: Any, number: int, micro_batches: Any) -> Any:
     """To its own part of the sum, before the reduction."""
 
-    def step(made: Any, number: int, micro_batches: Any) -> Any:
-        def reduce(clipped: Any, layout: Any) -> Any:
-            for _, total in clipped.sums():
-                draw = made.noise.standard_normal(total.numel(), total.device)
-                total += made.plan.noise_multiplier * made.plan.max_grad_norm * draw.view_as(total)
-            return reduce_to_owners(clipped, layout)
+    def reduce(clipped: Any, layout: Any) -> Any:
+        for _, total in clipped.sums():
+            draw = made.noise.standard_normal(total.numel(), total.device)
+            total += made.plan.noise_multiplier * made.plan.max_grad_norm * draw.view_as(total)
+        return reduction.reduce_to_owners(clipped, layout)
 
-        with mock.patch.object(loop, "reduce_to_owners", reduce):
-            return train_step(made, number, micro_batches)
-
-    return [(loop, "add_noise", lambda values, std, source: None), (run, "train_step", step)]
+    with mock.patch.object(loop, "reduce_to_owners", reduce):
+        return step(made, number, micro_batches)
 
 
-def noise_is_divided_by_the_number_of_ranks() -> Patches:
-    return [(loop, "add_noise", lambda values, std, source: add_noise(values, std / collectives.world_size(), source))]
-
-
-def sum_and_noise_are_single() -> Patches:
-    def add(values: Tensor, std: float, source: Any) -> None:
-        noise = torch.zeros_like(values)
-        add_noise(noise, std, source)
-        values.copy_(values.float() + noise.float())
-
-    return [(loop, "add_noise", add)]
+@mistake("added_in_double", at=(loop, "add_noise"), is_quick=True)
+def sum_and_noise_are_single(add: Any, values: Tensor, std: float, source: Any) -> None:
+    noise = torch.zeros_like(values)
+    add_noise(noise, std, source)
+    values.copy_(values.float() + noise.float())
 
 
 # Mistakes in the clipping
@@ -105,191 +145,152 @@ class _EachOnItsOwn(ClippingFunction):
         return self.bounds[0]
 
 
-def each_layer_is_clipped_by_itself() -> Patches:
-    def function(names: list[str], bound: float) -> ClippingFunction:
-        return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
-
-    return [(functions, "function_of", lambda option: function)]
+def _each_alone(names: list[str], bound: float) -> ClippingFunction:
+    return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
 
 
-def sums_keep_a_64th_of_the_step_before() -> Patches:
-    take, make = accumulators.LocalSums.take, accumulators.LocalSums._make
-
-    def remembering(self: Any, name: str) -> accumulators.Total:
-        total = take(self, name)
-        self.__dict__.setdefault("before", {})[name] = total.read(slice(None)) // 64
-        return total
-
-    def forgetful(self: Any) -> None:
-        missing = [name for name in self._shapes if name not in self._totals]
-        make(self)
-        for name in missing:
-            self._totals[name].low.add_(self.__dict__.get("before", {}).pop(name, 0))
-
-    return [(accumulators.LocalSums, "take", remembering), (accumulators.LocalSums, "_make", forgetful)]
+def forgetful(make: Any, sums: Any) -> None:
+    missing = [name for name in sums._shapes if name not in sums._totals]
+    make(sums)
+    for name in missing:
+        sums._totals[name].low.add_(sums.__dict__.get("before", {}).pop(name, 0))
 
 
-def sums_are_single() -> Patches:
+@mistake(
+    "whole_sums", at=(accumulators.LocalSums, "take"), beginning=((accumulators.LocalSums, "_make"), forgetful)
+)  # fmt: skip
+def sums_keep_a_64th_of_the_step_before(take: Any, sums: Any, name: str) -> accumulators.Total:
+    total: accumulators.Total = take(sums, name)
+    sums.__dict__.setdefault("before", {})[name] = total.read(slice(None)) // 64
+    return total
+
+
+@mistake("whole_sums", at=(accumulators.LocalSums, "finish"), check=((start, "check_against_autograd"), nothing))
+def sums_are_single(finish: Any, sums: Any) -> None:
     """Totals hold what fp32 can hold, as gradients of trainers do; planted behind the self-check, which finds it too."""
-
-    def finish(self: Any) -> None:
-        for total in self._totals.values():
-            total.low.copy_(total.low.float())
-
-    return [(accumulators.LocalSums, "finish", finish), (start, "check_against_autograd", lambda *_, **__: None)]
+    for total in sums._totals.values():
+        total.low.copy_(total.low.float())
 
 
-def rows_beyond_a_part_are_forgotten() -> Patches:
-    add = ClippedSum.add_micro_batch
-
-    def first(self: Any, task: Any, inputs: Any, is_padding_B: Any) -> Any:
-        return add(self, task, {name: x[:1024] for name, x in inputs.items()}, is_padding_B[:1024])
-
-    return [(ClippedSum, "add_micro_batch", first)]
-
-
-def the_last_micro_batch_replaces_the_others() -> Patches:
-    add = ClippedSum.add_micro_batch
-
-    def alone(self: Any, *arguments: Any) -> Any:
-        self.zero_()
-        return add(self, *arguments)
-
-    return [(ClippedSum, "add_micro_batch", alone)]
+@mistake(
+    "membership", "whole_sums", at=(ClippedSum, "add_micro_batch"),
+    check=((start, "check_against_autograd"), nothing), coarse=((start, "check_at_size"), nothing),
+)  # fmt: skip
+def the_last_micro_batch_replaces_the_others(add: Any, sums: Any, *arguments: Any) -> Any:
+    sums.zero_()
+    return add(sums, *arguments)
 
 
-def noise_is_that_of_the_first_bound() -> Patches:
-    releases = ClippedSum.releases
-
-    def first(self: Any, noise_multiplier: float) -> Any:
-        made = releases(self, noise_multiplier)
-        made[0]["std"] = made[0]["std"] / self.max_grad_norm
-        return made
-
-    return [(ClippedSum, "releases", first), (RunLedger, "intent", intent_as_planned)]
-
-
-def intent_as_planned(self: Any, step: int, *, releases: Any) -> None:
+def intent_as_planned(intent: Any, ledger: Any, step: int, *, releases: Any) -> None:
     """States what the plan says, whatever was drawn."""
-    stated = [{**releases[0], "std": releases[0]["std"] * releases[0]["sensitivity"]}, *releases[1:]]
-    self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), stated))
+    intent(
+        ledger, step, releases=[{**releases[0], "std": releases[0]["std"] * releases[0]["sensitivity"]}, *releases[1:]]
+    )
+
+
+@mistake(
+    "noise_variance", at=(ClippedSum, "releases"), setting="adaptive", stated=((RunLedger, "intent"), intent_as_planned)
+)
+def noise_is_that_of_the_first_bound(releases: Any, sums: Any, noise_multiplier: float) -> Any:
+    made = releases(sums, noise_multiplier)
+    made[0]["std"] = made[0]["std"] / sums.max_grad_norm
+    return made
 
 
 # Mistakes in a loop of one's own
 
 
-def the_optimizer_gets_more_than_the_sum() -> Patches:
-    gradients = OwnEngine._gradients
-
-    def more(self: Any, shards: Any) -> Any:
-        found = gradients(self, shards)
-        found["offset.weight"] += 1e-3
-        return found
-
-    return [(OwnEngine, "_gradients", more)]
-
-
-def an_item_is_lost() -> Patches:
-    read = Reader.__getitem__
-    return [(Reader, "__getitem__", lambda self, request: read(self, request[:-1]))]
-
-
-def items_are_read_with_one_key() -> Patches:
-    item = Reader.item
-    return [(Reader, "item", lambda self, index, key: item(self, index, 7))]
+@mistake("weights_follow", at=(OwnEngine, "_gradients"), setting="loop", is_quick=True)
+def the_optimizer_gets_more_than_the_sum(gradients: Any, engine: Any, shards: Any) -> Any:
+    found = gradients(engine, shards)
+    found["offset.weight"] += 1e-3
+    return found
 
 
 # Mistakes in the sampling
 
 
-def the_ragged_tail_is_dropped() -> Patches:
+@mistake("dealt_members", at=(loader, "stack_examples"))
+def the_ragged_tail_is_dropped(stack: Any, examples: Any, make_example: Any, size: int, rows: Any) -> Any:
     """The loader gives whole groups of 16 only."""
-    stack = loader.stack_examples
-
-    def whole_only(examples: Any, make_example: Any, size: int, rows: Any) -> Any:
-        kept = list(examples)
-        whole = len(kept) // 16 * 16
-        return stack(kept[:whole], make_example, size, rows[:whole])
-
-    return [(loader, "stack_examples", whole_only)]
-
-
-def keys_are_those_of_rows() -> Patches:
-    return [(run_batches, "example_keys", lambda key, step, ids: example_keys(key, step, np.arange(len(ids))))]
-
-
-def a_retry_has_the_same_members() -> Patches:
-    """Coins that forget the session and the attempt."""
-    plan = LogicalBatches.plan
-
-    def forgetful(self: Any, step: int) -> Any:
-        return plan(dataclasses.replace(self, nonce=bytes(16), attempts={}), step)
-
-    return [(LogicalBatches, "plan", forgetful)]
+    kept = list(examples)
+    whole = len(kept) // 16 * 16
+    return stack(kept[:whole], make_example, size, rows[:whole])
 
 
 # Mistakes in the ledger
 
 
-def the_intent_follows_the_reduction() -> Patches:
-    intend, waiting = loop._intend, []
-
-    def put_off(mechanism: Any, step: int, releases: Any) -> float:
-        waiting.append((mechanism, step, releases))
-        return mechanism.learning_rate(step)
-
-    def late(*arguments: Any) -> Any:
-        shards = reduce_to_owners(*arguments)
-        intend(*waiting.pop())
-        return shards
-
-    return [(loop, "_intend", put_off), (loop, "reduce_to_owners", late)]
+def late(reduce: Any, *arguments: Any) -> Any:
+    shards = reduce(*arguments)
+    intend, *intent = the_intent_follows_the_reduction.waiting.pop()
+    intend(*intent)
+    return shards
 
 
-def an_intent_is_not_synced() -> Patches:
-    append = AppendOnly.append
-
-    def lazy(self: Any, data: bytes) -> None:
-        with mock.patch.object(os, "fsync") if b'"type":"intent"' in data else nullcontext():
-            append(self, data)
-
-    return [(AppendOnly, "append", lazy)]
+@mistake(
+    "charge_before_release", at=(loop, "_intend"), is_quick=True, afterwards=((loop, "reduce_to_owners"), late)
+)  # fmt: skip
+def the_intent_follows_the_reduction(intend: Any, mechanism: Any, step: int, releases: Any) -> float:
+    the_intent_follows_the_reduction.waiting = [(intend, mechanism, step, releases)]
+    return float(mechanism.learning_rate(step))
 
 
-def no_name_is_synced() -> Patches:
-    return [(durable, "fsync_directory", lambda directory: None)]
+@mistake("charge_before_release", at=(AppendOnly, "append"))
+def an_intent_is_not_synced(append: Any, file: Any, data: bytes) -> None:
+    with mock.patch.object(os, "fsync") if b'"type":"intent"' in data else nullcontext():
+        append(file, data)
 
 
-def a_retry_is_not_charged() -> Patches:
-    """Neither intent nor `done` of a retry is written, and nothing checks the order of records, which would refuse that."""
-    intent, done = RunLedger.intent, RunLedger.done
-
-    def once(self: Any, step: int, *, releases: Any) -> None:
-        if not self.attempts.get(step, 0):
-            intent(self, step, releases=releases)
-
-    def done_once(self: Any, step: int, **noised: Any) -> None:
-        if not self.attempts.get(step, 0):
-            done(self, step, **noised)
-
-    unchecked = (LedgerState, "_check_order", lambda self, step, attempt: None)
-    return [(RunLedger, "intent", once), (RunLedger, "done", done_once), unchecked]
+def once(write: Any, ledger: Any, step: int, **said: Any) -> None:
+    if not ledger.attempts.get(step, 0):
+        write(ledger, step, **said)
 
 
-# Mistakes with the count of adaptive clipping
+@mistake(
+    "charged_attempts", at=(RunLedger, "intent"),
+    done=((RunLedger, "done"), once), order=((LedgerState, "_check_order"), nothing),
+    record=((run_state, "not_in_ledger"), nothing),
+)  # fmt: skip
+def a_retry_is_not_charged(intent: Any, ledger: Any, step: int, **said: Any) -> None:
+    """Neither intent nor `done` of a retry is written, and nothing looks at orders and at attempts, which would refuse that."""
+    once(intent, ledger, step, **said)
 
 
-def the_count_is_not_centred() -> Patches:
-    return [(norms, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5)]
+@mistake("count_sensitivity", at=(norms, "unclipped"), setting="adaptive", is_quick=True)
+def the_count_is_not_centred(unclipped: Any, norm_B: Tensor, bound: float) -> Any:
+    return unclipped(norm_B, bound) + 0.5
 
 
-def the_count_has_half_its_noise() -> Patches:
-    return [(adaptive_bound, "add_noise", lambda values, std, source: add_noise(values, std / 2, source))]
+# Mistakes of one line
+
+
+PLAIN, LOOP, ADAPTIVE, RANKS = "plain", "loop", "adaptive", "several ranks"
+for name, found, setting, at, planted in [
+    ("each_layer_is_clipped_by_itself", "sensitivity", PLAIN, (functions, "function_of"), lambda of, option: _each_alone),
+    ("rows_beyond_a_part_are_forgotten", "membership whole_sums", PLAIN, (ClippedSum, "add_micro_batch"),
+     lambda add, sums, task, inputs, is_padding_B: add(
+         sums, task, {name: x[:1024] for name, x in inputs.items()}, is_padding_B[:1024])),
+    ("noise_is_divided_by_the_number_of_ranks", "noise_variance", RANKS, (loop, "add_noise"),
+     lambda add, values, std, source: add(values, std / collectives.world_size(), source)),
+    ("a_retry_has_the_same_members", "dealt_members", PLAIN, (LogicalBatches, "plan"),  # coins forget session and attempt
+     lambda plan, run, step: plan(dataclasses.replace(run, nonce=bytes(16), attempts={}), step)),
+    ("keys_are_those_of_rows", "example_keys", PLAIN, (batches, "example_keys"),
+     lambda keys, key, step, ids: keys(key, step, np.arange(len(ids)))),
+    ("an_item_is_lost", "dealt_members", LOOP, (Reader, "__getitem__"), lambda read, reader, ids: read(reader, ids[:-1])),
+    ("items_are_read_with_one_key", "example_keys", LOOP, (Reader, "item"),
+     lambda item, reader, index, key: item(reader, index, 7)),
+    ("no_name_is_synced", "ledger_name_durable", PLAIN, (durable, "fsync_directory"), nothing),
+    ("the_count_has_half_its_noise", "count_draws", ADAPTIVE, (adaptive_bound, "add_noise"),
+     lambda add, values, std, source: add(values, std / 2, source)),
+]:  # fmt: skip
+    MISTAKES[name] = Mistake(None, [(at, planted)], set(found.split()), setting, is_quick=False)
 
 
 # Mistakes in the source of noise
 
 
+@mistake("draws_are_new", setting="several ranks", is_quick=True)
 class OneSeed:
     """torch.manual_seed(seed) with the same seed on every rank."""
 
@@ -300,6 +301,7 @@ class OneSeed:
         return torch.from_numpy(self._generator.standard_normal(count))
 
 
+@mistake("draws_are_new")
 class Replayed:
     """A generator that is seeded again for every step."""
 
@@ -310,11 +312,13 @@ class Replayed:
         return (self.standard_normal(count, device) * deviation).round().long()
 
 
+@mistake("double_precision")
 class SinglePrecision:
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         return torch.randn(count, dtype=torch.float32).double()
 
 
+@mistake("draws_are_new", is_quick=True)
 class HalfReversed(SystemNoise):
     """The second half is minus the first half reversed: half of the entropy, and a sum of zero."""
 
@@ -325,6 +329,7 @@ class HalfReversed(SystemNoise):
         return draw
 
 
+@mistake("noise_tails")
 class EndsAtThree(SystemNoise):
     """No value beyond 3 standard deviations, and the stated variance."""
 
@@ -335,65 +340,10 @@ class EndsAtThree(SystemNoise):
         return draw / 0.98658
 
 
+@mistake("fresh_entropy")
 class SixteenBits:
     """Each draw is seeded with two bytes."""
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         seed = int.from_bytes(os.urandom(2), "little")
         return torch.from_numpy(np.random.default_rng(seed).standard_normal(count))
-
-
-class Mistake(NamedTuple):
-    """`plant` gives what is patched, or the source of noise; `setting` is what the audited plan needs for it."""
-
-    plant: Callable[[], Any]
-    found_by: set[str]
-    setting: str = "plain"
-    is_quick: bool = False
-
-
-MISTAKES = {
-    mistake.plant.__name__: mistake
-    for mistake in (
-        Mistake(the_divisor_is_the_realised_batch, {"divisor"}),
-        Mistake(each_layer_is_clipped_by_itself, {"sensitivity"}),
-        Mistake(sums_keep_a_64th_of_the_step_before, {"whole_sums"}),
-        Mistake(sums_are_single, {"whole_sums"}),
-        Mistake(rows_beyond_a_part_are_forgotten, {"membership", "whole_sums"}),
-        Mistake(the_last_micro_batch_replaces_the_others, {"membership", "whole_sums"}),
-        Mistake(the_ragged_tail_is_dropped, {"dealt_members"}),
-        Mistake(a_retry_has_the_same_members, {"dealt_members"}),
-        Mistake(keys_are_those_of_rows, {"example_keys"}),
-        Mistake(one_layer_gets_no_noise, {"draws_reach_the_weights"}),
-        Mistake(sum_and_noise_are_single, {"added_in_double"}, is_quick=True),
-        Mistake(HalfReversed, {"draws_are_new"}, is_quick=True),
-        Mistake(Replayed, {"draws_are_new"}),
-        Mistake(SinglePrecision, {"double_precision"}),
-        Mistake(EndsAtThree, {"noise_tails"}),
-        Mistake(SixteenBits, {"fresh_entropy"}),
-        Mistake(the_intent_follows_the_reduction, {"charge_before_release"}, is_quick=True),
-        Mistake(an_intent_is_not_synced, {"charge_before_release"}),
-        Mistake(no_name_is_synced, {"ledger_name_durable"}),
-        Mistake(a_retry_is_not_charged, {"charged_attempts"}),
-        Mistake(noise_is_divided_by_the_number_of_ranks, {"noise_variance"}, "several ranks"),
-        Mistake(OneSeed, {"draws_are_new"}, "several ranks", is_quick=True),
-        Mistake(every_rank_adds_the_whole_noise, {"noise_variance", "one_draw_per_coordinate"}, "several ranks"),
-        Mistake(the_count_is_not_centred, {"count_sensitivity"}, "adaptive", is_quick=True),
-        Mistake(the_count_has_half_its_noise, {"count_draws"}, "adaptive"),
-        Mistake(noise_is_that_of_the_first_bound, {"noise_variance"}, "adaptive"),
-        Mistake(the_optimizer_gets_more_than_the_sum, {"weights_follow"}, "loop", is_quick=True),
-        Mistake(an_item_is_lost, {"dealt_members"}, "loop"),
-        Mistake(items_are_read_with_one_key, {"example_keys"}, "loop"),
-    )
-}
-"""At least one for each check; `make test` plants the quick ones, one or more of every setting."""
-
-
-@contextmanager
-def broken(name: str) -> Iterator[NoiseSource]:
-    """Inside, the sandbox's mechanism has the named mistake; yields the noise source to use. "none" breaks nothing."""
-    planted = MISTAKES[name].plant() if name != "none" else []
-    with ExitStack() as stack:
-        for target, attribute, value in planted if isinstance(planted, list) else []:
-            stack.enter_context(mock.patch.object(target, attribute, value))
-        yield SystemNoise() if isinstance(planted, list) else planted

@@ -143,7 +143,7 @@ def test_a_correct_mechanism_passes(one_rank: torch.device, steps: int, changed:
     [
         ("plain", ('privacy.clipping_mode="two_pass"',), ("each_layer_is_clipped_by_itself",)),
         ("plain", ('train.accumulation="sharded"',), ("the_last_micro_batch_replaces_the_others",)),
-        ("several ranks", (), ("every_rank_adds_the_whole_noise",)),
+        ("several ranks", (), ("every_rank_adds_the_whole_noise", "noise_is_divided_by_the_number_of_ranks")),
         ("certified", (), ("Replayed", "a_retry_has_the_same_members")),  # integers coincide by chance
         ("adaptive", (), ("OneSeed", "the_count_has_half_its_noise")),
     ],

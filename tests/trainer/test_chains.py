@@ -9,11 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import dp_accounting
 import numpy as np
 import pytest
 import torch
-from dp_accounting.pld import PLDAccountant
 
 from data.index.build import build_index
 from evaluation.private_head.rows import Rows
@@ -27,6 +25,7 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.claim import composed_epsilon, read_copies
 from privacy.ledger.records import read_ledger
 from tests.privacy.cards import without_surroundings
+from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.published import read_metrics
 from trainer.audit.canaries import run_audit, write_canaries
 from trainer.config.machine import load_machine_settings
@@ -57,19 +56,9 @@ def run(folder: Path, *changes: str, shards: str = SAME, steps: int = 2, is_dry:
     return start(config, machine, "local", folder, ROOT, Ranks(), torch.device("cpu"))
 
 
-def pld(*runs: tuple[Path, int], delta: float) -> float:
-    """The composition of these numbers of charges of each run, from the plans in the ledgers and dp-accounting alone."""
-    accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
-    for folder, count in runs:
-        plan = json.loads((folder / "ledger.jsonl").read_bytes().split(b"\n")[0])["plan"]
-        event = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(
-            plan["num_examples"],
-            plan["sample_rate"],
-            plan["cap"],
-            plan["noise_multiplier"] / (1 + plan["sensitivity_slack"]),
-        )
-        accountant.compose(dp_accounting.SelfComposedDpEvent(event, count))
-    return float(accountant.get_epsilon(delta))
+def spent(chain: dict[str, Path], *names: str, delta: float) -> float:
+    """Epsilon of these runs together, from their ledgers and dp-accounting alone."""
+    return float(recompute(*(chain[name] / "ledger.jsonl" for name in names), delta=delta)[1])
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +93,10 @@ def card_of(folder: Path) -> PrivacyCard:
 
 def test_the_headline_is_what_the_released_weights_carry(chain: dict[str, Path]) -> None:
     second = card_of(chain["second"])
-    both = pld((chain["first"], 2), (chain["second"], 3), delta=1e-6)
+    both = spent(chain, "first", "second", delta=1e-6)
     assert second.composition is not None and second.delta == 1e-6, "the smaller delta protects the examples of both"
     assert second.epsilon == second.composition.epsilon == pytest.approx(both, abs=1e-6)
-    assert second.accounting.epsilon == pytest.approx(pld((chain["second"], 3), delta=1e-5), abs=1e-6)
+    assert second.accounting.epsilon == pytest.approx(spent(chain, "second", delta=1e-5), abs=1e-6)
     assert second.epsilon > second.accounting.epsilon, "the run's own epsilon alone is no headline"
     assert [(entry.name, entry.attempts_charged) for entry in second.composition.runs] == [
         ("this run", 3),
@@ -122,7 +111,7 @@ def test_canaries_are_judged_by_what_the_released_weights_carry(chain: dict[str,
     """A canary may have been in both runs, so its losses may tell as much as both spent."""
     write_canaries(tmp_path / "canaries", 20, 32)
     report = run_audit(chain["second"], tmp_path / "canaries", None, ROOT)
-    both = pld((chain["first"], 2), (chain["second"], 3), delta=1e-6)
+    both = spent(chain, "first", "second", delta=1e-6)
     assert report.facts["claimed"] == pytest.approx(both, abs=1e-6) and report.facts["delta"] == 1e-6
     copy = shutil.copytree(chain["second"], tmp_path / "second")
     (copy / "behind/ledger-1.jsonl").unlink()
@@ -168,10 +157,10 @@ def verified(run_dir: Path, tmp_path: Path, capsys: Any, *, with_card: bool) -> 
 def test_the_console_says_the_composed_number_first_and_none_below_what_it_is_of(chain: dict[str, Path]) -> None:
     said = " ".join(chain["console.txt"].read_text().split())  # lines are folded
     stated = [float(number) for number in re.findall(r"epsilon (?:planned )?([0-9.]+[0-9])", said)]
-    both = pld((chain["first"], 2), (chain["second"], 3), delta=1e-6)
+    both = spent(chain, "first", "second", delta=1e-6)
     assert len(stated) >= 3 and both <= stated[0] < both + 0.01, said
     first = re.search(r"steps? 2 of run 'first', trained on private data with epsilon ([0-9]+\.[0-9]{3}) at", said)
-    alone = pld((chain["first"], 2), delta=1e-6)
+    alone = spent(chain, "first", delta=1e-6)
     assert first is not None and alone <= float(first[1]) < alone + 0.01, said
 
 

@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import stat
-import tarfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +28,13 @@ from scipy import special, stats
 from torch import nn
 
 from data.examples.examples import MakeExample
+from data.index.tar_writer import write_shard
 from data.reading.reader import RawExample
 from privacy.audit.folder import attempts_check, recorded_attempts
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import require_recorded
+from privacy.errors import refusing
 from privacy.ledger.claim import claim_of
 from privacy.ledger.durable import write_new
 from privacy.step.folder import RunFolder
@@ -100,7 +101,7 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
     """
     if not (20 <= num_canaries <= _MAX_CANARIES and _BLOCKS <= image_size <= _MAX_PIXELS):
         raise ConfigError(f"20 to {_MAX_CANARIES:,} canaries of {_BLOCKS} to {_MAX_PIXELS:,} pixels are needed")
-    try:
+    with refusing(f"{output}: cannot write the canaries", ConfigError):
         output.mkdir(parents=True, exist_ok=True, mode=0o700)
         if any(output.iterdir()):
             raise ConfigError(f"{output} is not empty: canaries and coins are never overwritten")
@@ -108,22 +109,13 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
         # From the operating system's entropy: an attacker who guesses coins need not attack the model.
         seed = secrets.token_hex(32)
         present = "".join(str(secrets.randbits(1)) for _ in range(num_canaries))
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for index in (index for index, coin in enumerate(present) if coin == "1"):
-                canary = make_canary(seed, index, image_size, caption_field)
-                for extension, payload in canary.fields.items():
-                    member = tarfile.TarInfo(f"canary-{index:06d}.{extension}")
-                    member.size = len(payload)
-                    tar.addfile(member, io.BytesIO(payload))
-        shard = buffer.getvalue()
-        coins = CanaryCoins(seed, present, image_size, hashlib.sha256(shard).hexdigest(), caption_field)
+        chosen = (index for index, coin in enumerate(present) if coin == "1")
+        canaries = ((f"canary-{i:06d}", make_canary(seed, i, image_size, caption_field).fields) for i in chosen)
         # Shard first: coins without their shard would look like canaries that can be trained on.
-        write_new(output / SHARD, shard, 0o600)
+        count = write_shard(output / SHARD, canaries, 0o600)
+        digest = hashlib.sha256((output / SHARD).read_bytes()).hexdigest()
+        coins = CanaryCoins(seed, present, image_size, digest, caption_field)
         write_new(output / COINS, json.dumps(asdict(coins)).encode(), 0o600)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot write the canaries: {error.strerror or error}") from error
-    count = present.count("1")
     return f"{count} of {num_canaries} canaries are in {output / SHARD}: append it to data.shards, then train"
 
 
@@ -136,9 +128,8 @@ def read_canaries(folder: Path) -> CanaryCoins:
         coins = CanaryCoins(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise ConfigError(
-            f"{path}: no coins of canaries ({reason}); audit.py canaries writes them before training"
-        ) from error
+        way_out = "audit.py canaries writes them before training"
+        raise ConfigError(f"{path}: no coins of canaries ({reason}); {way_out}") from error
     if stat.S_IMODE(mode) & 0o077 or os.stat(path).st_uid != os.geteuid():
         raise ConfigError(f"{path}: the coins must belong to you and be readable by nobody else (mode 0600)")
     return coins
@@ -229,9 +220,8 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     attempts = attempts_check(run_dir, state, before)
     # Canaries that the run never saw betray nothing, whatever its noise: that is no good news, and is said to be undecided.
     index = folder.index if config.data.index is None else root / config.data.index
-    in_data = undecided(
-        "canaries_in_data", f"no index says that the shard with these canaries is in the data ({index})"
-    )
+    unknown = f"no index says that the shard with these canaries is in the data ({index})"
+    in_data = undecided("canaries_in_data", unknown)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         shards = json.loads((index / "manifest.json").read_text())["shards"]
         if coins.shard_sha256 in [shard["sha256"] for shard in shards]:

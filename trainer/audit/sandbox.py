@@ -4,10 +4,8 @@ A start of training is opened from the run's own configuration: its engine's set
 micro-batch, accumulation, compilation and clipping mode. Task, data and optimizer are the sandbox's.
 """
 
-import io
 import json
 import math
-import tarfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.index.tar_writer import write_shard
 from privacy.audit.canary_model import Canaries, CanaryModel, made_up
 from privacy.audit.report import AuditReport
 from privacy.audit.sandbox import Side, audited_plan, in_processes, is_of_a_loop, loop_audit, ranks_of, run_sandbox
@@ -81,7 +80,8 @@ def trainer_side(recipe: RunConfig, engine: EngineName, ds_config: Path) -> Side
 
     def start(folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int) -> TrainerStart:
         shard = folder / "canaries-000000.tar"
-        collectives.on_main(lambda: None if shard.exists() else _write_shard(shard, len(canaries)))
+        numbers = ((f"canary-{number:06d}", {"txt": str(number).encode()}) for number in range(len(canaries)))
+        collectives.on_main(lambda: None if shard.exists() else write_shard(shard, numbers))
         # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding. It is above any recipe's.
         enormous = 2.0 ** (33 + max(0, math.ceil(math.log2(request.max_grad_norm))))
         optimizer = OptimizerSection.model_construct(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)
@@ -144,12 +144,3 @@ class CanaryTask(TrainingTask):
 
     def facts(self) -> dict[str, Any]:
         return {}
-
-
-def _write_shard(path: Path, count: int) -> None:
-    """Stores the canaries' numbers as training data are stored."""
-    with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for canary in range(count):
-            member = tarfile.TarInfo(f"canary-{canary:06d}.txt")
-            member.size = len(body := str(canary).encode())
-            tar.addfile(member, io.BytesIO(body))

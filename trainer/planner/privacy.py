@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from privacy.accounting import accountants as accounting
-from privacy.accounting import attack_risk
 from privacy.accounting.group_privacy import epsilon_of_several
 from privacy.plan import PrivacyPlan
 
@@ -71,5 +70,5 @@ def summarise(
         result["attack_risk"] = None
         if has_pld and result["epsilon_pld"] is not None:
             whole = accounting.loss_distribution([groups[0].without_cap()], accounting.COARSE_INTERVAL)
-            result["attack_risk"] = attack_risk.risk_of(whole)
+            result["attack_risk"] = accounting.risk_of(whole)
     return result

@@ -1,13 +1,16 @@
 """The audit of a ledger: verify.py's judgement, and what only the holder of the private part can check."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from privacy.audit.folder import ledger_audit
+from privacy.audit.report import CHECK_ALPHA, AuditReport, fact, random_check, undecided
 from privacy.card.folder import build_card
 from privacy.errors import ConfigError
 from privacy.ledger.ledger import Ledger
@@ -104,3 +107,31 @@ def test_what_is_no_run_folder_is_one_line_and_never_waited_for(kind: str, tmp_p
         ledger_audit(given)
     with pytest.raises(ConfigError, match=said):
         build_card(given)
+
+
+# Verdicts, exit codes and JSON of any audit
+
+
+@pytest.mark.parametrize(
+    ("checks", "verdict", "code"),
+    [
+        ([fact("a", True, "")], "consistent", 0),
+        ([fact("a", True, ""), undecided("b", "")], "inconclusive", 6),
+        ([fact("a", False, ""), undecided("b", "")], "violated", 5),
+        ([random_check("a", 2 * CHECK_ALPHA, "")], "consistent", 0),
+        ([random_check("a", CHECK_ALPHA / 2, "")], "violated", 5),
+        ([random_check("a", math.nan, "")], "violated", 5),
+    ],
+)
+def test_verdict(checks: list, verdict: str, code: int) -> None:
+    report = AuditReport("test", checks)
+    assert (report.verdict, report.exit_code) == (verdict, code)
+
+
+def test_json_is_plain_and_finite_and_false_alarms_add_up() -> None:
+    checks = [fact("a", True, "said", statistic=np.float64(1.5), threshold=math.inf), random_check("b", 0.5, "")]
+    report = AuditReport("test", [*checks, random_check("c", 0.5, "", alpha=4e-4)], {"extra": math.nan})
+    found = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert found["checks"][0] | {"statistic": 1.5, "threshold": None, "sentence": "said"} == found["checks"][0]
+    assert found["extra"] is None and found["verdict"] == "consistent"
+    assert found["false_alarm_rate"] == pytest.approx(4.1e-4)

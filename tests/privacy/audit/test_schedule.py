@@ -1,7 +1,7 @@
 """The audit of the schedule: honest coins pass, and every way of choosing members otherwise is found."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -14,9 +14,8 @@ from privacy.audit.second_sampler import Attempt, SecondSampler
 from privacy.ledger.members import MembersRecord, members_digest
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from privacy.sampling import poisson
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Decided, PoissonSampler, example_keys, truncate
+from privacy.sampling.poisson import PoissonSampler, example_keys
 from privacy.sampling.rows import deal, shares_of_nodes
 
 SECRET = bytes(range(32))
@@ -113,49 +112,6 @@ def test_a_long_run_is_audited_in_part() -> None:
 def test_other_schemes_are_not_tested() -> None:
     report = audit(plan(sampling="shuffle"), {})
     assert report.verdict == "inconclusive" and "shuffle" in report.to_text()
-
-
-def batch_of_exactly_b(sampler: PoissonSampler, ids: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Sampling without replacement: as many as expected, always."""
-    rng = np.random.default_rng(int(values[0]))
-    others = rng.permutation(np.setdiff1d(np.arange(sampler.num_examples), ids))
-    return np.sort(np.concatenate([truncate(ids, values, size), others[: max(0, size - len(ids))]]))
-
-
-BROKEN = {
-    "a batch of exactly B": batch_of_exactly_b,
-    "a cap of B": lambda sampler, ids, values, size: truncate(ids, values, size),
-    "whole micro-batches": lambda sampler, ids, values, size: ids[: len(ids) // 16 * 16],
-    "members dealt twice": lambda sampler, ids, values, size: np.sort(np.concatenate([ids, ids[:5]])),
-}
-"""What says who is in the batch, from sampler, ids, coins and B."""
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run and the auditor use the same broken product; the second sampler finds every one."""
-
-    def merge(self: PoissonSampler, slices: Sequence[Decided]) -> np.ndarray:
-        ids, values = (np.concatenate([getattr(part, what) for part in slices]) for what in ("ids", "values"))
-        order = np.argsort(ids)
-        return BROKEN[name](self, ids[order], values[order], round(self.threshold * self.num_examples / 2**64))
-
-    monkeypatch.setattr(PoissonSampler, "merge", merge)
-    own = plan()
-    report = audit(own, trained(own, ATTEMPTS))
-    assert report.failed() == ["trained_members"], report.to_text()
-
-
-def test_neighbours_that_share_a_coin_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = poisson.coins
-
-    def shared(key: bytes, step: int, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-        values = np.concatenate([part for _, part in original(key, step, start // 128 * 128, stop)])
-        yield start, np.repeat(values[::2], 2)[: len(values)][start % 128 :]
-
-    monkeypatch.setattr(poisson, "coins", shared)
-    own = plan()
-    assert audit(own, trained(own, ATTEMPTS)).failed() == ["trained_members"]
 
 
 @pytest.mark.parametrize(

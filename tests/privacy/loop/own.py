@@ -68,7 +68,7 @@ class Silent:
 def quick(*, silent: bool = False) -> Iterator[pytest.MonkeyPatch]:
     """Without the seconds that an accountant takes; `silent` without noise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("privacy.accounting.epsilon_table.EpsilonTable.epsilon", lambda *_arguments: 1.0)
+        patch.setattr("privacy.accounting.accountants.EpsilonTable.epsilon", lambda *_arguments: 1.0)
         patch.setattr(PrivacyPlan, "epsilon_after", lambda *_arguments: 1.0)
         if silent:
             patch.setattr(PrivacyPlan, "noise", lambda _: Silent())
