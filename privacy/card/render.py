@@ -1,17 +1,19 @@
-"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown. Epsilons are rounded up.
+"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown with a plot. Epsilons are rounded up.
 
-A value is escaped unless a filter of this file made it Markdown, so that no text from a file can forge the page.
+A value is escaped unless a filter of this file made it Markdown, so that no text from a file can forge the page. The plot is SVG
+in the page itself and follows the reader's light or dark theme; it draws numbers of the card, and no text from a file.
 """
 
 from __future__ import annotations
 
 import functools
 import html
+import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..accounting.rounding import percent, rounded_down, rounded_up
 from .model import STATEMENTS, PrivacyCard
@@ -20,6 +22,16 @@ if TYPE_CHECKING:
     import jinja2
 
 
+# matplotlib draws in these stand-ins, which become colours of the page's style sheet.
+INK, LINE, SOFT, FIRST, SECOND = "#010203", "#040506", "#07080a", "#0a0b0c", "#0d0e0f"
+COLOURS = {INK: "--ink", LINE: "--line", SOFT: "--soft", FIRST: "--first", SECOND: "--warn"}
+# Text stays text, so that it can be searched, and takes the page's own font. A fixed salt: the same card gives the same bytes.
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "font.size": 10.0, "legend.fontsize": 9.0, "legend.frameon": False, "axes.grid": True,
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK,
+    "axes.labelcolor": INK, "axes.edgecolor": SOFT, "xtick.color": INK, "ytick.color": INK, "grid.color": LINE,
+    "xtick.minor.size": 0.0, "svg.hashsalt": "trade-off",
+}  # fmt: skip
 _ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
 """What Markdown reads as a mark: punctuation, an underscore except inside of a word, and marks at the start of a line."""
 
@@ -108,8 +120,34 @@ def to_markdown(card: PrivacyCard, template: str = "card.md.j2") -> str:
 
 
 def to_html(card: PrivacyCard) -> str:
-    """The card as one HTML file: what `to_markdown(card)` says; no script, nothing to fetch."""
+    """The card as one HTML file: what `to_markdown(card)` says, with a plot; no script, nothing to fetch."""
     from markdown_it import MarkdownIt
 
     page = MarkdownIt("commonmark", {"html": False}).enable("table").render(to_markdown(card))
-    return _template("card.html.j2", is_html=True).render(card=card, page=page)
+    return _template("card.html.j2", is_html=True).render(card=card, page=page, plot=trade_off(card))
+
+
+def trade_off(card: PrivacyCard) -> str:
+    """An <svg> element with the largest true-positive rate of any attack over its false-positive rate; empty without a bound."""
+    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot: no display and no global state
+
+    attack, file = card.accounting.attack, io.StringIO()
+    if attack is None or not attack.curve:
+        return ""
+    rates, bounds = zip(*attack.curve, strict=True)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.6, 3.2), layout="constrained")
+        axes = figure.subplots()
+        axes.semilogx(rates, bounds, color=FIRST, label="no attack can be above")
+        axes.semilogx(rates, rates, color=SOFT, linestyle="--", label="guessing")
+        axes.plot([float(rate) for rate in attack.true_positive], [*attack.true_positive.values()], "o", color=SECOND)
+        axes.set(
+            xlim=(rates[0], 1), ylim=(0, 1.05), xlabel="false-positive rate (log scale)", ylabel="true-positive rate"
+        )
+        axes.legend(loc="upper left")
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    # It refers to nothing outside of it.
+    text = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", file.getvalue())
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    return re.sub("|".join(COLOURS), lambda found: f"var({COLOURS[found[0]]})", text).strip()

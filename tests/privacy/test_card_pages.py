@@ -8,11 +8,13 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
+from matplotlib.axes import Axes
 from pydantic import ValidationError
 
 from privacy.accounting.rounding import percent, rounded_down, rounded_up
@@ -54,9 +56,15 @@ class Page(HTMLParser):
         self.text += data
 
 
+def undrawn(card: PrivacyCard) -> Page:
+    """The page with an empty figure, which draws no text: to draw them a thousand times would take minutes."""
+    with patch.object(render, "trade_off", lambda _card: "<svg></svg>"):
+        return Page(to_html(card))
+
+
 @functools.cache
 def page_of(word: str, key: str, with_head: bool) -> Page:
-    return Page(to_html(full_card(word, with_head=with_head, key=key)))
+    return undrawn(full_card(word, with_head=with_head, key=key))
 
 
 def _examples(test):  # type: ignore[no-untyped-def]
@@ -80,7 +88,7 @@ def test_any_text_and_any_name_of_a_value_shows_as_it_is_and_changes_nothing_els
 def test_a_statement_holds_code_spans_and_no_other_mark(text: str) -> None:
     if not one_line(text):
         return
-    plain, page = (Page(to_html(full_card("a", statement=words))) for words in ("WORD", text))
+    plain, page = (undrawn(full_card("a", statement=words)) for words in ("WORD", text))
     assert page.tags == plain.tags
     assert page.text.replace("`", "") == plain.text.replace("WORD", one_line(text)).replace("`", "")
 
@@ -109,13 +117,18 @@ def test_the_page_fetches_nothing_and_says_what_the_markdown_says() -> None:
     tags = {one[0] for one in parsed.tags if isinstance(one, tuple)}
     assert tags.isdisjoint({"script", "link", "iframe", "object", "base", "form"})
     assert "http" not in page and "@import" not in page
-    attributes = {name for one in parsed.tags if isinstance(one, tuple) for name, _ in one[1]}
-    assert attributes.isdisjoint({"href", "src", "srcset"}) and "url(" not in page
+    attributes = [pair for one in parsed.tags if isinstance(one, tuple) for pair in one[1]]
+    sources = [value for name, value in attributes if name in ("href", "src", "srcset")]
+    within = {value for name, value in attributes if name == "id"}
+    assert len(within) == sum(name == "id" for name, _ in attributes), "no id comes twice"
+    assert all(source[1:] in within for source in sources)
+    assert {target.strip('"') for target in re.findall(r"url\((.*?)\)", page)} <= {f"#{name}" for name in within}
 
     def letters(text: str) -> str:
         return re.sub(r"[\s*|`#>\\-]", "", html.unescape(text))
 
-    shown = Page(page.partition("<main")[2].partition(">")[2]).text
+    text = re.sub(r"(?s)<figure.*?</figure>", "", to_html(card).partition("<main")[2].partition(">")[2])
+    shown = Page(text).text
     assert letters(shown) == letters(to_markdown(card))
 
 
@@ -144,6 +157,22 @@ def test_every_number_on_a_page_is_in_the_json(template: str, with_head: bool) -
     allowed |= set(NUMBER.findall(re.sub(r"(?s)\{\{.*?\}\}|\{%.*?%\}", " ", fixed)))
     found = set(NUMBER.findall(to_markdown(card, f"{template}.md.j2")))
     assert len(found) > (30 if template == "card" else 3) and found <= allowed and rounded_up(1.25) in found
+
+
+def test_the_plot_draws_the_numbers_of_the_card_and_contract_11_there_is_none_without_a_claim() -> None:
+    card = full_card("word")
+    attack = card.accounting.attack
+    assert attack is not None
+    with patch.object(Axes, "semilogx") as curves, patch.object(Axes, "plot") as dots, patch.object(Axes, "legend"):
+        render.trade_off(card)
+    assert list(zip(*curves.call_args_list[0].args, strict=True)) == list(attack.curve)
+    found = zip(*dots.call_args.args[:2], strict=True)
+    assert dict(found) == {float(rate): bound for rate, bound in attack.true_positive.items()}
+    assert to_html(card).count("<figure") == 1
+    bare = card.accounting.updated(**dict.fromkeys(EPSILONS) | {"epsilon_group": {}})
+    assert "<figure" not in to_html(
+        card.updated(formal_guarantee=False, epsilon=None, composition=None, accounting=bare)
+    )
 
 
 # The published format
