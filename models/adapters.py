@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from models.classifier_config import AdapterLayers
+from models.config import AdapterLayers
 from models.vit import VisionTransformer
 
 _LAYERS: dict[AdapterLayers, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ The head and every adapter's second factor start at zero (the head: Mehta et al.
 find that best under differential privacy; the adapters: LoRA), so that training starts from the encoder as it is and from the
 same loss, ln K, for every image.
 
-    >>> from models.classifier_config import classifier_config
+    >>> from models.config import classifier_config
     >>> config = classifier_config("pico", num_classes=10, trainable="last_layer")
     >>> model = build_classifier(config, generator=torch.Generator().manual_seed(0))
     >>> side = config.encoder.image_size
@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from models.adapters import adapters, add_adapters
 from models.base import VisionModel
-from models.classifier_config import ClassifierConfig
-from models.initialization import After
+from models.config import ClassifierConfig
 from models.vit import VisionTransformer
 
 
@@ -53,23 +52,8 @@ class Classifier(VisionModel):
         self.head = nn.Linear(config.encoder.width, config.num_classes)
         self._init_unless_meta()
 
-    def init_weights(
-        self,
-        generator: torch.Generator | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        after: After | None = None,
-    ) -> None:
-        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
-        starts_at_zero = {self.head, *(layer.adapter_up for layer in adapters(self))}
-
-        def then(module: nn.Module) -> None:
-            if module in starts_at_zero:
-                module.weight.zero_()
-            if after is not None:
-                after(module)
-
-        super().init_weights(generator, device=device, after=then)
+    def start_at_zero(self) -> set[nn.Module]:
+        return {self.head, *(layer.adapter_up for layer in adapters(self))}
 
     def forward(
         self, images_BCHW: Tensor, labels_B: Tensor | None = None, output: Literal["loss", "logits"] = "loss"

@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from models.base import EncoderConfig
-from models.config import VitConfig
+from models.config import EncoderConfig, MaskedAutoencoderConfig, PixelDecoderConfig, VitConfig
 from models.converters.names import HUGGINGFACE
 from models.converters.native import encoder_as, parameters_from, with_tables
 from models.converters.weights import WeightsError, mlp_ratio, position_kind, read_weights, rename_back
 from models.layers import image_sincos_table
-from models.mae_config import MaskedAutoencoderConfig, PixelDecoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
 

@@ -14,14 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import EncoderConfig, ImageEncoder
+from models.base import ImageEncoder
 from models.captioner import Captioner
 from models.classifier import Classifier
-from models.classifier_config import ClassifierConfig
-from models.config import SIZES, CaptionerConfig, DecoderConfig, VitConfig
+from models.config import (
+    MAE_SIZES,
+    SIZES,
+    CaptionerConfig,
+    ClassifierConfig,
+    DecoderConfig,
+    EncoderConfig,
+    MaskedAutoencoderConfig,
+    PixelDecoderConfig,
+    VitConfig,
+)
 from models.converters.names import Names
 from models.converters.weights import WeightsError, read_weights, rename, rename_back, write_weights
-from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

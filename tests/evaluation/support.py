@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from models.mae_config import masked_autoencoder_config
+from models.config import masked_autoencoder_config
 from models.masked_autoencoder import build_masked_autoencoder
 from tests.models.tiny import tiny_captioner
 from trainer.weights.open_model import OpenedModel

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from models.adapters import AdaptedLinear, adapters, is_adapter
 from models.classifier import Classifier, build_classifier, classification_loss
-from models.classifier_config import ClassifierConfig, classifier_config
-from models.config import ModelConfigError
+from models.config import ClassifierConfig, ModelConfigError, classifier_config
 from models.converters.huggingface import to_vit_model
 from tests.models.test_converters import loaded, write
 

@@ -19,9 +19,18 @@ from torch.nn import functional as F
 
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD, eval_image
 from models.adapters import add_adapters, without_adapters
-from models.base import EncoderConfig, ImageEncoder
+from models.base import ImageEncoder
 from models.captioner import Captioner
-from models.config import SIZES, ModelConfigError, VitConfig
+from models.config import (
+    MAE_SIZES,
+    SIZES,
+    EncoderConfig,
+    MaskedAutoencoderConfig,
+    ModelConfigError,
+    PixelDecoderConfig,
+    VitConfig,
+    masked_autoencoder_config,
+)
 from models.converters import read_foreign
 from models.converters.huggingface import CONFIG, WEIGHTS, from_huggingface, image_processor, to_vit_mae, to_vit_model
 from models.converters.names import TIMM, VIP
@@ -29,7 +38,6 @@ from models.converters.native import encoder_as, load_model, model_facts, save_m
 from models.converters.official import from_dpcap, from_vip
 from models.converters.peft import BASE, to_peft
 from models.converters.weights import WeightsError, read_weights, rename_back, write_weights
-from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig, masked_autoencoder_config
 from models.masked_autoencoder import MaskedAutoencoder
 from tests.models.released import (
     FILES,

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from data.examples.examples import MaskedImageExample
-from models.config import ModelConfigError
-from models.mae_config import MaskedAutoencoderConfig, masked_autoencoder_config
+from models.config import MaskedAutoencoderConfig, ModelConfigError, masked_autoencoder_config
 from models.masked_autoencoder import (
     build_masked_autoencoder,
     from_patches,

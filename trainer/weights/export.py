@@ -28,7 +28,7 @@ from privacy.card.model import PrivacyCard
 from privacy.checkpoints.read import file_digest
 from trainer.errors import ConfigError
 from trainer.report import build_card
-from trainer.tasks.captioning import CaptioningTask
+from trainer.tasks import CaptioningTask
 from trainer.weights import Format
 from trainer.weights.model_card import model_card
 from trainer.weights.new_folder import new_folder
