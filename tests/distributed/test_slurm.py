@@ -35,8 +35,8 @@ def arguments(run_dir: Path, steps: int, *more: str) -> list[str]:
     return train_arguments(run_dir, f"train.num_steps={steps}", "heldout.num_captions=0", *more)
 
 
-def submit(slurm: Slurm, log: Path, *command: str, nodes: int = 2) -> str:
-    return slurm.submit(f"--nodes={nodes}", f"--output={log}", *command)
+def submit(slurm: Slurm, log: Path, *command: str) -> str:
+    return slurm.submit("--nodes=2", f"--output={log}", *command)
 
 
 def done_beyond(slurm: Slurm, number: str, run_dir: Path, wanted: int, log: Path) -> None:
@@ -158,17 +158,13 @@ def test_a_crash_is_started_again_as_long_as_there_is_progress(slurm: Slurm, tmp
     log, run_dir = tmp_path / "crash.log", tmp_path / "run"
     number = submit(slurm, log, BATCH, *arguments(run_dir, 4000))
     done_beyond(slurm, number, run_dir, 2, log)
-    crash_a_rank(run_dir)
+    os.kill(min(ranks_of(run_dir)), 9)
     wait_until(lambda: slurm.job(number)["Restarts"] == "1", f"a restart\n{text(log)[-3000:]}", within=WITHIN)
     assert re.search(r"exit code \d+ after \d+ steps; back to the queue", text(log)), text(log)
     wait_until(lambda: count(run_dir, "session") == 1 and ranks_of(run_dir) != [], "the second start", within=WITHIN)
-    crash_a_rank(run_dir)  # while it sets up
+    os.kill(min(ranks_of(run_dir)), 9)  # while it sets up
     assert ends(slurm, number, log) == "FAILED", text(log)
     assert "without a single step: not started again" in text(log)
-
-
-def crash_a_rank(run_dir: Path) -> None:
-    os.kill(min(ranks_of(run_dir)), 9)
 
 
 def ranks_of(run_dir: Path) -> list[int]:

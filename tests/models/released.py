@@ -15,12 +15,8 @@ V, L = 110, 9
 """Words and tokens of a caption."""
 SIDE, T = GRID * PATCH, GRID**2 + 1
 ENCODER = {
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "encoder_width": D,
-    "encoder_depth": DEPTH,
-    "encoder_num_heads": HEADS,
-}
+    "image_size": SIDE, "patch_size": PATCH, "encoder_width": D, "encoder_depth": DEPTH, "encoder_num_heads": HEADS,
+}  # fmt: skip
 OF_ENCODER: dict[str, Any] = ENCODER | {"encoder_norm_eps": 1e-6}
 OF_VIP: dict[str, Any] = ENCODER | {"decoder_width": E, "decoder_depth": LAYERS, "decoder_num_heads": DECODER_HEADS}
 OF_DPCAP: dict[str, Any] = OF_VIP | {"vocab_size": V, "num_tokens": L}

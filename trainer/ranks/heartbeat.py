@@ -200,7 +200,26 @@ class Heartbeat:
             count += 1
             try:
                 store = store or self._connect()
-                self._exchange(store, count)
+                where, place = self.standing()
+                moves = self._mine.moves + (self.reads or self._stood != (where, self._noted))
+                self._stood, self._mine = (where, self._noted), Beat(count, self._position, moves, place)
+                store.set(f"beat/{self.rank}", json.dumps(self._mine))
+                if self._last_words is not None and not self._posted.is_set():
+                    store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
+                    self._posted.set()
+                if self._saw_broken_connection:
+                    store.set("suspicion", "1")
+                heard = store.multi_get([f"beat/{r}" for r in self._watched])
+                for r, value in zip(self._watched, heard, strict=True):
+                    if (beat := Beat(*json.loads(value))) != self._beats[r][0]:
+                        self._beats[r] = (beat, time.monotonic())
+                self._suspicion = store.check(["suspicion"])
+                if store.check(["verdict"]):
+                    self._verdict = Verdict(*json.loads(store.get("verdict")))
+                    store.set(f"knows/{self.rank}", "1")
+                    if self.rank == 0 and store.check([f"knows/{r}" for r in self._watched]):
+                        self._all_know.set()
+                self._contact = time.monotonic()
             except Exception as error:  # whatever the store raises, the judge decides what it means
                 store, reason = None, str(error).split("\n")[0]
                 if re.search("time ?out|timed out|no answer", reason) is None:  # it may be late, and is asked again
@@ -208,28 +227,6 @@ class Heartbeat:
                     return
             self._wake.wait(self._timing.interval)
             self._wake.clear()
-
-    def _exchange(self, store: dist.Store, count: int) -> None:
-        where, place = self.standing()
-        moves = self._mine.moves + (self.reads or self._stood != (where, self._noted))
-        self._stood, self._mine = (where, self._noted), Beat(count, self._position, moves, place)
-        store.set(f"beat/{self.rank}", json.dumps(self._mine))
-        if self._last_words is not None and not self._posted.is_set():
-            store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
-            self._posted.set()
-        if self._saw_broken_connection:
-            store.set("suspicion", "1")
-        keys = [f"beat/{r}" for r in self._watched]
-        for r, value in zip(self._watched, store.multi_get(keys), strict=True):
-            if (beat := Beat(*json.loads(value))) != self._beats[r][0]:
-                self._beats[r] = (beat, time.monotonic())
-        self._suspicion = store.check(["suspicion"])
-        if store.check(["verdict"]):
-            self._verdict = Verdict(*json.loads(store.get("verdict")))
-            store.set(f"knows/{self.rank}", "1")
-            if self.rank == 0 and store.check([f"knows/{r}" for r in self._watched]):
-                self._all_know.set()
-        self._contact = time.monotonic()
 
     # The judging thread.
 
@@ -258,9 +255,7 @@ class Heartbeat:
             else:
                 self._look_for_the_dead(now)
                 if self.rank == 0:
-                    beats = {r: beat for r, (beat, _) in self._beats.items()} | {0: self._mine}
-                    self._look_for_the_slow(now, beats)
-                    self._look_for_the_still(now, beats)
+                    self._look_for_the_slow_and_the_still(now)
 
     def _look_for_the_dead(self, now: float) -> None:
         timing, what = self._timing, "no heartbeat"
@@ -290,7 +285,8 @@ class Heartbeat:
             if self._speaks:
                 self.warn(f"warning: {self._are(ranks)} late: {reason}; the run waits")
 
-    def _look_for_the_slow(self, now: float, beats: dict[int, Beat]) -> None:
+    def _look_for_the_slow_and_the_still(self, now: float) -> None:
+        beats = {r: beat for r, (beat, _) in self._beats.items()} | {0: self._mine}
         leader = max(beat.position for beat in beats.values())
         if leader > self._leader:
             self._leader, self._leader_since, self._next_warning = leader, now, self._timing.slow_after
@@ -299,9 +295,7 @@ class Heartbeat:
             waited = f"others wait for {now - self._leader_since:.0f} s (alive)"
             self.warn(f"warning: {self._are(behind)} slow: {waited}")
             self._next_warning *= 2
-
-    def _look_for_the_still(self, now: float, beats: dict[int, Beat]) -> None:
-        """Every process lives, and yet nothing will ever happen again."""
+        # Or every process lives, and yet nothing will ever happen again.
         moves, still = [beat.moves for beat in beats.values()], now - self._still_since
         silence = now - min(since for _, since in self._beats.values())
         is_silent = silence > min(self._timing.dead_after, self._timing.still_after / 2)
@@ -313,9 +307,9 @@ class Heartbeat:
             for r, beat in sorted(beats.items()):
                 places.setdefault(beat.place, []).append(r)
             waits = "; ".join(f"{named_ranks(ranks, self._hosts)} in {place}" for place, ranks in places.items())
-            step = max(beat.position for beat in beats.values()) // 2
+            step = f"in step {leader // 2}" if leader > 1 else "before the first step"
             self._give_up(
-                f"error: no rank has moved for {still:.0f} s {f'in step {step}' if step else 'before the first step'} ({waits}): "
+                f"error: no rank has moved for {still:.0f} s {step} ({waits}): "
                 "a collective that some rank never joins, or a GPU or network card that is gone; all ranks end, and the same "
                 "command resumes"
             )
