@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.adapters import AdaptedLinear, adapters, is_adapter
-from models.classifier import Classifier, build_classifier, classification_loss
+from models.classifier import AdaptedLinear, Classifier, adapters, build_classifier, classification_loss, is_adapter
 from models.config import ClassifierConfig, classifier_config
 from models.converters.huggingface import to_vit_model
 from tests.models.test_converters import loaded, write

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD, eval_image
-from models.adapters import add_adapters, without_adapters
 from models.base import ImageEncoder
 from models.captioner import Captioner
+from models.classifier import add_adapters, without_adapters
 from models.config import (
     MAE_SIZES,
     SIZES,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.examples.tokenizer import from_start_to_end
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
-from models.adapters import without_adapters
+from models.classifier import without_adapters
 from models.converters import peft
 from models.converters.huggingface import CONFIG, PROCESSOR, WEIGHTS, image_processor, to_vit_mae, to_vit_model
 from models.converters.names import TIMM

@@ -17,7 +17,7 @@ from torch import nn
 
 from data.index.tar_index import MANIFEST as INDEX
 from data.index.tar_index import ExampleTable
-from models.adapters import is_adapter
+from models.classifier import is_adapter
 from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
 from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
