@@ -93,7 +93,7 @@ class VisionModel(nn.Module):
                 module.to_empty(device=device, recurse=False)
             _draw(module, generator, self.token_std)
             if module in zeros:
-                module.weight.zero_()
+                module.get_parameter("weight").zero_()
             for name, (owner, first_name) in borrowed.items():
                 module.register_parameter(name, owner.get_parameter(first_name))
             if after is not None:
@@ -128,8 +128,7 @@ def _draw(module: nn.Module, generator: torch.Generator | None, token_std: float
             std = token_std if isinstance(module, nn.Embedding) else EMBEDDING_STD
             for parameter in module.parameters(recurse=False):
                 parameter.copy_(sample(parameter).normal_(0.0, std, generator=generator))
-            reset_buffers: Any = getattr(module, "reset_buffers", None)
-            if callable(reset_buffers):
+            if callable(reset_buffers := getattr(module, "reset_buffers", None)):
                 reset_buffers()
             return
     if module.bias is not None:

@@ -96,7 +96,8 @@ def test_preempted_twice_and_a_node_lost_once(slurm: Slurm, tmp_path: Path) -> N
     assert ends(slurm, number, log) == "COMPLETED", text(log)
     is_whole(run_dir, steps)
     assert count(run_dir, "session") == 4
-    slurm.restart_node(lost)
+    lost.start()
+    slurm.start_node(lost)
     slurm.wait_for_nodes()
 
 

@@ -276,7 +276,7 @@ def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> S
         if first["type"] == "extra_forbidden":
             section: type[BaseModel] | None = kind
             for part in first["loc"][:-1]:
-                field = section.model_fields.get(part) if section is not None else None
+                field = section.model_fields.get(str(part)) if section is not None else None
                 section = section_of(field) if field is not None else None
             line = f"unknown key {key}" + did_you_mean(first["loc"][-1], section.model_fields if section else ())
         elif first["type"] == "missing":
