@@ -75,6 +75,10 @@ def is_whole(run_dir: Path, steps: int) -> None:
     assert epsilon * 0.9999 <= printed <= epsilon * 1.01, "what is printed while training is rounded up"
 
 
+def nodes_of(slurm: Slurm, number: str) -> list[str]:
+    return slurm.run("scontrol", "show", "hostnames", slurm.job(number)["NodeList"]).split()
+
+
 def test_preempted_twice_and_a_node_lost_once(slurm: Slurm, tmp_path: Path) -> None:
     steps, log, run_dir = 80, tmp_path / "job.log", tmp_path / "run"
     number = submit(slurm, log, BATCH, *arguments(run_dir, steps))
@@ -86,12 +90,13 @@ def test_preempted_twice_and_a_node_lost_once(slurm: Slurm, tmp_path: Path) -> N
         assert count(run_dir, "intent") == count(run_dir, "done"), "a preempted run saves: nothing is repeated"
 
     done_beyond(slurm, number, run_dir, count(run_dir, "done") + 3, log)
-    used = slurm.job(number)
-    lost = next(h for h in slurm.nodes if h.name in expanded(used["NodeList"]) and h.name != used["BatchHost"])
+    lost = next(
+        h for h in slurm.nodes if h.name in nodes_of(slurm, number) and h.name != slurm.job(number)["BatchHost"]
+    )
     lost.kill()
     wait_until(lambda: slurm.job(number)["Restarts"] == "3", f"the node to be missed\n{text(log)[-3000:]}", within=90)
     done_beyond(slurm, number, run_dir, count(run_dir, "done") + 1, log)
-    assert lost.name not in expanded(slurm.job(number)["NodeList"]), "the third node took its place"
+    assert lost.name not in nodes_of(slurm, number), "the third node took its place"
 
     assert ends(slurm, number, log) == "COMPLETED", text(log)
     is_whole(run_dir, steps)
@@ -99,18 +104,6 @@ def test_preempted_twice_and_a_node_lost_once(slurm: Slurm, tmp_path: Path) -> N
     lost.start()
     slurm.start_node(lost)
     slurm.wait_for_nodes()
-
-
-def expanded(node_list: str) -> set[str]:
-    """node[1-2] or node1,node3, for single digits."""
-    found = re.fullmatch(r"node\[([\d,-]+)\]", node_list)
-    if found is None:
-        return set(node_list.split(","))
-    names = set()
-    for part in found[1].split(","):
-        first, _, last = part.partition("-")
-        names |= {f"node{n}" for n in range(int(first), int(last or first) + 1)}
-    return names
 
 
 def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
