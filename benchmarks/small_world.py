@@ -58,8 +58,7 @@ from data.synthetic import scenes as w  # noqa: E402
 from data.synthetic.scenes import WORDS, Pool, Scenes, from_ink, pool, pools  # noqa: E402
 from evaluation.few_shot import few_shot_probe, interval, split  # noqa: E402
 from models.captioner import build_captioner  # noqa: E402
-from models.config import captioner_config  # noqa: E402
-from models.mae_config import masked_autoencoder_config  # noqa: E402
+from models.config import captioner_config, masked_autoencoder_config  # noqa: E402
 from models.masked_autoencoder import build_masked_autoencoder, to_patches  # noqa: E402
 
 N = 10_000_000

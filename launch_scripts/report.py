@@ -59,7 +59,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
     from trainer.errors import ConfigError
     from trainer.publish import fingerprint, publish
     from trainer.report import build_card
-    from trainer.weights.new_folder import require_new
+    from trainer.weights import require_new
 
     if options.time_stamp is not None and options.publish is None:
         raise ConfigError("--time_stamp is for what is published: give --publish FOLDER too")

@@ -1,14 +1,22 @@
-"""What all models around a vision transformer share: how their weights are drawn, on whatever device; and an encoder alone."""
+"""What all models around a vision transformer share: how their weights are drawn, on whatever device; and an encoder alone.
 
-from dataclasses import dataclass
+Initialisation is deterministic, the same on every rank and device for the same seed. As in DP-Cap (Sander et al. 2024,
+https://arxiv.org/abs/2403.02506): Linear and the flattened patch convolution Xavier uniform (Glorot & Bengio 2010) with zero
+biases, LayerNorm (1, 0); class token, type embeddings and learned positions N(0, 0.02^2). Embeddings are N(0, std^2) with the
+std of `DecoderConfig.embedding_std`. A parameter that several modules share is drawn once, for the first of them.
+"""
+
+import math
+from collections.abc import Callable, Collection
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from models.config import VitConfig
-from models.initialization import EMBEDDING_STD, After, init_weights
+from models.config import EncoderConfig
 from models.vit import VisionTransformer
+
+EMBEDDING_STD = 0.02
 
 
 class VisionModel(nn.Module):
@@ -36,23 +44,60 @@ class VisionModel(nn.Module):
         *,
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
-        after: After | None = None,
+        after: Callable[[nn.Module], None] | None = None,
     ) -> Self:
-        """A model with initialised weights, drawn once (see `models.initialization`)."""
+        """A model with initialised weights, drawn once (see `init_weights`)."""
         with torch.device("meta"):
             model = cls(config)
         model.init_weights(generator, device=device, after=after)
         return model
 
+    def start_at_zero(self) -> Collection[nn.Module]:
+        """Layers whose weight is zero in the beginning."""
+        return ()
+
+    @torch.no_grad()
     def init_weights(
         self,
         generator: torch.Generator | None = None,
         *,
         device: torch.device | str = "cpu",
-        after: After | None = None,
+        after: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
-        init_weights(self, generator, token_std=self.token_std, device=device, after=after)
+        """Overwrite every parameter and recompute every fixed buffer, in the order of the modules.
+
+        One module after the other, so that a model too large for one process can be sharded while it is built. Parameters that
+        modules share stay shared.
+
+        Args:
+            generator: source of the random numbers; None takes torch's global CPU generator. Numbers are drawn in float32
+                on the generator's device and copied, so that dtype and device of the model do not matter.
+            device: where what is still on the meta device is made.
+            after: called with every module as soon as its own parameters (not those of its children) are set, e.g. to shard
+                them; it must not draw from the generator.
+        """
+        first: dict[int, tuple[nn.Module, str]] = {}
+        # Module -> name there -> (the first module that owns the parameter, name there).
+        shared: dict[nn.Module, dict[str, tuple[nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                owner, first_name = first.setdefault(id(parameter), (module, name))
+                if owner is not module:
+                    shared.setdefault(module, {})[name] = owner, first_name
+        zeros = self.start_at_zero()
+        for module in self.modules():
+            borrowed = shared.get(module, {})
+            for name in borrowed:
+                module.register_parameter(name, None)
+            if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                module.to_empty(device=device, recurse=False)
+            _draw(module, generator, self.token_std)
+            if module in zeros:
+                module.get_parameter("weight").zero_()
+            for name, (owner, first_name) in borrowed.items():
+                module.register_parameter(name, owner.get_parameter(first_name))
+            if after is not None:
+                after(module)
 
     def _init_unless_meta(self) -> None:
         """Initialises the model, unless it is on the meta device, where there is nothing to set yet."""
@@ -61,14 +106,33 @@ class VisionModel(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """The repeated units, in order of use, for activation checkpointing and sharding."""
-        return [*self.encoder.blocks]
+        decoder = getattr(self, "decoder", None)
+        return [*self.encoder.blocks, *(decoder.blocks if decoder is not None else ())]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
-    """The configuration of an encoder and nothing else."""
+def _draw(module: nn.Module, generator: torch.Generator | None, token_std: float) -> None:
+    """Sets the module's own parameters and buffers, not those of its children."""
 
-    encoder: VitConfig
+    def sample(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, device="cpu" if generator is None else generator.device)
+
+    match module:
+        case nn.LayerNorm():
+            module.weight.fill_(1.0)
+        case nn.Linear() | nn.Conv2d() if module.weight is not None:
+            bound = math.sqrt(6.0 / sum(module.weight.flatten(1).shape))
+            module.weight.copy_(sample(module.weight).uniform_(-bound, bound, generator=generator))
+        case nn.Linear() | nn.Conv2d():  # its weight is another module's
+            pass
+        case _:
+            std = token_std if isinstance(module, nn.Embedding) else EMBEDDING_STD
+            for parameter in module.parameters(recurse=False):
+                parameter.copy_(sample(parameter).normal_(0.0, std, generator=generator))
+            if callable(reset_buffers := getattr(module, "reset_buffers", None)):
+                reset_buffers()
+            return
+    if module.bias is not None:
+        module.bias.zero_()
 
 
 class ImageEncoder(VisionModel):

@@ -17,7 +17,7 @@ the examples draws their coins and passes `is_parallel_B`. Without it everything
 
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.base import VisionModel
 from models.config import CaptionerConfig
@@ -92,10 +92,6 @@ class Captioner(VisionModel):
         memory_BTD = self.encode(images_BCHW)
         loss_BL = self.decoder(tokens_BL[:, :-1], memory_BTD, tokens_BL[:, 1:], is_parallel_B)
         return caption_loss(loss_BL, token_mask_BL[:, 1:].bool())
-
-    def blocks(self) -> list[nn.Module]:
-        """The repeated units, in order of use, for activation checkpointing and sharding."""
-        return [*self.encoder.blocks, *self.decoder.blocks]
 
 
 build_captioner = Captioner.build

@@ -1,4 +1,4 @@
-"""Image classifier: a trained encoder, a linear head, one cross-entropy per image; for fine-tuning.
+"""Image classifier: a trained encoder, a linear head, one cross-entropy per image; for fine-tuning, with or without adapters.
 
 Shapes: B batch, C H W image, T image tokens, D encoder width, K classes.
 
@@ -6,7 +6,11 @@ The head and every adapter's second factor start at zero (the head: Mehta et al.
 find that best under differential privacy; the adapters: LoRA), so that training starts from the encoder as it is and from the
 same loss, ln K, for every image.
 
-    >>> from models.classifier_config import classifier_config
+Low-rank adapters (LoRA, Hu et al. 2022, https://arxiv.org/abs/2106.09685, section 4.1) leave a linear layer frozen and train a
+small correction that is added to it. Both factors are ordinary `Linear` layers that are called as modules, so that per-example
+clipping needs nothing new for them.
+
+    >>> from models.config import classifier_config
     >>> config = classifier_config("pico", num_classes=10, trainable="last_layer")
     >>> model = build_classifier(config, generator=torch.Generator().manual_seed(0))
     >>> side = config.encoder.image_size
@@ -14,17 +18,83 @@ same loss, ln K, for every image.
     tensor([2.3026, 2.3026], grad_fn=...)
 """
 
+import copy
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.adapters import adapters, add_adapters
 from models.base import VisionModel
-from models.classifier_config import ClassifierConfig
-from models.initialization import After
+from models.config import AdapterLayers, ClassifierConfig
 from models.vit import VisionTransformer
+
+_LAYERS: dict[AdapterLayers, tuple[str, ...]] = {
+    "attention": ("attention.qkv", "attention.out"),
+    "all": ("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
+}
+_PARTS = ("adapter_down", "adapter_up")
+
+
+class AdaptedLinear(nn.Linear):
+    """y = W x + b + (alpha / r) U D x, with D (r, in) and U (out, r).
+
+    W and b keep the names that they have without adapters, so that weights of other models fit.
+    """
+
+    def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
+        """Takes over the parameters of `linear`."""
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scale = alpha / rank
+        self.adapter_down = nn.Linear(linear.in_features, rank, bias=False)
+        self.adapter_up = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale * self.adapter_up(self.adapter_down(x))
+
+
+def add_adapters(encoder: VisionTransformer, *, rank: int, alpha: float, layers: AdapterLayers) -> None:
+    """Gives the named layers of every block an adapter, in place. `models.classifier` sets its values."""
+    for block in encoder.blocks:
+        for path in _LAYERS[layers]:
+            part, _, name = path.rpartition(".")
+            owner, linear = block.get_submodule(part), block.get_submodule(path)
+            assert isinstance(linear, nn.Linear)
+            setattr(owner, name, AdaptedLinear(linear, rank=rank, alpha=alpha))
+
+
+def adapters(module: nn.Module) -> Iterator[AdaptedLinear]:
+    """The layers that have one."""
+    return (m for m in module.modules() if isinstance(m, AdaptedLinear))
+
+
+@torch.no_grad()
+def without_adapters(encoder: VisionTransformer, *, merged: bool = True) -> VisionTransformer:
+    """The encoder without adapters; itself if it has none.
+
+    Args:
+        merged: each is added into the weight that it corrects, W + (alpha / r) U D; otherwise they are taken away.
+    """
+    if not any(adapters(encoder)):
+        return encoder
+    plain_encoder = copy.deepcopy(encoder)
+    for path, module in list(plain_encoder.named_modules()):
+        if isinstance(module, AdaptedLinear):
+            plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            added = module.scale * module.adapter_up.weight @ module.adapter_down.weight
+            plain.weight.copy_(module.weight + added if merged else module.weight)
+            if module.bias is not None:
+                plain.bias.copy_(module.bias)
+            owner, _, name = path.rpartition(".")
+            setattr(plain_encoder.get_submodule(owner), name, plain.to(module.weight))
+    return plain_encoder
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name is an adapter's."""
+    return any(part in _PARTS for part in name.split("."))
 
 
 def classification_loss(logits_BK: Tensor, labels_B: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -53,23 +123,8 @@ class Classifier(VisionModel):
         self.head = nn.Linear(config.encoder.width, config.num_classes)
         self._init_unless_meta()
 
-    def init_weights(
-        self,
-        generator: torch.Generator | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        after: After | None = None,
-    ) -> None:
-        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
-        starts_at_zero = {self.head, *(layer.adapter_up for layer in adapters(self))}
-
-        def then(module: nn.Module) -> None:
-            if module in starts_at_zero:
-                module.weight.zero_()
-            if after is not None:
-                after(module)
-
-        super().init_weights(generator, device=device, after=then)
+    def start_at_zero(self) -> set[nn.Module]:
+        return {self.head, *(layer.adapter_up for layer in adapters(self))}
 
     def forward(
         self, images_BCHW: Tensor, labels_B: Tensor | None = None, output: Literal["loss", "logits"] = "loss"

@@ -1,12 +1,16 @@
-"""Frozen model configurations and the registry of captioner sizes (masked autoencoders: `models.mae_config`).
+"""Frozen model configurations and their named sizes; two small ones are for tests and the quickstart.
 
 `SIZES` holds the encoder and decoder shapes of DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506,
-section 4 and the released model definitions; its "Small" is 576 wide and its "Large" has a 768 wide decoder), and two
-small sizes for tests and the quickstart.
+section 4 and the released model definitions; its "Small" is 576 wide and its "Large" has a 768 wide decoder). `MAE_SIZES` holds
+ViP's (Yu et al. 2023, https://arxiv.org/abs/2306.08842, from the released model definitions): the names are not timm's, its
+"Tiny" is 384 wide, and all sizes share one decoder, 512 wide with four blocks. Classifiers take the encoders of both.
 
     >>> config = captioner_config("pico", vocab_size=4000, decoder_depth=3)
     >>> config.encoder.num_patches, config.decoder.depth
     (64, 3)
+    >>> config = classifier_config("vip_base", num_classes=1000, trainable="adapters", adapter_rank=8)
+    >>> config.encoder.width, config.adapter_rank
+    (768, 8)
 """
 
 from collections.abc import Mapping
@@ -25,12 +29,16 @@ class ModelConfigError(ValueError):
 PositionKind = Literal["sincos", "learned"]
 NormPosition = Literal["pre", "post"]
 Activation = Literal["gelu", "relu"]
+Features = Literal["class_token", "pooled"]
+Trainable = Literal["all", "last_layer", "adapters"]
+AdapterLayers = Literal["attention", "all"]
 Foreign = Literal["vip", "dpcap", "hf", "safetensors"]
 """Formats of other projects' weights that `models.converters` reads."""
 
 
 MAX_IMAGE_SIZE = 8192
 MAX_TOKENS = 2**16
+MAX_CLASSES = 2**24
 LIMITS: Mapping[str, float] = {
     "image_size": MAX_IMAGE_SIZE,
     "patch_size": MAX_IMAGE_SIZE,
@@ -196,6 +204,94 @@ class CaptionerConfig:
             raise ModelConfigError(f"pad_id, bos_id and eos_id must differ, got {special}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PixelDecoderConfig:
+    """The light transformer that predicts pixels: pre-norm blocks as in the encoder. Its positions are fixed by default."""
+
+    width: int = 512
+    depth: int = 4
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    norm_eps: float = 1e-6
+    position: PositionKind = "sincos"
+
+    def __post_init__(self) -> None:
+        check_transformer(self, "decoder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedAutoencoderConfig:
+    """
+    Attributes:
+        encoder, decoder: the two transformers.
+        mask_ratio: share of the patches that the encoder does not see.
+        normalise_pixels: predict each patch's pixels after subtracting their mean and dividing by their deviation.
+    """
+
+    encoder: VitConfig
+    decoder: PixelDecoderConfig = PixelDecoderConfig()
+    mask_ratio: float = 0.75
+    normalise_pixels: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 < self.num_visible < self.encoder.num_patches:
+            raise ModelConfigError(
+                f"mask_ratio {self.mask_ratio} leaves {self.num_visible} of {self.encoder.num_patches} patches visible; "
+                "at least one must be visible and one masked"
+            )
+
+    @property
+    def num_visible(self) -> int:
+        """Patches that the encoder sees; the same for every image."""
+        return int(self.encoder.num_patches * (1 - self.mask_ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierConfig:
+    """
+    Attributes:
+        encoder: as in the captioner or masked autoencoder that it comes from.
+        num_classes: labels are 0 to num_classes - 1. Public.
+        features: what the head sees: the class token, or the mean over the patch tokens.
+        trainable: everything; the head alone; or low-rank adapters in the encoder and the head.
+        adapter_rank, adapter_alpha: r and alpha of LoRA (Hu et al. 2022, https://arxiv.org/abs/2106.09685).
+        adapter_layers: adapters for the attention's two layers of each block, or for the MLP's two as well.
+        feature_norm: LayerNorm without parameters between features and head, so that all images weigh alike.
+        label_smoothing: share of the target that is spread over all classes.
+    """
+
+    encoder: VitConfig
+    num_classes: int
+    features: Features = "class_token"
+    trainable: Trainable = "all"
+    adapter_rank: int = 8
+    adapter_alpha: float = 16.0
+    adapter_layers: AdapterLayers = "attention"
+    feature_norm: bool = True
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 2 <= self.num_classes <= MAX_CLASSES:
+            raise ModelConfigError(
+                f"num_classes must be at least 2 and at most {MAX_CLASSES:,}, got {self.num_classes}"
+            )
+        if self.adapter_rank > self.encoder.width:
+            raise ModelConfigError(
+                f"adapter_rank {self.adapter_rank} is more than the encoder's width {self.encoder.width}: train everything"
+            )
+        if not 0 <= self.label_smoothing < 1:
+            raise ModelConfigError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """The configuration of an encoder and nothing else."""
+
+    encoder: VitConfig
+
+
 def _dpcap(width: int, depth: int, heads: int, *, decoder_width: int, decoder_heads: int) -> CaptionerConfig:
     """A DP-Cap captioner: 224 pixels, patches of 16, six post-norm decoder blocks without biases."""
     return CaptionerConfig(
@@ -204,10 +300,15 @@ def _dpcap(width: int, depth: int, heads: int, *, decoder_width: int, decoder_he
     )
 
 
+def _small_encoder(width: int, depth: int, *, qkv_bias: bool = False) -> VitConfig:
+    """For images of 64 pixels."""
+    return VitConfig(image_size=64, patch_size=8, width=width, depth=depth, num_heads=4, qkv_bias=qkv_bias)
+
+
 def _small(width: int, depth: int, decoder_depth: int) -> CaptionerConfig:
-    """The same architecture for images of 64 pixels and a vocabulary of about 4,000 tokens."""
+    """The same architecture for small images and a vocabulary of about 4,000 tokens."""
     return CaptionerConfig(
-        encoder=VitConfig(image_size=64, patch_size=8, width=width, depth=depth, num_heads=4),
+        encoder=_small_encoder(width, depth),
         decoder=DecoderConfig(width=width, depth=decoder_depth, num_heads=4),
         vocab_size=4000,
         num_tokens=32,
@@ -226,6 +327,30 @@ SIZES: Mapping[str, CaptionerConfig] = {
     "dpcap_large": _dpcap(1024, 24, 16, decoder_width=768, decoder_heads=12),
 }
 
+
+def _vip(width: int, depth: int = 12, num_heads: int = 12) -> MaskedAutoencoderConfig:
+    return MaskedAutoencoderConfig(encoder=VitConfig(width=width, depth=depth, num_heads=num_heads, qkv_bias=True))
+
+
+MAE_SIZES: Mapping[str, MaskedAutoencoderConfig] = {
+    **{
+        name: MaskedAutoencoderConfig(
+            encoder=_small_encoder(width, depth, qkv_bias=True),
+            decoder=PixelDecoderConfig(width=width, depth=2, num_heads=4),
+        )
+        for name, width, depth in (("pico", 64, 4), ("nano", 128, 6))
+    },
+    "vip_nano": _vip(192),
+    "vip_tiny": _vip(384),
+    "vip_small": _vip(576),
+    "vip_base": _vip(768),
+    "vip_large": _vip(1024, depth=24, num_heads=16),
+}
+ENCODERS: Mapping[str, VitConfig] = {
+    **{name: config.encoder for name, config in MAE_SIZES.items() if name.startswith("vip_")},
+    **{name: config.encoder for name, config in SIZES.items()},
+}
+"""The encoders of the other models, by the name of their size; `pico` and `nano` are the captioners'."""
 _SHORT_NAMES = ("image_size", "patch_size")  # of the encoder; every other field of a part carries the part's name
 
 
@@ -262,6 +387,29 @@ def captioner_config(size: str, **overrides: Any) -> CaptionerConfig:
         ModelConfigError: unknown size or field (the line lists the choices), or values that do not fit together.
     """
     return with_overrides(named_size(SIZES, size), overrides)
+
+
+def masked_autoencoder_config(size: str, **overrides: Any) -> MaskedAutoencoderConfig:
+    """A named size with some fields replaced: `mask_ratio`, `normalise_pixels`, `image_size`, `patch_size`, `encoder_width`, ...
+
+    Raises:
+        ModelConfigError: unknown size or field (the line lists the choices), or values that do not fit together.
+    """
+    return with_overrides(named_size(MAE_SIZES, size), overrides)
+
+
+def classifier_config(size: str, **overrides: Any) -> ClassifierConfig:
+    """An encoder of a named size under a head; overrides as `num_classes`, `trainable`, `image_size`, `encoder_width`, ...
+
+    Raises:
+        ModelConfigError: unknown size or field (the line lists the choices), no `num_classes`, or values that do not fit.
+    """
+    encoder = named_size(ENCODERS, size)
+    if "num_classes" not in overrides:
+        raise ModelConfigError(
+            "num_classes is missing: a classifier's recipe says how many there are in model.overrides"
+        )
+    return with_overrides(ClassifierConfig(encoder=encoder, num_classes=overrides["num_classes"]), overrides)
 
 
 def named_size(sizes: Mapping[str, Config], size: str) -> Config:

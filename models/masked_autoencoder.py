@@ -4,7 +4,7 @@ Shapes: B batch, C H W image, P patches, K visible patches, T tokens, E encoder 
 Sources: He et al. 2021 (https://arxiv.org/abs/2111.06377), section 3; made differentially private in ViP (Yu et al. 2023,
 https://arxiv.org/abs/2306.08842), with one mask and one mean squared error per image.
 
-    >>> from models.mae_config import masked_autoencoder_config
+    >>> from models.config import masked_autoencoder_config
     >>> config = masked_autoencoder_config("pico")
     >>> model = build_masked_autoencoder(config, generator=torch.Generator().manual_seed(0))
     >>> hidden_P = torch.arange(config.encoder.num_patches) >= config.num_visible
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from models.base import VisionModel
-from models.config import VitConfig
+from models.config import MaskedAutoencoderConfig, VitConfig
 from models.layers import PositionEmbedding, image_sincos_table
-from models.mae_config import MaskedAutoencoderConfig
 from models.vit import EncoderBlock, VisionTransformer
 
 
@@ -127,10 +126,6 @@ class MaskedAutoencoder(VisionModel):
         """What a perfect decoder predicts, (B, P, Q)."""
         patches_BPQ = to_patches(images_BCHW, self.config.encoder.patch_size)
         return normalised(patches_BPQ) if self.config.normalise_pixels else patches_BPQ
-
-    def blocks(self) -> list[nn.Module]:
-        """The repeated units, in order of use, for activation checkpointing and sharding."""
-        return [*self.encoder.blocks, *self.decoder.blocks]
 
 
 build_masked_autoencoder = MaskedAutoencoder.build

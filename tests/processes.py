@@ -82,9 +82,6 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 

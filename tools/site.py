@@ -46,7 +46,7 @@ API = {
     "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base"),
     "models": (
         "Models",
-        "models.config models.vit models.captioner models.masked_autoencoder models.classifier models.adapters",
+        "models.config models.vit models.captioner models.masked_autoencoder models.classifier",
     ),
     "weights": ("Weights in and out", "trainer.weights.open_model trainer.weights.export models.converters"),
     "data": ("Data", "data.index.tar_index data.examples.examples data.examples.tokenizer data.batch"),

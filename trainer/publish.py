@@ -18,7 +18,7 @@ from privacy.files.public import open_public, read_public, survey, without_folde
 from privacy.ledger.durable import replace_file
 from privacy.ledger.records import LedgerState
 from trainer.errors import ConfigError
-from trainer.weights.new_folder import new_folder
+from trainer.weights import new_folder
 
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 _PART = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")

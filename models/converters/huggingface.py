@@ -8,21 +8,17 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from models.base import EncoderConfig
-from models.config import VitConfig
+from models.config import EncoderConfig, MaskedAutoencoderConfig, PixelDecoderConfig, VitConfig
 from models.converters.names import HUGGINGFACE
 from models.converters.native import encoder_as, parameters_from, with_tables
 from models.converters.weights import WeightsError, mlp_ratio, position_kind, read_weights, rename_back
 from models.layers import image_sincos_table
-from models.mae_config import MaskedAutoencoderConfig, PixelDecoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
-
-Told = TypeVar("Told", bool, int, float, str)
 
 CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "preprocessor_config.json"
 
@@ -37,6 +33,15 @@ _IN_MEMORY = (  # transformers 5 in memory -> in files
     (r"mlp\.fc1", "intermediate.dense"),
     (r"mlp\.fc2", "output.dense"),
 )
+_FIELDS = {
+    "width": "hidden_size",
+    "depth": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "norm_eps": "layer_norm_eps",
+    **{name: name for name in ("image_size", "patch_size", "num_channels")},
+}
+_FIELDS_OF_DECODER = {name: f"decoder_{_FIELDS[name]}" for name in ("width", "depth", "num_heads")}
+"""Fields of our configurations, and their names in config.json."""
 _HEADS = (r"pooler\.dense\.(weight|bias)", r"classifier\.(weight|bias)", r"embeddings\.mask_token")
 """Patterns of names that stand on top of a ViTModel and are no part of the encoder."""
 
@@ -60,9 +65,7 @@ def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tens
         )
     config = {
         **_vit_config(encoder, "vit_mae", "ViTMAEForPreTraining"),
-        "decoder_hidden_size": decoder.width,
-        "decoder_num_hidden_layers": decoder.depth,
-        "decoder_num_attention_heads": decoder.num_heads,
+        **{theirs: getattr(decoder, ours) for ours, theirs in _FIELDS_OF_DECODER.items()},
         "decoder_intermediate_size": int(decoder.width * decoder.mlp_ratio),
         "mask_ratio": model.config.mask_ratio,
         "norm_pix_loss": model.config.normalise_pixels,
@@ -75,18 +78,12 @@ def _vit_config(config: VitConfig, model_type: str, architecture: str) -> dict[s
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.num_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
         "intermediate_size": int(config.width * config.mlp_ratio),
         "hidden_act": "gelu",
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "initializer_range": 0.02,
-        "layer_norm_eps": config.norm_eps,
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-        "num_channels": config.num_channels,
         "qkv_bias": config.qkv_bias,
     }
 
@@ -139,33 +136,25 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
     act = _told(stated, "hidden_act", str, what)
     if act != "gelu":
         raise WeightsError(f"{what}: hidden_act {act!r} differs from ours, gelu")
-    width, patch = _told(stated, "hidden_size", int, what), _told(stated, "patch_size", int, what)
-    image_size = _told(stated, "image_size", int, what)
-    table, grid = "embeddings.position_embeddings", image_size // patch
+    table = "embeddings.position_embeddings"
+    own = {name: _told(stated, theirs, float if name == "norm_eps" else int, what) for name, theirs in _FIELDS.items()}
+    width, grid = own["width"], own["image_size"] // own["patch_size"]
     encoder = VitConfig(
-        image_size=image_size,
-        patch_size=patch,
-        num_channels=_told(stated, "num_channels", int, what),
-        width=width,
-        depth=_told(stated, "num_hidden_layers", int, what),
-        num_heads=_told(stated, "num_attention_heads", int, what),
+        **own,
         mlp_ratio=mlp_ratio(_told(stated, "intermediate_size", int, what), width),
         position=position_kind(state, table, image_sincos_table, grid, width, what),
         qkv_bias=bool(stated.get("qkv_bias", True)),
-        norm_eps=_told(stated, "layer_norm_eps", float, what),
     )
     unused = [name for name in state if any(re.fullmatch(pattern, name) for pattern in _HEADS)]
     if kind == "vit" or not any(name.startswith("decoder.") for name in state):
         alone = EncoderConfig(encoder=encoder)
         return alone, parameters_from(state, alone, HUGGINGFACE, what, unused=unused)
-    width = _told(stated, "decoder_hidden_size", int, what)
+    own = {name: _told(stated, theirs, int, what) for name, theirs in _FIELDS_OF_DECODER.items()}
     decoder = PixelDecoderConfig(
-        width=width,
-        depth=_told(stated, "decoder_num_hidden_layers", int, what),
-        num_heads=_told(stated, "decoder_num_attention_heads", int, what),
-        mlp_ratio=mlp_ratio(_told(stated, "decoder_intermediate_size", int, what), width),
+        **own,
+        mlp_ratio=mlp_ratio(_told(stated, "decoder_intermediate_size", int, what), own["width"]),
         norm_eps=encoder.norm_eps,
-        position=position_kind(state, "decoder.decoder_pos_embed", image_sincos_table, grid, width, what),
+        position=position_kind(state, "decoder.decoder_pos_embed", image_sincos_table, grid, own["width"], what),
     )
     config = MaskedAutoencoderConfig(
         encoder=encoder,
@@ -176,7 +165,7 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
     return config, parameters_from(state, config, HUGGINGFACE, what)
 
 
-def _told(stated: Mapping[str, Any], name: str, kind: type[Told], what: str) -> Told:
+def _told(stated: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
     """One of the facts in config.json. transformers always writes them; its defaults are no fact about weights that lack one."""
     value = stated.get(name)
     if not isinstance(value, kind) or (isinstance(value, int) and kind is int and value < 1):

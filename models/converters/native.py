@@ -14,14 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.base import EncoderConfig, ImageEncoder
+from models.base import ImageEncoder
 from models.captioner import Captioner
 from models.classifier import Classifier
-from models.classifier_config import ClassifierConfig
-from models.config import SIZES, CaptionerConfig, DecoderConfig, VitConfig
+from models.config import (
+    MAE_SIZES,
+    SIZES,
+    CaptionerConfig,
+    ClassifierConfig,
+    EncoderConfig,
+    MaskedAutoencoderConfig,
+)
 from models.converters.names import Names
 from models.converters.weights import WeightsError, read_weights, rename, rename_back, write_weights
-from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -31,22 +36,18 @@ CUSTOM_SIZE = "custom"
 
 AnyConfig = CaptionerConfig | MaskedAutoencoderConfig | ClassifierConfig | EncoderConfig
 
-_KINDS: Mapping[str, tuple[type, type[nn.Module], Mapping[str, type]]] = {
-    "captioner": (CaptionerConfig, Captioner, {"encoder": VitConfig, "decoder": DecoderConfig}),
-    "masked_autoencoder": (
-        MaskedAutoencoderConfig,
-        MaskedAutoencoder,
-        {"encoder": VitConfig, "decoder": PixelDecoderConfig},
-    ),
-    "classifier": (ClassifierConfig, Classifier, {"encoder": VitConfig}),
-    "encoder": (EncoderConfig, ImageEncoder, {"encoder": VitConfig}),
+_KINDS: Mapping[str, tuple[Any, type[nn.Module]]] = {
+    "captioner": (CaptionerConfig, Captioner),
+    "masked_autoencoder": (MaskedAutoencoderConfig, MaskedAutoencoder),
+    "classifier": (ClassifierConfig, Classifier),
+    "encoder": (EncoderConfig, ImageEncoder),
 }
-"""Kind -> configuration, model, and the parts of the configuration."""
+"""Kind -> configuration and model."""
 
 
 def kind_of(config: AnyConfig) -> str:
     """ "captioner", ..., as in recipes and manifests."""
-    return next(kind for kind, (config_class, _, _) in _KINDS.items() if type(config) is config_class)
+    return next(kind for kind, (config_class, _) in _KINDS.items() if type(config) is config_class)
 
 
 def model_facts(config: AnyConfig, size: str) -> dict[str, Any]:
@@ -64,9 +65,11 @@ def config_from_facts(facts: Mapping[str, Any], what: str) -> AnyConfig:
     kind = str(facts.get("kind"))
     if kind not in _KINDS:
         raise WeightsError(f"{what}: unknown kind of model {kind!r}; known are {', '.join(_KINDS)}")
-    config_class, _, parts = _KINDS[kind]
-    wanted = {"": config_class, **parts}
-    for part, part_class in wanted.items():
+    config_class, _ = _KINDS[kind]
+    parts: dict[str, Any] = {
+        f.name: f.type for f in dataclasses.fields(config_class) if dataclasses.is_dataclass(f.type)
+    }
+    for part, part_class in {"": config_class, **parts}.items():
         own = facts.get(part) if part else facts
         missing = sorted({field.name for field in dataclasses.fields(part_class)} - set(own or ()))
         if missing and own is not None:

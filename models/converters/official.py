@@ -28,14 +28,20 @@ from typing import Any
 
 from torch import Tensor
 
-from models.base import EncoderConfig
-from models.classifier_config import ENCODERS
-from models.config import CaptionerConfig, captioner_config, named_size, with_overrides
+from models.config import (
+    ENCODERS,
+    CaptionerConfig,
+    EncoderConfig,
+    MaskedAutoencoderConfig,
+    captioner_config,
+    masked_autoencoder_config,
+    named_size,
+    with_overrides,
+)
 from models.converters.names import DPCAP, TIMM, VIP
 from models.converters.native import parameters_from
 from models.converters.weights import WeightsError, position_kind
 from models.layers import image_sincos_table, text_sincos_table
-from models.mae_config import MaskedAutoencoderConfig, masked_autoencoder_config
 
 _ENCODER_TYPE = "encoder_image_type_embedding"
 _UNUSED = ("text_pos_embed", "mask_token", "mask_token_text", "encoder_text_type_embedding")
@@ -52,7 +58,7 @@ def from_vip(
 
     Args:
         what: the file, for errors.
-        size: of `models.mae_config.MAE_SIZES`; of an encoder alone also a captioner's.
+        size: of `models.config.MAE_SIZES`; of an encoder alone also a captioner's.
         overrides: fields of the size that are replaced, as in `model.overrides` of a recipe.
 
     Returns:

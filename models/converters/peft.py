@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.adapters import AdaptedLinear
+from models.classifier import AdaptedLinear
 from models.converters.weights import WeightsError
 from models.vit import VisionTransformer
 

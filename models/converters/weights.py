@@ -9,6 +9,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -37,15 +38,21 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
     """The tensors of a `.safetensors` file, or of a torch file: its entry `key`, or the whole where there is no such entry.
 
     A folder has `model.safetensors` or `pytorch_model.bin`, whole or in parts with an index, as transformers and DeepSpeed's
-    `zero_to_fp32.py` write them.
+    `zero_to_fp32.py` write them. Names are those of the model itself: a prefix of a wrapper goes where every name has it.
 
     Raises:
         WeightsError: no such file, not readable as plain tensors, or no dictionary of tensors.
     """
     if path.is_dir():
         for name in ("model.safetensors", "pytorch_model.bin"):
-            if (path / f"{name}.index.json").is_file():
-                return _read_parts(path / f"{name}.index.json")
+            index = path / f"{name}.index.json"
+            if index.is_file():
+                try:
+                    names = set(json.loads(index.read_text())["weight_map"].values())
+                    parts = [path / str(name) for name in sorted(names)]
+                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise WeightsError(f"{index} is no index of weight files: {error}") from error
+                return {name: value for part in parts for name, value in read_weights(part).items()}
             if (path / name).is_file():
                 return read_weights(path / name, key)
         raise WeightsError(
@@ -56,35 +63,20 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
         raise WeightsError(f"there is no weight file {path}")
     if path.suffix == ".safetensors":
         try:
-            return without_wrappers(load_file(path))
+            state: Any = load_file(path)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{path} is no safetensors file: {error}") from error
-    content = _read_torch(path)
-    state = content.get(key, content) if isinstance(content, Mapping) else content
-    if not isinstance(state, Mapping) or not state:
-        raise WeightsError(f"{path} holds no dictionary of tensors, neither at its top nor under {key!r}")
+    else:
+        content = _read_torch(path)
+        state = content.get(key, content) if isinstance(content, Mapping) else content
+        if not isinstance(state, Mapping) or not state:
+            raise WeightsError(f"{path} holds no dictionary of tensors, neither at its top nor under {key!r}")
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(f"{path}: entry {name!r} is a {type(value).__name__}, but tensors were expected")
-    return without_wrappers(state)
-
-
-def _read_parts(index: Path) -> dict[str, Tensor]:
-    """All tensors of the files that an index names."""
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        parts = [index.parent / str(name) for name in sorted(names)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is no index of weight files: {error}") from error
-    return {name: value for part in parts for name, value in read_weights(part).items()}
-
-
-def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same under the names of the model itself: a prefix of a wrapper goes where every name has it, again and again."""
-    state = dict(state)
     while state and (prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
+    return dict(state)
 
 
 def _read_torch(path: Path) -> object:

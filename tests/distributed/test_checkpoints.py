@@ -131,7 +131,7 @@ def move(folder: Path, engines: list[tuple[str, int]], *worlds: tuple[int, int])
 def check_a_step_later(results: list[dict[str, Any]]) -> None:
     """All engines take the third step from there to the same place as an uninterrupted float64 run."""
     start = {n: p.detach() for n, p in model().named_parameters()}
-    expected = whole.adam_reference(start, gradients()[:3], whole.LR, whole.BETAS, whole.DECAY, eps=whole.EPS)
+    expected = whole.reference("adamw", start, gradients()[:3])
     for rank in results:
         for key, state in rank.items():
             for piece, values in state.items() if "later" in key else ():

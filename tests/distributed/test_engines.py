@@ -116,25 +116,14 @@ class RecordedNoise(SystemNoise):
 def a_mechanism(
     engine: Engine, clipped: ClippedSum, noise: NoiseSource, sigma: float, expected_batch_size: int
 ) -> Mechanism:
-    plan = make_plan(
-        PlanRequest(
-            num_examples=1000 * expected_batch_size,
-            expected_batch_size=expected_batch_size,
-            num_steps=100,
-            noise_multiplier=sigma,
-            allow_small_noise=True,
-        )
-    )
+    request = PlanRequest(
+        num_examples=1000 * expected_batch_size, expected_batch_size=expected_batch_size, num_steps=100,
+        noise_multiplier=sigma, allow_small_noise=True,
+    )  # fmt: skip
     return Mechanism(
-        plan=plan,
-        clipped=clipped,
-        engine=engine,
-        task=engine.module,
-        ledger=NoLedger(),
-        noise=noise,
-        learning_rate=lambda step: OPTIMIZER.peak_lr,
-        note_charge=lambda step: None,
-    )
+        plan=make_plan(request), clipped=clipped, engine=engine, task=engine.module, ledger=NoLedger(), noise=noise,
+        learning_rate=lambda step: OPTIMIZER.peak_lr, note_charge=lambda step: None,
+    )  # fmt: skip
 
 
 def machine_settings(stage: int, **more: Any) -> MachineSettings:
@@ -249,13 +238,8 @@ CPU = {"device": "cpu"}
 
 
 def clipped_steps(engine: Engine, num_steps: int) -> dict[str, Tensor]:
-    run = a_mechanism(
-        engine,
-        ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False),
-        SystemNoise(),
-        0.0,
-        NUM_EXAMPLES,
-    )
+    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False)
+    run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
     for step in range(1, num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
     return whole_parameters(engine)

@@ -70,17 +70,11 @@ def loss_of(model: nn.Module) -> Callable[..., Tensor]:
 
 def opened(model: nn.Module, run_dir: Path, optimizer: torch.optim.Optimizer, **changes: Any) -> PrivateLoop:
     asked: dict[str, Any] = {
-        "loss": loss_of(model),
-        "expected_batch_size": BATCH,
-        "num_steps": 3,
-        "noise_multiplier": 4.0,
-        "max_grad_norm": BOUND,
-        "micro_batch_size": 8,
-    }
+        "loss": loss_of(model), "expected_batch_size": BATCH, "num_steps": 3, "noise_multiplier": 4.0,
+        "max_grad_norm": BOUND, "micro_batch_size": 8, "starts_from": "public",
+    }  # fmt: skip
     example = (integers(TOKENS, LENGTH), integers(KINDS))
-    return PrivateLoop(
-        model, optimizer, texts(), example=example, run_dir=run_dir, **({"starts_from": "public"} | asked | changes)
-    )
+    return PrivateLoop(model, optimizer, texts(), example=example, run_dir=run_dir, **(asked | changes))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -97,17 +91,12 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def same_coins(patch: pytest.MonkeyPatch) -> None:
-    """A session has coins of its own, and would draw other items."""
-    for name in ("coin_key", "row_key", "example_key"):
-        patch.setattr(SamplingKey, name, lambda *_: bytes(32))
-
-
 def steps_of(model: nn.Module, run_dir: Path, leave_at: int | None = None) -> list[dict[str, Tensor]]:
     """Whole weights after each step without noise."""
     seen = []
     with quick(silent=True) as patch:
-        same_coins(patch)
+        for name in ("coin_key", "row_key", "example_key"):  # a session's own would draw other items
+            patch.setattr(SamplingKey, name, lambda *_: bytes(32))
         with opened(model, run_dir, adam(model), save_every=3) as loop:
             for step in loop:
                 seen.append(whole_weights(model))
@@ -205,44 +194,18 @@ def test_each_coordinate_is_noised_once_by_one_owner_with_the_deviation_of_the_p
     assert float((correlated - correlated.diag().diag()).abs().max()) < 0.95  # no two share a draw
 
 
-class Holder(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
 def in_part() -> nn.Module:
     model = Reader()
     fully_shard(model.block)
     return model
 
 
-def inside() -> nn.Module:
-    model = Reader()
-    fully_shard(model)
-    return Holder(model)
-
-
-def replicated() -> nn.Module:
-    return sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
-
-
-def reversed_ranks() -> nn.Module:
-    return sharded(mesh=DeviceMesh("cpu", [1, 0]))
-
-
 def in_tensor_parallel() -> nn.Module:
-    model = Reader()
-    mesh = init_device_mesh("cpu", (2,))
+    model, mesh = Reader(), init_device_mesh("cpu", (2,))
     for module in model.modules():
-        for name, p in list(module._parameters.items()):
-            assert p is not None
-            module._parameters[name] = nn.Parameter(
-                distribute_tensor(p.detach(), mesh, [Shard(0)]), requires_grad=p.requires_grad
-            )
+        for name, p in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(p.detach(), mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=p.requires_grad))
     return model
 
 
@@ -251,18 +214,20 @@ def with_an_ignored_layer() -> nn.Module:
     return fully_shard(model, ignored_params=set(model.head.parameters()))
 
 
-def in_columns() -> nn.Module:
-    return fully_shard(nn.Linear(4, WIDTH), shard_placement_fn=lambda p: Shard(p.dim() - 1))
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "in part": (in_part, "call fully_shard(model) on the model itself"),
-    "inside": (inside, "call fully_shard(model) on the model itself"),
-    "HSDP": (replicated, "a loop takes all ranks in one dimension"),
-    "reversed": (reversed_ranks, "a loop takes all ranks in one dimension"),
+    "inside": (lambda: nn.Sequential(fully_shard(Reader())), "call fully_shard(model) on the model itself"),
+    "HSDP": (
+        lambda: sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))),
+        "a loop takes all ranks in one dimension",
+    ),
+    "reversed": (lambda: sharded(mesh=DeviceMesh("cpu", [1, 0])), "a loop takes all ranks in one dimension"),
     "tensor parallel": (in_tensor_parallel, "call fully_shard(model) on the model itself"),
     "ignored": (with_an_ignored_layer, "without ignored_params"),
-    "columns": (in_columns, "call fully_shard without shard_placement_fn"),
+    "columns": (
+        lambda: fully_shard(nn.Linear(4, WIDTH), shard_placement_fn=lambda p: Shard(p.dim() - 1)),
+        "call fully_shard without shard_placement_fn",
+    ),
     "bf16": (
         lambda: sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
         "call fully_shard without mp_policy",

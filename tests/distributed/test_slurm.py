@@ -35,8 +35,8 @@ def arguments(run_dir: Path, steps: int, *more: str) -> list[str]:
     return train_arguments(run_dir, f"train.num_steps={steps}", "heldout.num_captions=0", *more)
 
 
-def submit(slurm: Slurm, log: Path, *command: str, nodes: int = 2) -> str:
-    return slurm.submit(f"--nodes={nodes}", f"--output={log}", *command)
+def submit(slurm: Slurm, log: Path, *command: str) -> str:
+    return slurm.submit("--nodes=2", f"--output={log}", *command)
 
 
 def done_beyond(slurm: Slurm, number: str, run_dir: Path, wanted: int, log: Path) -> None:
@@ -75,6 +75,10 @@ def is_whole(run_dir: Path, steps: int) -> None:
     assert epsilon * 0.9999 <= printed <= epsilon * 1.01, "what is printed while training is rounded up"
 
 
+def nodes_of(slurm: Slurm, number: str) -> list[str]:
+    return slurm.run("scontrol", "show", "hostnames", slurm.job(number)["NodeList"]).split()
+
+
 def test_preempted_twice_and_a_node_lost_once(slurm: Slurm, tmp_path: Path) -> None:
     steps, log, run_dir = 80, tmp_path / "job.log", tmp_path / "run"
     number = submit(slurm, log, BATCH, *arguments(run_dir, steps))
@@ -86,30 +90,20 @@ def test_preempted_twice_and_a_node_lost_once(slurm: Slurm, tmp_path: Path) -> N
         assert count(run_dir, "intent") == count(run_dir, "done"), "a preempted run saves: nothing is repeated"
 
     done_beyond(slurm, number, run_dir, count(run_dir, "done") + 3, log)
-    used = slurm.job(number)
-    lost = next(h for h in slurm.nodes if h.name in expanded(used["NodeList"]) and h.name != used["BatchHost"])
+    lost = next(
+        h for h in slurm.nodes if h.name in nodes_of(slurm, number) and h.name != slurm.job(number)["BatchHost"]
+    )
     lost.kill()
     wait_until(lambda: slurm.job(number)["Restarts"] == "3", f"the node to be missed\n{text(log)[-3000:]}", within=90)
     done_beyond(slurm, number, run_dir, count(run_dir, "done") + 1, log)
-    assert lost.name not in expanded(slurm.job(number)["NodeList"]), "the third node took its place"
+    assert lost.name not in nodes_of(slurm, number), "the third node took its place"
 
     assert ends(slurm, number, log) == "COMPLETED", text(log)
     is_whole(run_dir, steps)
     assert count(run_dir, "session") == 4
-    slurm.restart_node(lost)
+    lost.start()
+    slurm.start_node(lost)
     slurm.wait_for_nodes()
-
-
-def expanded(node_list: str) -> set[str]:
-    """node[1-2] or node1,node3, for single digits."""
-    found = re.fullmatch(r"node\[([\d,-]+)\]", node_list)
-    if found is None:
-        return set(node_list.split(","))
-    names = set()
-    for part in found[1].split(","):
-        first, _, last = part.partition("-")
-        names |= {f"node{n}" for n in range(int(first), int(last or first) + 1)}
-    return names
 
 
 def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
@@ -158,17 +152,13 @@ def test_a_crash_is_started_again_as_long_as_there_is_progress(slurm: Slurm, tmp
     log, run_dir = tmp_path / "crash.log", tmp_path / "run"
     number = submit(slurm, log, BATCH, *arguments(run_dir, 4000))
     done_beyond(slurm, number, run_dir, 2, log)
-    crash_a_rank(run_dir)
+    os.kill(min(ranks_of(run_dir)), 9)
     wait_until(lambda: slurm.job(number)["Restarts"] == "1", f"a restart\n{text(log)[-3000:]}", within=WITHIN)
     assert re.search(r"exit code \d+ after \d+ steps; back to the queue", text(log)), text(log)
     wait_until(lambda: count(run_dir, "session") == 1 and ranks_of(run_dir) != [], "the second start", within=WITHIN)
-    crash_a_rank(run_dir)  # while it sets up
+    os.kill(min(ranks_of(run_dir)), 9)  # while it sets up
     assert ends(slurm, number, log) == "FAILED", text(log)
     assert "without a single step: not started again" in text(log)
-
-
-def crash_a_rank(run_dir: Path) -> None:
-    os.kill(min(ranks_of(run_dir)), 9)
 
 
 def ranks_of(run_dir: Path) -> list[int]:

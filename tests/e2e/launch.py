@@ -39,17 +39,7 @@ def launch(
     }
     if launcher == "mpirun":
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return _run([str(programs / launcher), *options[launcher], script, *arguments], timeout, environment)
-
-
-def alone(
-    arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """The same in one process, without a launcher."""
-    return run_python([script, *arguments], timeout=timeout, env=quiet_environment(**environment))
-
-
-def _run(command: list[str], timeout: float, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [str(programs / launcher), *options[launcher], script, *arguments]
     process = subprocess.Popen(
         command, cwd=ROOT, env=quiet_environment(**environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
@@ -59,6 +49,13 @@ def _run(command: list[str], timeout: float, environment: dict[str, str]) -> sub
     finally:
         kill_group(process)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def alone(
+    arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The same in one process, without a launcher."""
+    return run_python([script, *arguments], timeout=timeout, env=quiet_environment(**environment))
 
 
 def start_ranks(
@@ -96,10 +93,8 @@ def refused(arguments: list[str], code: int, *words: str) -> None:
 
 def ledger_lines(run_dir: Path) -> list[dict[str, Any]]:
     """Parsed lines of the ledger; a torn one is {"type": "torn"}."""
-    path = run_dir / "ledger.jsonl"
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    out = []
-    for line in filter(None, lines):
+    path, out = run_dir / "ledger.jsonl", []
+    for line in filter(None, path.read_bytes().split(b"\n") if path.exists() else []):
         try:
             out.append(json.loads(line))
         except json.JSONDecodeError:

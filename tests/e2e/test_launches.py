@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,11 @@ pytestmark = pytest.mark.timeout(1200)
 ENGINES = [("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
 
 
-def launch_and_check(run_dir: Path, engine: str, stage: int, launcher: Any = "deepspeed") -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(("engine", "stage"), ENGINES)
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpirun"])
+def test_a_launch_of_each_engine(tmp_path: Path, launcher: Any, engine: str, stage: int) -> None:
+    run_dir = tmp_path / "run"
     workers = f"data.num_workers={int(launcher == 'deepspeed')}"
     arguments = train_arguments(run_dir, "heldout.num_captions=1", workers, ds_config=f"ds_configs/zero{stage}.json")
     result = launch(["--engine", engine, *arguments], launcher=launcher)
@@ -50,61 +54,35 @@ def launch_and_check(run_dir: Path, engine: str, stage: int, launcher: Any = "de
     assert kinds == ["open", "session", *["intent", "done", "checkpoint"] * 4, "close"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpirun"])
-def test_a_launch_of_each_engine(tmp_path: Path, launcher: str, engine: tuple[str, int]) -> None:
-    launch_and_check(tmp_path / "run", *engine, launcher)
-
-
-def wait_for_steps(run_dir: Path, run: Any, log: Path, number: int = 2) -> None:
+def wait_for_steps(run_dir: Path, run: Sequence[Any], log: Path, number: int = 2) -> None:
     """Until a run has done this number of steps, or one of its processes has ended.
 
     On a busy machine that takes minutes, most of them in imports.
     """
     deadline = time.monotonic() + 600
-    while count(run_dir, "done") < number and all(
-        one.poll() is None for one in (run if isinstance(run, list) else [run])
-    ):
+    while count(run_dir, "done") < number and all(one.poll() is None for one in run):
         assert time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
         time.sleep(0.02)
 
 
-def stop_all_of(sessions: set[int]) -> None:
-    """SIGTERM to every process of these sessions, data workers included."""
-    for line in subprocess.run(
-        ["ps", "-eo", "pid,sid"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()[1:]:
-        pid, session = map(int, line.split())
-        if session in sessions:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-
-
-def endless(run_dir: Path) -> list[str]:
-    return train_arguments(
-        run_dir, "train.num_steps=400", "heldout.num_captions=0", "train.checkpoint_every=1000", "data.num_workers=1"
-    )
-
-
-def stopped_in_good_order(run_dir: Path, said: str) -> None:
-    assert "stopped on request" in said, said[-3000:]
-    done = count(run_dir, "done")
-    assert (run_dir / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
-
-
 def test_sigterm_to_everything_saves_and_exits_7(tmp_path: Path) -> None:
-    """Data workers must outlive it until the trainer has stopped."""
+    """To every process of the sessions, data workers included, which must outlive it until the trainer has stopped."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    ranks = start_ranks(endless(run_dir), 2, log)
+    options = ("train.num_steps=400", "heldout.num_captions=0", "train.checkpoint_every=1000", "data.num_workers=1")
+    ranks = start_ranks(train_arguments(run_dir, *options), 2, log)
     try:
         wait_for_steps(run_dir, ranks, log, 1)
-        stop_all_of({rank.pid for rank in ranks})
+        listed = subprocess.run(["ps", "-eo", "pid,sid"], capture_output=True, text=True, check=True).stdout
+        for pid, session in (map(int, line.split()) for line in listed.splitlines()[1:]):
+            if session in {rank.pid for rank in ranks}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         assert [rank.wait(timeout=90) for rank in ranks] == [7, 7], log.read_text()[-3000:]
     finally:
         for rank in ranks:
             kill_group(rank)
-    stopped_in_good_order(run_dir, log.read_text())
+    assert "stopped on request" in log.read_text(), log.read_text()[-3000:]
+    assert (run_dir / "checkpoints" / f"step-{count(run_dir, 'done'):08d}" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -134,10 +112,8 @@ def test_contract_12_private_quantities_stay_private(finished: Path) -> None:
     run_dir = finished
     assert (run_dir / "private").stat().st_mode & 0o777 == 0o700
     assert (run_dir / "private" / "sampling.key").stat().st_mode & 0o777 == 0o600
-    private = set(json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])) - {
-        "step",
-        "time_unix",
-    }
+    last = json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])
+    private = last.keys() - {"step", "time_unix"}
     public = "".join(
         p.read_text(errors="replace") for p in run_dir.rglob("*") if p.is_file() and "private" not in p.parts
     )
@@ -189,20 +165,20 @@ MORE_STEPS = 20
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
-def arguments(run_dir: Path, *more: str, checkpoint_every: int = 1000, engine: str = "local") -> list[str]:
-    settings = ("train.num_steps=4000", f"train.checkpoint_every={checkpoint_every}", "heldout.num_captions=0", *more)
+def arguments(run_dir: Path, *more: str, engine: str = "local") -> list[str]:
+    settings = ("train.num_steps=4000", "train.checkpoint_every=1000", "heldout.num_captions=0", *more)
     return train_arguments(run_dir, "--engine", engine, *settings, ds_config="ds_configs/zero2.json")
 
 
-def command(launcher: str, run_dir: Path, checkpoint_every: int = 1000) -> list[str]:
+def command(launcher: str, run_dir: Path) -> list[str]:
+    two = ["--nproc_per_node", "2", "--master_port", str(free_port())]
     options = {
-        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())],
-        "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())],
-        "torchrun.py": [sys.executable, TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_port())],
-        "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u"],
+        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", *two[1:]],
+        "torchrun": [str(BIN / "torchrun"), *two],
+        "torchrun.py": [sys.executable, TORCHRUN, *two],
     }
     engine = "fsdp" if launcher == "torchrun.py" else "local"
-    return [*options[launcher], TRAIN, *arguments(run_dir, checkpoint_every=checkpoint_every, engine=engine)]
+    return [*options[launcher], TRAIN, *arguments(run_dir, engine=engine)]
 
 
 def processes(run_dir: Path) -> dict[int, list[str]]:
@@ -230,7 +206,7 @@ def launched(run_dir: Path, started: list[str]) -> Iterator["subprocess.Popen[by
     with log_of(run_dir).open("ab") as log:
         process = subprocess.Popen(started, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for_steps(run_dir, process, log_of(run_dir))
+        wait_for_steps(run_dir, [process], log_of(run_dir))
         assert len(ranks_of(run_dir)) == 2, log_of(run_dir).read_text()[-3000:]
         yield process
     finally:
@@ -241,26 +217,6 @@ def launched(run_dir: Path, started: list[str]) -> Iterator["subprocess.Popen[by
 
 def log_of(run_dir: Path) -> Path:
     return run_dir.with_suffix(".log")
-
-
-def wait_for(condition: Callable[[], object], run_dir: Path, within: float) -> None:
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, log_of(run_dir).read_text()[-3000:]
-        time.sleep(0.05)
-
-
-def stops_and_resumes(run_dir: Path, victim: int, number: signal.Signals) -> None:
-    before = count(run_dir, "done")
-    os.kill(victim, number)
-    wait_for(lambda: not ranks_of(run_dir), run_dir, WITHIN)
-    said = log_of(run_dir).read_text()
-    assert "stopped on request; the same command resumes" in said and "error on rank" not in said, said[-3000:]
-    done = count(run_dir, "done")
-    assert before <= done <= before + MORE_STEPS
-    assert count(run_dir, "intent") == done, "the running step was finished"
-    assert read_ledger(run_dir / "ledger.jsonl").num_charged == done
-    assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n", "and saved"
 
 
 def above(pid: int) -> int:
@@ -286,8 +242,19 @@ def test_a_lost_launcher(tmp_path: Path, launcher: str, levels: int, number: sig
         victim = min(ranks_of(run_dir))
         for _ in range(levels):
             victim = above(victim)
-        stops_and_resumes(run_dir, victim, number)
-    done = count(run_dir, "done")
+        before = count(run_dir, "done")
+        os.kill(victim, number)
+        deadline = time.monotonic() + WITHIN
+        while ranks_of(run_dir):
+            assert time.monotonic() < deadline, log_of(run_dir).read_text()[-3000:]
+            time.sleep(0.05)
+        said = log_of(run_dir).read_text()
+        assert "stopped on request; the same command resumes" in said and "error on rank" not in said, said[-3000:]
+        done = count(run_dir, "done")
+        assert before <= done <= before + MORE_STEPS
+        assert count(run_dir, "intent") == done, "the running step was finished"
+        assert read_ledger(run_dir / "ledger.jsonl").num_charged == done
+        assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n", "and saved"
     again = alone(arguments(run_dir, "train.max_minutes=1e-6"))  # ends at its first step boundary
     assert again.returncode == 7, again.stderr
     assert f"resuming after step {done}; {done} attempts are charged" in again.stdout

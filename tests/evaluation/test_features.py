@@ -17,7 +17,7 @@ from evaluation.encoder import check_options, encoder_of, features, token_maps
 from evaluation.features import Features, extract, read_features, stored_features
 from evaluation.options import FeatureOptions, LabelledOptions
 from evaluation.sources import Arrays, encode_png, open_source
-from models.mae_config import masked_autoencoder_config
+from models.config import masked_autoencoder_config
 from models.masked_autoencoder import build_masked_autoencoder
 from tests.distributed.ranks import run_ranks
 from tests.evaluation.support import pictures

@@ -80,9 +80,8 @@ def _link(engine: str, device: str, folder: Path, scratch: Path) -> tuple[test_c
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    target = "tests.distributed.test_chain:rank_link"
     subprocess.run(
-        [sys.executable, "-m", "tests.distributed.ranks", target, str(scratch)],
+        [sys.executable, "-m", "tests.distributed.ranks", "tests.distributed.test_chain:rank_link", str(scratch)],
         cwd=ROOT, env=environment(device, **ranks), check=True, timeout=WITHIN,
     )  # fmt: skip
     # The file was written by the process above, in a folder that this program made.

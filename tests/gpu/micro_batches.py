@@ -56,30 +56,26 @@ def _seconds(setting: Setting, workload: Workload, dtype: torch.dtype) -> dict[s
     return {mode: [seconds[mode] for seconds in rounds[1:]] for mode in MODES}
 
 
+def _peak(mode: str, workload: Workload, dtype: torch.dtype) -> int:
+    """Bytes on the device in a second step."""
+    torch.cuda.empty_cache()
+    step = make_step(mode, workload, torch.device("cuda"), dtype)
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated()
+
+
 def _memory(workload: Workload, dtype: torch.dtype, name: str, is_target: bool) -> Iterator[Check]:
-    device = torch.device("cuda")
-    peaks = {}
-    for mode in ("accumulating", *MODES):
-        torch.cuda.empty_cache()
-        step = make_step(mode, workload, device, dtype)
-        step()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        peaks[mode] = torch.cuda.max_memory_allocated()
-        del step
+    peaks = {mode: _peak(mode, workload, dtype) for mode in ("accumulating", *MODES)}
     ratio = {mode: peaks[mode] / peaks["accumulating"] for mode in MODES}
     yield Check(
         f"memory to accumulating, {name}", ratio["bookkeeping"] <= MOST_MEMORY if is_target else True,
         ratio | {"bytes": peaks}, f"bookkeeping <= {MOST_MEMORY}" if is_target else "for the record",
     )  # fmt: skip
-    largest = {mode: largest_micro_batch(workload, mode, device, dtype) for mode in MODES}
+    largest = {mode: largest_micro_batch(workload, mode, torch.device("cuda"), dtype) for mode in MODES}
     half = replace(workload, batch_size=max(workload.batch_size // 2, 1))
-    torch.cuda.empty_cache()
-    step = make_step("bookkeeping", half, device, dtype)
-    step()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    growth = (peaks["bookkeeping"] - torch.cuda.max_memory_allocated()) / (workload.batch_size - half.batch_size)
+    growth = (peaks["bookkeeping"] - _peak("bookkeeping", half, dtype)) / (workload.batch_size - half.batch_size)
     predicted = _predicted_growth(workload, dtype)
     yield Check(
         f"memory of one more example, {name}", 0.7 <= predicted / growth <= 1.4,

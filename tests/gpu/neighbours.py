@@ -7,21 +7,21 @@ from tests.gpu.checks import Check, Setting
 from tests.privacy.clipping import neighbours, test_rounding
 from tests.privacy.clipping.magnitudes import norms
 
-LIMIT = f"at most C (1 + {SENSITIVITY_SLACK:g})"
+SEARCHES = {
+    "neighbours, sums, {:,} pairs": neighbours.sums,
+    "neighbours, climb, {:,} pairs": neighbours.climb,
+    "norms at any magnitude, {:,} examples": norms,
+}
 
 
 def checks(setting: Setting) -> Iterator[Check]:
+    limit = f"at most C (1 + {SENSITIVITY_SLACK:g})"
     with setting.device:  # the searches make their tensors on the default device
         for case in setting.choose(test_rounding.CASES, test_rounding.CASES[:2]):
             size = test_rounding.moved(case)
-            yield Check(f"neighbours, {case}", size <= 1 + SENSITIVITY_SLACK, size, LIMIT)
-    count = setting.choose(20_000, 200)
-    for search in (neighbours.sums, neighbours.climb):
-        found = list(search(setting.device, "gpu", count))
+            yield Check(f"neighbours, {case}", size <= 1 + SENSITIVITY_SLACK, size, limit)
+    for title, search in SEARCHES.items():
+        found = list(search(setting.device, "gpu", setting.choose(20_000, 200)))
         worst, pairs = max(found, key=lambda one: one.size), sum(one.pairs for one in found)
-        title = f"neighbours, {search.__name__}, {pairs:,} pairs"
-        yield Check(title, worst.size <= 1 + SENSITIVITY_SLACK, [worst.size, str(worst.construction)], LIMIT)
-    found = list(norms(setting.device, "gpu", count))
-    worst, pairs = max(found, key=lambda one: one.size), sum(one.pairs for one in found)
-    title = f"norms at any magnitude, {pairs:,} examples"
-    yield Check(title, worst.size <= 1 + SENSITIVITY_SLACK, [worst.size, str(worst.construction)], LIMIT)
+        measured = [worst.size, str(worst.construction)]
+        yield Check(title.format(pairs), worst.size <= 1 + SENSITIVITY_SLACK, measured, limit)

@@ -3,10 +3,12 @@
 A heartbeat is such a thread: one that stands still for 30 seconds would have its rank declared dead.
 """
 
+import itertools
 import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -15,45 +17,43 @@ from trainer.engines.blocks import compile_blocks, require_compiler
 from trainer.errors import ConfigError
 
 
-class Ticks:
-    """Notes the longest time between two ticks of a thread that wants to tick every hundredth of a second."""
+def longest_pause(work: Callable[[], object]) -> float:
+    """The longest time between two ticks of a thread that wants to tick every hundredth of a second while this works."""
+    ended, ticks = threading.Event(), [time.monotonic()]
 
-    def __init__(self) -> None:
-        self.longest = 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._tick)
+    def tick() -> None:
+        while not ended.wait(0.01):
+            ticks.append(time.monotonic())
 
-    def _tick(self) -> None:
-        last = time.monotonic()
-        while not self._ended.wait(0.01):
-            now = time.monotonic()
-            self.longest, last = max(self.longest, now - last), now
-
-    def __enter__(self) -> "Ticks":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        work()
+    finally:
+        ended.set()
+        thread.join()
+    return max((b - a for a, b in itertools.pairwise(ticks)), default=0.0)
 
 
 def main(device: torch.device) -> None:
     pauses: dict[str, float | str] = {}
     expected, bound = expected_sum(captioner(), torch.float32)
-    with Ticks() as ticks:
-        model, inputs = moved(captioner(), device, torch.float32)
-        error_of((model, inputs), bound, "bookkeeping", expected)
-    pauses["first micro-batch"] = ticks.longest
+    made = captioner()
+
+    def first() -> None:
+        error_of(moved(made, device, torch.float32), bound, "bookkeeping", expected)
+
+    def compiled() -> None:
+        compile_blocks(made[0])
+        first()
+
+    pauses["first micro-batch"] = longest_pause(first)
     try:
         require_compiler(device)
     except ConfigError as error:
         pauses["compilation"] = str(error)
     else:
-        with Ticks() as ticks:
-            compile_blocks(model)
-            error_of((model, inputs), bound, "bookkeeping", expected)
-        pauses["compilation"] = ticks.longest
+        pauses["compilation"] = longest_pause(compiled)
     print(json.dumps(pauses))
 
 

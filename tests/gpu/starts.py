@@ -32,21 +32,17 @@ def checks(setting: Setting) -> Iterator[Check]:
             run_dir = setting.folder / f"{engine}-{ds_config}"
             settings = [f"train.num_steps={STEPS}", "heldout.num_captions=1"]
             arguments = train_arguments(run_dir, "--engine", engine, *settings, ds_config=f"ds_configs/{ds_config}")
-            running[case] = start(setting.device.type, TRAIN, *arguments, log=run_dir.with_suffix(".log"))
-        for case in [case for case, process in running.items() if process.poll() is not None]:
-            yield _check(setting, *case, running.pop(case).returncode)
+            running[case] = run_dir, start(setting.device.type, TRAIN, *arguments, log=run_dir.with_suffix(".log"))
         time.sleep(0.1)
-
-
-def _check(setting: Setting, ds_config: str, engine: str, code: int) -> Check:
-    run_dir = setting.folder / f"{engine}-{ds_config}"
-    refused = ds_config in REFUSED[engine]
-    steps = {kind: count(run_dir, kind) for kind in ("intent", "done")}
-    holds = code == 2 and not run_dir.exists() if refused else code == 0 and set(steps.values()) == {STEPS}
-    end = run_dir.with_suffix(".log").read_text().strip().splitlines()[-8:]
-    return Check(
-        f"start, {engine}, {ds_config}",
-        holds,
-        {"exit": code, **steps, **({} if holds else {"log": end})},
-        "refused with exit 2 before a run folder exists" if refused else f"exit 0, {STEPS} intents, {STEPS} done",
-    )
+        for ds_config, engine in [case for case, (_, process) in running.items() if process.poll() is not None]:
+            run_dir, process = running.pop((ds_config, engine))
+            refused, code = ds_config in REFUSED[engine], process.returncode
+            steps = {kind: count(run_dir, kind) for kind in ("intent", "done")}
+            holds = code == 2 and not run_dir.exists() if refused else code == 0 and set(steps.values()) == {STEPS}
+            end = {} if holds else {"log": run_dir.with_suffix(".log").read_text().strip().splitlines()[-8:]}
+            expected = (
+                "refused with exit 2 before a run folder exists"
+                if refused
+                else f"exit 0, {STEPS} intents, {STEPS} done"
+            )
+            yield Check(f"start, {engine}, {ds_config}", holds, {"exit": code, **steps, **end}, expected)

@@ -23,6 +23,7 @@ from trainer.errors import ConfigError
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Relative to the norm of the sum. The gradients themselves are computed in that precision."""
+MODES: tuple[Mode, Mode] = ("bookkeeping", "two_pass")
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 
@@ -59,9 +60,7 @@ def linear_on_tokens() -> Made:
 MODELS: dict[str, Callable[[], Made]] = {
     "linear": linear_on_tokens,
     "captioner": captioner,
-    "masked_autoencoder": test_models.MODELS["masked_autoencoder"],
-    "classifier": test_models.MODELS["classifier"],
-    "adapters": test_models.MODELS["adapters"],
+    **{name: test_models.MODELS[name] for name in ("masked_autoencoder", "classifier", "adapters")},
 }
 
 
@@ -99,28 +98,28 @@ def checks(setting: Setting) -> Iterator[Check]:
     if setting.is_cuda:
         found = can_compile(setting.device)
         yield Check("fused functions", found, found, "torch.compile works on this device")
-    modes: tuple[Mode, Mode] = ("bookkeeping", "two_pass")
-    dtypes = (torch.float32, torch.bfloat16)
-    for (name, make), dtype in itertools.product(MODELS.items(), dtypes):
+    for (name, make), dtype in itertools.product(MODELS.items(), TOLERANCE):
         expected, bound = expected_sum(make(), dtype)
-        for mode in modes:
+        for mode in MODES:
             error = error_of(moved(make(), setting.device, dtype), bound, mode, expected)
             title = f"sum, {name}, {dtype}, {mode}".replace("torch.", "")
             yield Check(title, error <= TOLERANCE[dtype], error, f"relative error <= {TOLERANCE[dtype]:g}")
-    yield from _compiled(setting, modes)
-    yield from _coverage(setting)
+    yield from _compiled(setting)
+    for name, make in MODELS.items():  # the check that every start makes, on this device's kernels
+        check_against_autograd(*moved(make(), setting.device, torch.float32))
+        yield Check(f"self-check, {name}", True, "equal", "the unclipped sum is torch's own gradient")
     yield from _repeats(setting)
-    yield from _waits(setting, modes, dtypes)
+    yield from _waits(setting)
 
 
-def _compiled(setting: Setting, modes: tuple[Mode, Mode]) -> Iterator[Check]:
+def _compiled(setting: Setting) -> Iterator[Check]:
     try:
         require_compiler(setting.device)
     except ConfigError as error:
         yield Check("sum, captioner, compiled", None, str(error), "as without compilation")
         return
     expected, bound = expected_sum(captioner(), torch.float32)
-    for mode in setting.choose(modes, modes[:1]):
+    for mode in setting.choose(MODES, MODES[:1]):
         model, inputs = moved(captioner(), setting.device, torch.float32)
         compile_blocks(model)
         error = error_of((model, inputs), bound, mode, expected)
@@ -128,26 +127,14 @@ def _compiled(setting: Setting, modes: tuple[Mode, Mode]) -> Iterator[Check]:
         yield Check(f"sum, captioner, compiled, {mode}", error <= limit, error, f"relative error <= {limit:g}")
 
 
-def _coverage(setting: Setting) -> Iterator[Check]:
-    """The check that every start makes, on this device's kernels."""
-    for name, make in MODELS.items():
-        model, inputs = moved(make(), setting.device, torch.float32)
-        check_against_autograd(model, inputs)
-        yield Check(f"self-check, {name}", True, "equal", "the unclipped sum is torch's own gradient")
-
-
 def _repeats(setting: Setting) -> Iterator[Check]:
     """The second backward of two_pass must repeat the first: atomic additions in its path would show here."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in TOLERANCE:
         made = moved(captioner(), setting.device, dtype)
         first, *others = (_gradients(made) for _ in range(setting.choose(20, 3)))
         differ = sum(not all(torch.equal(a, b) for a, b in zip(first, other, strict=True)) for other in others)
-        yield Check(
-            f"backward repeats, {dtype}".replace("torch.", ""),
-            differ == 0,
-            {"runs": len(others), "differ": differ},
-            "equal bits",
-        )
+        title = f"backward repeats, {dtype}".replace("torch.", "")
+        yield Check(title, differ == 0, {"runs": len(others), "differ": differ}, "equal bits")
 
 
 def _gradients(made: Made) -> list[Tensor]:
@@ -165,9 +152,9 @@ def _gradients(made: Made) -> list[Tensor]:
     return list(torch.autograd.grad(loss, outputs))
 
 
-def _waits(setting: Setting, modes: tuple[Mode, Mode], dtypes: tuple[torch.dtype, torch.dtype]) -> Iterator[Check]:
+def _waits(setting: Setting) -> Iterator[Check]:
     """Host synchronisations inside a micro-batch: counted by the driver on CUDA, by operations that would wait on CPU."""
-    for (name, make), mode, dtype in itertools.product(MODELS.items(), modes, dtypes):
+    for (name, make), mode, dtype in itertools.product(MODELS.items(), MODES, TOLERANCE):
         model, inputs = moved(deepcopy(make()), setting.device, dtype)
         clipped = ClippedSum(model, 1.0, mode=mode, self_check=False)
         is_padding_B = nobody_padding(inputs)

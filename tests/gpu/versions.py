@@ -10,19 +10,8 @@ import torch
 
 from tests.gpu.checks import ROOT, Check, Setting
 
-REQUIRED = (
-    "torch",
-    "numpy",
-    "deepspeed",
-    "dp-accounting",
-    "pydantic",
-    "tokenizers",
-    "pillow",
-    "cryptography",
-    "scipy",
-    "pytest",
-)
-OPTIONAL = ("triton", "fairscale", "opacus", "transformers", "webdataset", "tensorboard")
+REQUIRED = "torch numpy deepspeed dp-accounting pydantic tokenizers pillow cryptography scipy pytest"
+OPTIONAL = "triton fairscale opacus transformers webdataset tensorboard"
 
 
 def checks(setting: Setting) -> Iterator[Check]:
@@ -35,7 +24,7 @@ def checks(setting: Setting) -> Iterator[Check]:
         }  # fmt: skip
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     yield Check("machine", True, found | {"commit": commit.strip() or None}, "for the record")
-    for package in (*REQUIRED, *OPTIONAL):
+    for package in (*REQUIRED.split(), *OPTIONAL.split()):
         try:
             yield Check(f"package {package}", True, version(package), "installed")
         except PackageNotFoundError:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,7 +81,7 @@ class Host:
         assert self._unshare.stdout.readline() == "up\n", f"host {self.name} did not come up"
         pid = self._unshare.pid
         self.init = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-        self._network.plug(self.name, self._number, self.init)
+        self._network.plug(self._number, self.init)
 
     def popen(
         self, command: Sequence[str], *, cwd: Path = ROOT, output: Path | None = None, **environment: str
@@ -103,11 +103,8 @@ class Host:
 
     def attached(self, command: Sequence[str], **environment: str) -> int:
         """A command with our own terminal, from our own folder; its exit code."""
-        more = {name: os.environ[name] for name in ("TERM",) if name in os.environ}
-        done = subprocess.run(
-            self._inside(command, Path.cwd()), env=self._environment({**more, **environment}), check=False
-        )
-        return done.returncode
+        more = self._environment({"TERM": os.environ.get("TERM", "dumb"), **environment})
+        return subprocess.run(self._inside(command, Path.cwd()), env=more, check=False).returncode
 
     def run(
         self, command: Sequence[str], *, timeout: float = 120, cwd: Path = ROOT, **environment: str
@@ -158,38 +155,7 @@ class Network:
         lines = ["127.0.0.1 localhost", *(f"{h.address} {h.name}" for h in self.hosts.values())]
         (self.folder / "nothing").touch(mode=0o600)
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
-        self._write_ssh_files()
-        self._switch = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"], start_new_session=True
-        )
-        own = os.readlink("/proc/self/ns/net")
-        wait_until(lambda: os.readlink(f"/proc/{self._pid}/ns/net") != own, "a network of its own")
-        self._ip("link add br0 type bridge", "link set br0 up")
-        for host in self.hosts.values():
-            host.start()
-
-    @property
-    def _pid(self) -> int:
-        assert self._switch is not None
-        return self._switch.pid
-
-    def _ip(self, *commands: str) -> None:
-        for command in commands:
-            subprocess.run(["nsenter", "-t", str(self._pid), "-n", str(find("ip")), *command.split()], check=True)
-
-    def plug(self, name: str, number: int, init: int) -> None:
-        """A cable from the switch to the card eth0 of a host."""
-        port = f"port{number}"
-        card = f"eth0 address 02:00:00:00:00:{number:02x} netns {init}"  # the same after a reboot, as neighbours expect
-        self._ip(f"link add {port} type veth peer name {card}", f"link set {port} master br0 up")
-        for command in (f"addr add {NETWORK}.{number}/24 dev eth0", "link set eth0 up"):
-            subprocess.run(["nsenter", "-t", str(init), "-n", str(find("ip")), *command.split()], check=True)
-
-    def unplug(self, number: int) -> None:
-        self._ip(f"link del port{number}")
-
-    def _write_ssh_files(self) -> None:
-        """One key pair for hosts and root; nothing of the machine's own configuration is read or changed."""
+        # One key pair for hosts and root; nothing of the machine's own configuration is read or changed.
         key = self.folder / "key"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
         (self.folder / "ssh_config").write_text(
@@ -200,12 +166,31 @@ class Network:
             f"HostKey {key}\nAuthorizedKeysFile {key}.pub\nPidFile none\nUsePAM no\nStrictModes no\n"
             "PermitRootLogin yes\nPasswordAuthentication no\nPermitUserRC no\nUseDNS no\nMaxStartups 100\n"
         )
-
-    def stop(self) -> None:
+        switch = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"], start_new_session=True
+        )
+        self._switch, own = switch, os.readlink("/proc/self/ns/net")
+        wait_until(lambda: os.readlink(f"/proc/{switch.pid}/ns/net") != own, "a network of its own")
+        self._ip(switch.pid, "link add br0 type bridge", "link set br0 up")
         for host in self.hosts.values():
-            host.kill()
-        if self._switch is not None:
-            kill_group(self._switch)
+            host.start()
+
+    @staticmethod
+    def _ip(inside: int, *commands: str) -> None:
+        for command in commands:
+            subprocess.run(["nsenter", "-t", str(inside), "-n", str(find("ip")), *command.split()], check=True)
+
+    def plug(self, number: int, init: int) -> None:
+        """A cable from the switch to the card eth0 of a host."""
+        assert self._switch is not None
+        port = f"port{number}"
+        card = f"eth0 address 02:00:00:00:00:{number:02x} netns {init}"  # the same after a reboot, as neighbours expect
+        self._ip(self._switch.pid, f"link add {port} type veth peer name {card}", f"link set {port} master br0 up")
+        self._ip(init, f"addr add {NETWORK}.{number}/24 dev eth0", "link set eth0 up")
+
+    def unplug(self, number: int) -> None:
+        assert self._switch is not None
+        self._ip(self._switch.pid, f"link del port{number}")
 
 
 @contextmanager
@@ -217,11 +202,14 @@ def network(folder: Path, *names: str) -> Iterator[Network]:
         made.start()
         yield made
     finally:
-        made.stop()
+        for host in made.hosts.values():
+            host.kill()
+        if made._switch is not None:
+            kill_group(made._switch)
 
 
-def wait_until(condition: "object", what: str, within: float = 10, every: float = 0.05) -> None:
+def wait_until(condition: Callable[[], object], what: str, within: float = 10, every: float = 0.05) -> None:
     deadline = time.monotonic() + within
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, f"waited {within} s for {what}"
         time.sleep(every)

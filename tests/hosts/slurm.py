@@ -1,7 +1,6 @@
 """Slurm on hosts of tests/hosts/hosts.py: munge, a controller on the first host, a slurmd on each of the others."""
 
 import secrets
-import subprocess
 from pathlib import Path
 
 from tests.hosts.hosts import Host, Network, find, wait_until
@@ -67,15 +66,13 @@ class Slurm:
                 nodes=",".join(host.name for host in self.nodes),
             )
         )  # fmt: skip
-        for host in (self.head, *self.nodes):
-            self._start_munge(host)
+        self._start_munge(self.head)
         self._daemon(self.head, "slurmctld", "-D", "-i")
         for host in self.nodes:
-            self._daemon(host, "slurmd", "-D", "-N", host.name)
+            self.start_node(host)
         self.wait_for_nodes()
 
-    def restart_node(self, host: Host) -> None:
-        host.start()
+    def start_node(self, host: Host) -> None:
         self._start_munge(host)
         self._daemon(host, "slurmd", "-D", "-N", host.name)
 
@@ -104,9 +101,6 @@ class Slurm:
         )
         assert not check or result.returncode == 0, f"{command}: {result.stdout}\n{self.logs()}"
         return result.stdout.strip()
-
-    def popen(self, *command: str, output: Path, **environment: str) -> "subprocess.Popen[str]":
-        return self.head.popen(command, output=output, SLURM_CONF=str(self.folder / "slurm.conf"), **environment)
 
     def submit(self, *arguments: str, **environment: str) -> str:
         return self.run("sbatch", "--parsable", *arguments, **environment)

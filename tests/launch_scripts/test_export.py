@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from models.adapters import without_adapters
+from models.classifier import without_adapters
 from privacy.accounting.rounding import rounded_up
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest

@@ -15,12 +15,8 @@ V, L = 110, 9
 """Words and tokens of a caption."""
 SIDE, T = GRID * PATCH, GRID**2 + 1
 ENCODER = {
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "encoder_width": D,
-    "encoder_depth": DEPTH,
-    "encoder_num_heads": HEADS,
-}
+    "image_size": SIDE, "patch_size": PATCH, "encoder_width": D, "encoder_depth": DEPTH, "encoder_num_heads": HEADS,
+}  # fmt: skip
 OF_ENCODER: dict[str, Any] = ENCODER | {"encoder_norm_eps": 1e-6}
 OF_VIP: dict[str, Any] = ENCODER | {"decoder_width": E, "decoder_depth": LAYERS, "decoder_num_heads": DECODER_HEADS}
 OF_DPCAP: dict[str, Any] = OF_VIP | {"vocab_size": V, "num_tokens": L}
@@ -35,86 +31,72 @@ def arguments(kind: str, overrides: Mapping[str, Any] | None = None) -> list[str
     return ["--size", size, *told]
 
 
-class _Made(dict[str, Tensor]):
-    """Random tensors by name."""
+Shapes = dict[str, tuple[int, ...]]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(0)
 
-    def add(self, name: str, *shape: int) -> None:
+def _layer(name: str, rows: int, *columns: int, bias: bool = True) -> Shapes:
+    """A norm has no columns."""
+    return {f"{name}.weight": (rows, *columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def _block(name: str, width: int, *, qkv_bias: bool) -> Shapes:
+    return {
+        **_layer(f"{name}.norm1", width),
+        **_layer(f"{name}.attn.qkv", 3 * width, width, bias=qkv_bias),
+        **_layer(f"{name}.attn.proj", width, width),
+        **_layer(f"{name}.norm2", width),
+        **_layer(f"{name}.mlp.fc1", 4 * width, width),
+        **_layer(f"{name}.mlp.fc2", width, 4 * width),
+    }
+
+
+def _encoder(*, qkv_bias: bool) -> Shapes:
+    shapes = {"cls_token": (1, 1, D), "pos_embed": (1, T, D)} | _layer("patch_embed.proj", D, 3, PATCH, PATCH)
+    for i in range(DEPTH):
+        shapes |= _block(f"blocks.{i}", D, qkv_bias=qkv_bias)
+    return shapes | _layer("norm", D)
+
+
+def _drawn(shapes: Shapes) -> dict[str, Tensor]:
+    """Random numbers; those that a norm multiplies by are around one."""
+    generator, made = torch.Generator().manual_seed(0), {}
+    for name, shape in shapes.items():
         scale = 1 / math.sqrt(shape[-1]) if len(shape) == 2 else 0.3
-        self[name] = scale * torch.randn(shape, generator=self._generator)
-
-    def add_layer(self, name: str, rows: int, *columns: int, bias: bool = True) -> None:
-        self.add(f"{name}.weight", rows, *columns)
-        if bias:
-            self.add(f"{name}.bias", rows)
-
-    def add_norm(self, name: str, size: int) -> None:
-        self.add_layer(name, size)
-        self[f"{name}.weight"] += 1
-
-    def add_block(self, name: str, width: int, *, qkv_bias: bool) -> None:
-        self.add_norm(f"{name}.norm1", width)
-        self.add_layer(f"{name}.attn.qkv", 3 * width, width, bias=qkv_bias)
-        self.add_layer(f"{name}.attn.proj", width, width)
-        self.add_norm(f"{name}.norm2", width)
-        self.add_layer(f"{name}.mlp.fc1", 4 * width, width)
-        self.add_layer(f"{name}.mlp.fc2", width, 4 * width)
-
-    def add_encoder(self, *, qkv_bias: bool) -> None:
-        self.add("cls_token", 1, 1, D)
-        self.add("pos_embed", 1, T, D)
-        self.add_layer("patch_embed.proj", D, 3, PATCH, PATCH)
-        for i in range(DEPTH):
-            self.add_block(f"blocks.{i}", D, qkv_bias=qkv_bias)
-        self.add_norm("norm", D)
+        made[name] = scale * torch.randn(shape, generator=generator) + (len(shape) == 1 and name.endswith(".weight"))
+    return made
 
 
 def vip_file(*, decoder: bool = True) -> dict[str, Tensor]:
     """A masked autoencoder, or its encoder alone."""
-    made = _Made()
-    made.add_encoder(qkv_bias=True)
+    shapes = _encoder(qkv_bias=True)
     if decoder:
-        made.add("mask_token", 1, 1, E)
-        made.add("decoder_pos_embed", 1, T, E)
-        made.add_layer("decoder_embed", E, D)
+        shapes |= {"mask_token": (1, 1, E), "decoder_pos_embed": (1, T, E)} | _layer("decoder_embed", E, D)
         for i in range(LAYERS):
-            made.add_block(f"decoder_blocks.{i}", E, qkv_bias=True)
-        made.add_norm("decoder_norm", E)
-        made.add_layer("decoder_pred", PATCH**2 * 3, E)
-    return dict(made)
+            shapes |= _block(f"decoder_blocks.{i}", E, qkv_bias=True)
+        shapes |= _layer("decoder_norm", E) | _layer("decoder_pred", PATCH**2 * 3, E)
+    return _drawn(shapes)
 
 
 def dpcap_file(*, biases: bool = False) -> dict[str, Tensor]:
     """A captioner, its masks and unused tensors included; the release's models without "nobias" in their name have biases."""
-    made = _Made()
-    made.add_encoder(qkv_bias=biases)
-    made.add_layer("decoder_embed", E, D)
-    made.add("decoder_pos_embed", 1, T, E)
-    made.add("text_decoder_pos_embed", 1, L, E)
-    made.add("text_embedding_layer_SimVLM.weight", V, E)
+    shapes = _encoder(qkv_bias=biases) | _layer("decoder_embed", E, D)
+    shapes |= {"decoder_pos_embed": (1, T, E), "text_decoder_pos_embed": (1, L, E)}
+    shapes |= {"text_embedding_layer_SimVLM.weight": (V, E)}
+    of_layer = {
+        "self_attn.c_attn": (3 * E, E), "self_attn.c_proj": (E, E), "multihead_attn.q_proj": (E, E),
+        "multihead_attn.kv_proj": (2 * E, E), "multihead_attn.c_proj": (E, E), "linear1": (4 * E, E), "linear2": (E, 4 * E),
+    }  # fmt: skip
     for i in range(LAYERS):
-        layer = f"decoder.layers.{i}"
-        for name, rows in (("c_attn", 3 * E), ("c_proj", E)):
-            made.add_layer(f"{layer}.self_attn.{name}", rows, E, bias=biases)
-        made[f"{layer}.self_attn.bias"] = torch.ones(128, 128).tril().view(1, 1, 128, 128)
-        for name, rows in (("q_proj", E), ("kv_proj", 2 * E), ("c_proj", E)):
-            made.add_layer(f"{layer}.multihead_attn.{name}", rows, E, bias=biases)
-        made.add_layer(f"{layer}.linear1", 4 * E, E, bias=biases)
-        made.add_layer(f"{layer}.linear2", E, 4 * E, bias=biases)
+        for name, (rows, columns) in of_layer.items():
+            shapes |= _layer(f"decoder.layers.{i}.{name}", rows, columns, bias=biases)
         for norm in ("norm1", "norm2", "norm3"):
-            made.add_norm(f"{layer}.{norm}", E)
-    made.add_norm("decoder_pred_text.0", E)
-    made.add_layer("decoder_pred_text.1", V, E)
+            shapes |= _layer(f"decoder.layers.{i}.{norm}", E)
+    shapes |= _layer("decoder_pred_text.0", E) | _layer("decoder_pred_text.1", V, E)
     for kind, size in (("encoder", D), ("decoder", E)):
-        made.add(f"{kind}_image_type_embedding", 1, 1, size)
-        made.add(f"{kind}_text_type_embedding", 1, 1, size)
-    made.add("text_pos_embed", 1, L, D)
-    made.add("mask_token", 1, 1, E)
-    made.add("mask_token_text", 1, 1, E)
-    return dict(made)
+        shapes |= {f"{kind}_{what}_type_embedding": (1, 1, size) for what in ("image", "text")}
+    made = _drawn(shapes | {"text_pos_embed": (1, L, D), "mask_token": (1, 1, E), "mask_token_text": (1, 1, E)})
+    mask = torch.ones(128, 128).tril().view(1, 1, 128, 128)
+    return made | {f"decoder.layers.{i}.self_attn.bias": mask for i in range(LAYERS)}
 
 
 def waves(positions: Tensor, width: int) -> Tensor:

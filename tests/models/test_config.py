@@ -1,8 +1,18 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from models.captioner import Captioner
-from models.config import SIZES, CaptionerConfig, ModelConfigError, captioner_config
+from models.config import (
+    SIZES,
+    CaptionerConfig,
+    ModelConfigError,
+    captioner_config,
+    classifier_config,
+    masked_autoencoder_config,
+)
 
 # Millions: encoder, projection and decoder blocks, token embedding, output head with its norm, all that DP-Cap's clipping could
 # train: not the class token and the two type embeddings. "Nano" is in its code only.
@@ -44,9 +54,8 @@ def test_dpcap_sizes_have_the_published_parameter_counts(size: str) -> None:
     assert sum(count(block) for block in model.decoder.blocks) == config.decoder.depth * (16 * width**2 + 6 * width)
 
 
-@pytest.mark.parametrize(
-    ("size", "overrides", "words"),
-    [
+REFUSED: dict[Callable[..., Any], list[tuple[str, dict[str, object], str]]] = {
+    captioner_config: [
         ("huge", {}, "model size 'huge' .*is unknown.*pico, nano, dpcap_nano"),
         ("pico", {"width": 8}, "unknown model field 'width'.*decoder_width.*encoder_width"),
         ("pico", {"vocab_size": "4000"}, "vocab_size must be a int, got '4000'"),
@@ -66,8 +75,33 @@ def test_dpcap_sizes_have_the_published_parameter_counts(size: str) -> None:
         ("pico", {"parallel_share": 1.5}, "parallel_share must be between 0 and 1"),
         ("pico", {"parallel_share": "often"}, "parallel_share must be a float"),
     ],
-)
-def test_bad_values_are_refused_in_one_line(size: str, overrides: dict[str, object], words: str) -> None:
+    masked_autoencoder_config: [
+        ("pico", {"mask_ratio": 0.0}, "leaves 64 of 64 patches visible"),
+        ("pico", {"mask_ratio": 0.99}, "leaves 0 of 64 patches visible"),
+        ("pico", {"decoder_num_heads": 3}, "decoder width 64 is not a multiple"),
+    ],
+    classifier_config: [
+        ("pico", {}, "num_classes is missing"),
+        *(
+            ("pico", {"num_classes": 5} | overrides, words)
+            for overrides, words in (
+                ({"num_classes": 1}, "num_classes must be at least 2"),
+                ({"features": "mean"}, "features must be one of class_token, pooled"),
+                ({"trainable": "head"}, "trainable must be one of all, last_layer, adapters"),
+                ({"adapter_layers": "mlp"}, "adapter_layers must be one of"),
+                ({"adapter_rank": 0}, "adapter_rank must be positive"),
+                ({"adapter_rank": 65}, "more than the encoder's width"),
+                ({"label_smoothing": 1.0}, "label_smoothing must be"),
+                ({"decoder_width": 8}, "unknown model field 'decoder_width'"),
+            )
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("make", "case"), [(make, case) for make, cases in REFUSED.items() for case in cases])
+def test_bad_values_are_refused_in_one_line(make: Callable[..., Any], case: tuple[str, dict[str, Any], str]) -> None:
+    size, overrides, words = case
     with pytest.raises(ModelConfigError, match=words) as caught:
-        captioner_config(size, **overrides)
+        make(size, **overrides)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)

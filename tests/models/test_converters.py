@@ -6,6 +6,7 @@ The released files against a plain re-computation (`released.py`), folders of tr
 import io
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD, eval_image
-from models.adapters import add_adapters, without_adapters
-from models.base import EncoderConfig, ImageEncoder
+from models.base import ImageEncoder
 from models.captioner import Captioner
-from models.config import SIZES, ModelConfigError, VitConfig
+from models.classifier import add_adapters, without_adapters
+from models.config import (
+    MAE_SIZES,
+    SIZES,
+    EncoderConfig,
+    MaskedAutoencoderConfig,
+    ModelConfigError,
+    PixelDecoderConfig,
+    VitConfig,
+    masked_autoencoder_config,
+)
 from models.converters import read_foreign
 from models.converters.huggingface import CONFIG, WEIGHTS, from_huggingface, image_processor, to_vit_mae, to_vit_model
 from models.converters.names import TIMM, VIP
@@ -29,7 +39,6 @@ from models.converters.native import encoder_as, load_model, model_facts, save_m
 from models.converters.official import from_dpcap, from_vip
 from models.converters.peft import BASE, to_peft
 from models.converters.weights import WeightsError, read_weights, rename_back, write_weights
-from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig, masked_autoencoder_config
 from models.masked_autoencoder import MaskedAutoencoder
 from tests.models.released import (
     FILES,
@@ -266,18 +275,25 @@ def images(side: int = 16) -> Tensor:
     return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(5))
 
 
+MADE: dict[str, Callable[[], Any]] = {
+    "encoder": lambda: our_encoder(qkv_bias=False, mlp_ratio=3.0),
+    "encoder, learned": lambda: our_encoder(qkv_bias=True, position="learned"),
+    "autoencoder": our_autoencoder,
+    "autoencoder, learned": lambda: our_autoencoder("learned", normalise_pixels=True),
+    **{name: partial(of_size, name) for name in MAE_SIZES if name.startswith("vip_")},
+    **{name: partial(our_encoder, **vars(size.encoder) | ONE_BLOCK) for name, size in SIZES.items()},
+}
+AT_ONCE = ("encoder", "encoder, learned", "autoencoder", "autoencoder, learned", "vip_nano", "dpcap_nano")
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        our_encoder(qkv_bias=False, mlp_ratio=3.0), our_encoder(qkv_bias=True, position="learned"), our_autoencoder(),
-        our_autoencoder("learned", normalise_pixels=True), *(of_size(size) for size in MAE_SIZES),
-        *(our_encoder(**vars(size.encoder) | ONE_BLOCK) for size in SIZES.values()),
-    ],
-    ids=lambda model: f"{type(model).__name__}-{model.config.encoder.width}-{model.config.encoder.position}",
-)  # fmt: skip
+    "make",
+    [pytest.param(make, id=name, marks=[] if name in AT_ONCE else pytest.mark.full) for name, make in MADE.items()],
+)
 @torch.no_grad()
-def test_a_round_trip_through_transformers(tmp_path: Path, model: Any) -> None:
+def test_a_round_trip_through_transformers(tmp_path: Path, make: Callable[[], Any]) -> None:
     """It computes what ours computes, and every bit and option comes back; our own folders keep both too."""
+    model = make()
     x = images(model.config.encoder.image_size)
     if isinstance(model, ImageEncoder):
         theirs = loaded("ViTModel", write(tmp_path / "hf", to_vit_model(model.encoder)), add_pooling_layer=False)

@@ -4,26 +4,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.layers import image_sincos_table, text_sincos_table
+from tests.models.released import attention
 from tests.models.tiny import VOCAB, tiny_captioner
 
 CASES = [
     {"decoder_norm_position": norm, "decoder_bias": bias, "decoder_position": position}
     for norm, bias, position in [("post", False, "sincos"), ("pre", True, "sincos"), ("post", True, "learned")]
 ]
-
-
-def plain_attention(query_LD: Tensor, key_SD: Tensor, value_SD: Tensor, num_heads: int, *, causal: bool) -> Tensor:
-    """Softmax attention of one example, head by head."""
-    head = query_LD.shape[1] // num_heads
-    outputs = []
-    for h in range(num_heads):
-        part = slice(h * head, (h + 1) * head)
-        scores_LS = query_LD[:, part] @ key_SD[:, part].T / head**0.5
-        if causal:
-            future = torch.arange(scores_LS.shape[1]) > torch.arange(scores_LS.shape[0])[:, None]
-            scores_LS = scores_LS.masked_fill(future, float("-inf"))
-        outputs.append(scores_LS.softmax(dim=1) @ value_SD[:, part])
-    return torch.cat(outputs, dim=1)
 
 
 def plain_decoder(
@@ -45,11 +32,12 @@ def plain_decoder(
         block = f"decoder.blocks.{index}"
         if kind == 1:
             query, key, value = linear(f"{block}.self_attention.qkv", x).split(width, dim=1)
-            return linear(f"{block}.self_attention.out", plain_attention(query, key, value, heads, causal=not parallel))
+            seen = attention(query[None], key[None], value[None], heads, causal=not parallel)[0]
+            return linear(f"{block}.self_attention.out", seen)
         if kind == 2:
             key, value = linear(f"{block}.cross_attention.key_value", memory_TD).split(width, dim=1)
             query = linear(f"{block}.cross_attention.query", x)
-            return linear(f"{block}.cross_attention.out", plain_attention(query, key, value, heads, causal=False))
+            return linear(f"{block}.cross_attention.out", attention(query[None], key[None], value[None], heads)[0])
         return linear(f"{block}.mlp.down", F.gelu(linear(f"{block}.mlp.up", x)))
 
     learned = decoder.position == "learned"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from models.base import EMBEDDING_STD
 from models.captioner import Captioner, build_captioner
 from models.config import captioner_config
-from models.initialization import EMBEDDING_STD
 from tests.models.tiny import tiny_captioner, tiny_config
 
 

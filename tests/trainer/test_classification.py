@@ -18,9 +18,8 @@ from data.index.build import build_index
 from data.index.tar_writer import write_shard
 from data.reading.loader import eval_batches
 from evaluation.sources import encode_png
-from models.adapters import is_adapter
 from models.captioner import build_captioner
-from models.classifier import build_classifier
+from models.classifier import build_classifier, is_adapter
 from models.config import captioner_config
 from models.masked_autoencoder import build_masked_autoencoder
 from privacy.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint

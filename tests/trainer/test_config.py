@@ -150,21 +150,15 @@ def test_no_recipe_and_no_toml(tmp_path: Path) -> None:
     assert str(tmp_path) in refusal(tmp_path)
 
 
-class TestSchedule:
-    def test_cosine_must_outlast_the_warm_up(self, recipe: Path) -> None:
-        line = refusal(recipe, "schedule.warmup_steps=10", "schedule.decay_steps=10")
-        assert "decay_steps" in line and "warmup_steps" in line
-
-    def test_no_steps_at_rate_zero(self, recipe: Path) -> None:
-        """A step at rate 0 spends budget for nothing."""
-        assert "rate 0" in refusal(recipe, "schedule.decay_steps=9")
-        assert load_config(recipe, ["schedule.decay_steps=9", "schedule.final_fraction=0.1"])
-        assert load_config(recipe, ["schedule.decay_steps=9", "schedule.decay=constant"])
-        assert load_config(recipe, ["schedule.decay_steps=10"])
-
-    def test_a_shorter_run_keeps_its_warm_up(self) -> None:
-        """`train.num_steps=4` is how launches are tried out, whatever the recipe's warm-up."""
-        assert load_config(QUICKSTART, ["train.num_steps=4"]).train.num_steps == 4
+def test_a_step_at_rate_zero_spends_budget_for_nothing(recipe: Path) -> None:
+    line = refusal(recipe, "schedule.warmup_steps=10", "schedule.decay_steps=10")
+    assert "decay_steps" in line and "warmup_steps" in line, "a cosine must outlast the warm-up"
+    assert "rate 0" in refusal(recipe, "schedule.decay_steps=9")
+    assert load_config(recipe, ["schedule.decay_steps=9", "schedule.final_fraction=0.1"])
+    assert load_config(recipe, ["schedule.decay_steps=9", "schedule.decay=constant"])
+    assert load_config(recipe, ["schedule.decay_steps=10"])
+    # `train.num_steps=4` is how launches are tried out, whatever the recipe's warm-up.
+    assert load_config(QUICKSTART, ["train.num_steps=4"]).train.num_steps == 4
 
 
 NUMBERS = [path for path, kind in leaves(RunConfig) if {int, float} & set(flat(kind))]

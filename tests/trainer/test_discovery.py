@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from privacy.step import collectives
 from trainer.errors import ConfigError
+from trainer.ranks import discovery
 from trainer.ranks.discovery import Process, Ranks, discover_ranks, launcher_name, process_identity, watch
 
 ADDRESS = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -146,19 +147,22 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_the_loss_of_any_of_them_is_noticed_once(child: subprocess.Popen[bytes]) -> None:
+def test_the_loss_of_any_of_them_is_noticed_once(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before anybody waits for the process that has ended."""
+    monkeypatch.setattr(discovery, "INTERVAL", 0.1)
     stops: list[float] = []
     watched = [Process(process_identity(pid), "one") for pid in (os.getpid(), child.pid)]
     watch(watched, speaks=False, stop=lambda: stops.append(time.monotonic()))
-    time.sleep(1.2)
+    time.sleep(0.3)
     assert not stops
     child.kill()
     deadline = time.monotonic() + 10
     while not stops:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(1.2)
+    time.sleep(0.3)
     assert len(stops) == 1
 
 
@@ -189,8 +193,9 @@ def test_only_an_unbroken_line_counts(tmp_path: Path, between: list[str], expect
 def test_a_reader_that_ends_is_noticed_and_printing_goes_on() -> None:
     script = (
         "import os, threading, time\n"
-        "from trainer.ranks.discovery import watch\n"
-        "watch((), speaks=True, stop=threading.Timer(0.3, os._exit, (7,)).start)\n"
+        "from trainer.ranks import discovery\n"
+        "discovery.INTERVAL = 0.1\n"
+        "discovery.watch((), speaks=True, stop=threading.Timer(0.3, os._exit, (7,)).start)\n"
         "print('ready', flush=True)\n"
         "while True:\n"
         "    print('step', flush=True)\n"
@@ -201,7 +206,7 @@ def test_a_reader_that_ends_is_noticed_and_printing_goes_on() -> None:
     )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "ready\n"
-    time.sleep(1.2)
+    time.sleep(0.4)
     assert process.poll() is None, "somebody could read it"
     process.stdout.close()
     assert process.wait(20) == 7

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,30 +23,30 @@ FAST = Timing(interval=0.05, dead_after=0.6, suspect_after=0.25, slow_after=0.3)
 class World:
     """Ranks that are threads of this process, each with its own connection; what they would print and exit with."""
 
-    def __init__(self, size: int, processes: Sequence[str] = ()) -> None:
-        self.processes = processes
+    def __init__(self, processes: Sequence[str], timing: Timing) -> None:
+        self.processes, self.timing = processes, timing
         self.host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.hosts = [f"node{r // 2}" for r in range(size)]
+        self.hosts = [f"node{r // 2}" for r in range(len(processes))]
         self.ends: dict[int, tuple[str, int]] = {}
         self.warnings: list[str] = []
-        self._stopped = [False] * size
-        for r in range(size):
+        for r in range(len(processes)):
             self.host.set(f"beat/{r}", "[]")
-        self.ranks = [self._rank(r) for r in range(size)]
+        self.ranks = [self.rank(r) for r in range(len(processes))]
         for rank in self.ranks:
             rank.start()
 
-    def _rank(self, r: int) -> Heartbeat:
+    def connection(self) -> dist.Store:
+        return dist.TCPStore(
+            "127.0.0.1", self.host.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
+        )
+
+    def rank(self, r: int, connect: Callable[[], dist.Store] | None = None) -> Heartbeat:
+        made = Heartbeat(connect or self.connection, r, self.hosts, processes=self.processes, timing=self.timing)
+
         def end(message: str, exit_code: int) -> None:
             self.ends[r] = (message, exit_code)
-            self.ranks[r].leave()
+            made.leave()
 
-        def connection() -> dist.Store:
-            return dist.TCPStore(
-                "127.0.0.1", self.host.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
-            )
-
-        made = Heartbeat(connection, r, self.hosts, processes=self.processes, timing=FAST)
         made.end, made.warn = end, self.warnings.append  # type: ignore[method-assign]
         return made
 
@@ -68,8 +67,8 @@ def short_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
 def worlds() -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
-    def make(processes: Sequence[str]) -> World:
-        made.append(World(len(processes), processes))
+    def make(processes: Sequence[str], **timing: float) -> World:
+        made.append(World(processes, FAST._replace(**timing)))
         return made[-1]
 
     yield make
@@ -77,10 +76,14 @@ def worlds() -> Iterator[Callable[..., World]]:
         rank.leave()
 
 
+UNSEEN = [""] * 3
+"""Three ranks whose processes nobody sees."""
+SEEN = [process_identity(os.getpid())] * 3
+
+
 @pytest.fixture
 def world(worlds: Callable[..., World]) -> World:
-    """Three ranks whose processes nobody sees."""
-    return worlds([""] * 3)
+    return worlds(UNSEEN)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -131,19 +134,15 @@ def test_a_store_that_is_gone(world: World) -> None:
     def unreachable() -> dist.Store:
         raise dist.DistNetworkError("Connection reset\nframes")
 
-    ends: list[tuple[str, int]] = []
-    lost = Heartbeat(unreachable, 1, world.hosts, timing=FAST)
-    lost.end = lambda *end: ends.append(end)  # type: ignore[method-assign]
-    lost.start()
-    wait_until(lambda: ends)
-    lost.leave()
-    assert ends[0][1] == 1 and "rank 0 (host node0) is dead" in ends[0][0] and "Connection reset" in ends[0][0]
-    assert "frames" not in ends[0][0]
+    world.rank(1, unreachable).start()
+    world.all_end(1)
+    said, code = world.ends[1]
+    assert code == 1 and "rank 0 (host node0) is dead" in said and "Connection reset" in said and "frames" not in said
 
 
 @pytest.mark.parametrize("silent", [0, 2])
 def test_a_silent_rank_whose_process_lives_is_late(silent: int, worlds: Callable[..., World]) -> None:
-    world = worlds([process_identity(os.getpid())] * 3)
+    world = worlds(SEEN)
     world.ranks[silent].leave()
     wait_until(lambda: len(world.warnings) > 1)
     warning = re.compile(
@@ -153,18 +152,16 @@ def test_a_silent_rank_whose_process_lives_is_late(silent: int, worlds: Callable
     assert not world.ends and all(warning.fullmatch(line) for line in world.warnings), world.warnings
 
 
-def test_who_is_late_for_too_long_ends_all(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(late_after=1.2))
-    world = worlds([process_identity(os.getpid())] * 3)
+def test_who_is_late_for_too_long_ends_all(worlds: Callable[..., World]) -> None:
+    world = worlds(SEEN, late_after=1.2)
     world.ranks[2].leave()
     world.all_end(0, 1)
     (said,) = world.said
     assert said.startswith("error: rank 2 (host node1) is late (no heartbeat for 1 s, its process lives, load ")
 
 
-def test_processes_are_seen_as_they_are(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_seen_as_they_are(worlds: Callable[..., World]) -> None:
     """Of three silent ranks: one that was killed, one of another host, one that is stopped."""
-    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(stopped_after=1.5))
     found = []
     for number in (signal.SIGKILL, signal.SIGSTOP):
         child = subprocess.Popen(["sleep", "60"])
@@ -177,10 +174,8 @@ def test_processes_are_seen_as_they_are(worlds: Callable[..., World], monkeypatc
     try:
         wait_until(lambda: process_state(found[1]) == "T")
         assert process_state(found[0]) == process_state("") == process_state("elsewhere pid:[1] 1 1") == ""
-        assert process_state(process_identity(os.getpid()).rpartition(" ")[0] + " 1") == "", (
-            "another process has its number"
-        )
-        world = worlds([process_identity(os.getpid()), found[1]])
+        assert process_state(SEEN[0].rpartition(" ")[0] + " 1") == "", "another process has its number"
+        world = worlds([SEEN[0], found[1]], stopped_after=1.5)
         world.ranks[1].leave()
         world.all_end(0)
         assert "is late: no heartbeat" in world.warnings[0] and "its process is stopped, load" in world.warnings[0]
@@ -190,38 +185,30 @@ def test_processes_are_seen_as_they_are(worlds: Callable[..., World], monkeypatc
         child.wait()
 
 
-class LateStore:
-    """The stand-in for a store that does not answer the first times, before any beat; then for the real one."""
-
-    def __init__(self, store: dist.Store, times: int) -> None:
-        self.store, self.times = store, times
-
-    def __call__(self) -> dist.Store:
-        if self.times > 0:
-            self.times -= 1
-            raise dist.DistStoreError("wait timeout after 45000ms, keys: /attempt-0/beat/1\nframes")
-        return self.store
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_store_that_answers_late_is_asked_again(rank: int, world: World) -> None:
-    """Nothing was heard of anybody for longer than the limit; the process of rank 0 is this one."""
-    ends: list[tuple[str, int]] = []
-    warnings: list[str] = []
-    place = Place("127.0.0.1", world.host.port, False)
-    late = LateStore(connect(place, 5), 30)
+def test_a_store_that_answers_late_is_asked_again(rank: int, worlds: Callable[..., World]) -> None:
+    """Nothing was heard of anybody for longer than the limit, since the first times end before any beat."""
+    world = worlds(SEEN)
+    for one in world.ranks:
+        one.leave()
+    store, late = connect(Place("127.0.0.1", world.host.port, False), 5), iter(range(30))
     for key in ("beat/0", "beat/1", "beat/2"):
-        late.store.set(key, "[1]")
-    watcher = Heartbeat(late, rank, world.hosts, processes=[process_identity(os.getpid())] * 3, timing=FAST)
-    watcher.end, watcher.warn = lambda *end: ends.append(end), warnings.append  # type: ignore[method-assign]
+        store.set(key, "[1]")
+
+    def late_store() -> dist.Store:
+        if next(late, None) is not None:
+            raise dist.DistStoreError("wait timeout after 45000ms, keys: /attempt-0/beat/1\nframes")
+        return store
+
+    watcher = world.rank(rank, late_store)
     watcher.start()
-    wait_until(lambda: warnings)
-    assert warnings[0].startswith(
+    wait_until(lambda: world.warnings)
+    assert world.warnings[0].startswith(
         "warning: rank 0 (host node0) is late: no answer from the store for 1 s, its process lives"
     )
     wait_until(lambda: watcher._beats[2 if rank == 0 else 0][0] == Beat(1))
     watcher.leave()
-    assert not ends
+    assert not world.ends
 
 
 def test_a_slow_rank_only_draws_warnings(world: World) -> None:
@@ -232,14 +219,9 @@ def test_a_slow_rank_only_draws_warnings(world: World) -> None:
     assert not world.ends
 
 
-@pytest.fixture
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(still_after=0.4))
-
-
-@pytest.mark.usefixtures("short_patience")
-def test_ranks_that_all_stand_still_end_and_the_line_says_where(world: World) -> None:
+def test_ranks_that_all_stand_still_end_and_the_line_says_where(worlds: Callable[..., World]) -> None:
     """All processes live and beat: a collective that rank 1 never joins, or a device that is gone."""
+    world = worlds(UNSEEN, still_after=0.4)
     for rank, place in zip(world.ranks, ("agree (a.py:3)", "synchronize (b.py:4)", "agree (a.py:3)"), strict=True):
         rank.standing = lambda place=place: (place, place)  # type: ignore[method-assign, misc]
         rank.note(7)
@@ -250,14 +232,13 @@ def test_ranks_that_all_stand_still_end_and_the_line_says_where(world: World) ->
     assert "ranks 0, 2 (hosts node0, node1) in agree (a.py:3); rank 1 (host node0) in synchronize (b.py:4)" in line
 
 
-@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize(
     "way",
     ["micro-batches", "a silent rank", *(pytest.param(way, marks=pytest.mark.full) for way in ("elsewhere", "data"))],
 )
 def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable[..., World]) -> None:
     """Hashing and compiling are many places; a rank that waits for data moves; who is silent is late, which has its own time."""
-    world = worlds([process_identity(os.getpid())] * 3)
+    world = worlds(SEEN, still_after=0.4)
     for rank in world.ranks:
         rank.standing = lambda: ("one place", "")  # type: ignore[method-assign]
     last = world.ranks[2]

@@ -17,10 +17,9 @@ from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
 from trainer.loop.heldout import Heldout
-from trainer.tasks import make_task
+from trainer.tasks import CaptioningTask, make_task
 from trainer.tasks.base import contact_sheet
 from trainer.tasks.blind import caption_losses
-from trainer.tasks.captioning import CaptioningTask
 
 ROOT = Path(__file__).resolve().parents[2]
 

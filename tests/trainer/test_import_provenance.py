@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.base import EncoderConfig, ImageEncoder
-from models.config import VitConfig
+from models.base import ImageEncoder
+from models.config import EncoderConfig, VitConfig
 from models.converters.huggingface import CONFIG, WEIGHTS, to_vit_model
 from models.converters.names import TIMM
 from models.converters.native import encoder_as

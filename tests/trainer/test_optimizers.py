@@ -1,7 +1,6 @@
 """Every optimizer against a float64 reference from its publication; the rate of each step and of each layer."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,44 +19,6 @@ from trainer.optimizers import (
     set_rate,
 )
 
-Named = dict[str, Tensor]
-
-
-# The optimizers again, from the publications' algorithms: float64, whole parameters, one loop. Slow and plain on purpose.
-
-
-def is_excluded(parameter: Tensor) -> bool:
-    """Biases, norms, tokens of one row."""
-    return sum(size > 1 for size in parameter.shape) < 2
-
-
-def sgd_reference(weights: Named, gradients: list[Named], lr: float, momentum: float, decay: float) -> Named:
-    """Heavy ball: v <- momentum v + g + decay x; x <- x - lr v."""
-    x = {n: w.double().clone() for n, w in weights.items()}
-    v = {n: torch.zeros_like(w) for n, w in x.items()}
-    for gradient in gradients:
-        for n, g in ((n, g.double()) for n, g in gradient.items()):
-            v[n] = momentum * v[n] + g + (0 if is_excluded(x[n]) else decay) * x[n]
-            x[n] = x[n] - lr * v[n]
-    return x
-
-
-def adam_reference(
-    weights: Named, gradients: list[Named], lr: float, betas: tuple[float, float], decay: float,
-    eps: float,
-) -> Named:  # fmt: skip
-    """AdamW from its definition, not by a recursion."""
-    x = {n: w.double().clone() for n, w in weights.items()}
-    for t in range(1, len(gradients) + 1):
-        for n in x:
-            past = [gradient[n].double() for gradient in gradients[:t]]
-            m = sum((1 - betas[0]) * betas[0] ** (t - 1 - i) * g for i, g in enumerate(past)) / (1 - betas[0] ** t)
-            v = sum((1 - betas[1]) * betas[1] ** (t - 1 - i) * g**2 for i, g in enumerate(past)) / (1 - betas[1] ** t)
-            x[n] = x[n] * (1 - lr * (0 if is_excluded(x[n]) else decay))
-            x[n] = x[n] - lr * m / (v**0.5 + eps)
-    return x
-
-
 SHAPES = {
     "patch": (6, 3, 2, 2), "bias": (6,), "token": (1, 1, 6), "positions": (1, 4, 6), "head": (5, 6), "zero": (3, 4),
 }  # fmt: skip
@@ -67,11 +28,28 @@ SECTIONS: dict[str, dict[str, object]] = {
     "sgd": {"name": "sgd", "momentum": MOMENTUM},
     "sgd_without_momentum": {"name": "sgd", "momentum": 0.0},
 }
-REFERENCES: dict[str, Callable[[dict[str, Tensor], list[dict[str, Tensor]]], dict[str, Tensor]]] = {
-    "adamw": lambda x, g: adam_reference(x, g, LR, BETAS, DECAY, EPS),
-    "sgd": lambda x, g: sgd_reference(x, g, LR, MOMENTUM, DECAY),
-    "sgd_without_momentum": lambda x, g: sgd_reference(x, g, LR, 0.0, DECAY),
-}
+
+
+def reference(kind: str, weights: dict[str, Tensor], gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The weights after these gradients, in float64 and from the definition of the moments, not by a recursion."""
+    x = {n: w.double() for n, w in weights.items()}
+    past: dict[str, list[Tensor]] = {n: [] for n in x}
+    for t, gradient in enumerate(gradients, 1):
+        for n in x:
+            decay = DECAY if sum(size > 1 for size in x[n].shape) > 1 else 0.0  # not biases, norms, tokens of one row
+            past[n].append(
+                gradient[n].double() + (0 if kind == "adamw" else decay * x[n])
+            )  # SGD's is added to the gradient
+            g, age = (
+                torch.stack(past[n]),
+                torch.arange(t - 1.0, -1, -1, dtype=torch.float64).view(-1, *[1] * x[n].dim()),
+            )
+            if kind == "adamw":
+                m, v = (((1 - b) * b**age * g**power).sum(0) / (1 - b**t) for power, b in enumerate(BETAS, 1))
+                x[n] = x[n] * (1 - LR * decay) - LR * m / (v**0.5 + EPS)
+            else:
+                x[n] = x[n] - LR * ((MOMENTUM if kind == "sgd" else 0.0) ** age * g).sum(0)
+    return x
 
 
 def config(**values: object) -> OptimizerSection:
@@ -82,18 +60,17 @@ def section(kind: str) -> OptimizerSection:
     return config(weight_decay=DECAY, **SECTIONS[kind])
 
 
-def weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    drawn = {n: torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in SHAPES.items()}
-    return {n: (torch.zeros_like(w) if n == "zero" else w).to(dtype) for n, w in drawn.items()}
+def drawn(seed: int, scale: float) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: scale * torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in SHAPES.items()}
+
+
+def weights() -> dict[str, Tensor]:
+    return drawn(1, 1.0) | {"zero": torch.zeros(SHAPES["zero"], dtype=torch.float64)}
 
 
 def gradients() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    return [
-        {n: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in SHAPES.items()}
-        for _ in range(STEPS)
-    ]
+    return [drawn(seed, 0.3) for seed in range(2, 2 + STEPS)]
 
 
 def shapes() -> dict[str, torch.Size]:
@@ -115,7 +92,7 @@ def test_whole_parameters(kind: str) -> None:
         step(optimizer)
         for n, p in parameters.items():
             assert torch.equal(p.grad, gradient[n]), "gradients are not the optimizer's to change"  # type: ignore[arg-type]
-    for n, expected in REFERENCES[kind](weights(), gradients()).items():
+    for n, expected in reference(kind, weights(), gradients()).items():
         torch.testing.assert_close(parameters[n].detach(), expected, rtol=1e-12, atol=1e-12, msg=f"{kind} {n}")
     kept = {k for s in optimizer.state.values() for k, v in s.items() if torch.is_tensor(v) and v.dim()}
     assert kept == set(moments(section(kind)))
@@ -235,22 +212,14 @@ def test_every_step_moves_and_the_peak_ends_the_warm_up(warmup: int) -> None:
     )
 
 
-def test_cosine_in_numbers() -> None:
-    """Warm-up 2, then 3 steps of a cosine that would be zero one step past the end."""
+def test_cosines_in_numbers() -> None:
+    """Of 3 steps after a warm-up of 2 one that would be zero one step past the end; DP-Cap's; and one that ends early."""
     cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]
     assert rates(5, warmup_steps=2) == pytest.approx([PEAK / 2, PEAK, *(PEAK * c for c in cosine)])
-
-
-def test_a_cosine_stopped_midway() -> None:
-    """DP-Cap: 5,708 steps of a 10,000-step cosine end at 55.7 % of the peak."""
-    short = rates(5708, warmup_steps=2000, decay_steps=10_000)
+    short = rates(5708, warmup_steps=2000, decay_steps=10_000)  # ends at 55.7 % of the peak
     assert short == rates(10_000, warmup_steps=2000)[:5708]
     assert short[1999] == PEAK and short[-1] / PEAK == pytest.approx(0.557, abs=1e-3)
-
-
-def test_final_fraction() -> None:
-    found = rates(100, warmup_steps=10, final_fraction=0.1)
-    assert 0.1 * PEAK < found[-1] < 0.102 * PEAK
+    assert 0.1 * PEAK < rates(100, warmup_steps=10, final_fraction=0.1)[-1] < 0.102 * PEAK
     after = rates(100, warmup_steps=10, decay_steps=50, final_fraction=0.1)
     assert after[50:] == pytest.approx([0.1 * PEAK] * 50)
 

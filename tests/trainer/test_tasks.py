@@ -17,10 +17,9 @@ from models.masked_autoencoder import reconstruction_loss
 from privacy.clipping.selfcheck import check_against_autograd
 from trainer.config.recipe import load_config
 from trainer.loop.reporting import learned
-from trainer.tasks import make_task
+from trainer.tasks import MaskedAutoencodingTask, make_task
 from trainer.tasks.base import GAP, SIDE, pixels
 from trainer.tasks.blind import ADDED, CaptionFrequencies, ClassFrequencies, MeanPicture, Tokens, caption_losses
-from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 0

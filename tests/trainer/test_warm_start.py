@@ -15,6 +15,7 @@ from privacy.checkpoints.read import Checkpoint, checkpoint_name
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.errors import NotRecorded, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
+from privacy.plan import PrivacyPlan
 from tests.privacy.ledger_files import PLAN, take_step
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import InitSection, OptimizerSection, RunConfig, load_config
@@ -49,6 +50,17 @@ def recipe(*overrides: str) -> RunConfig:
 
 def table(*digests: str) -> Any:
     return SimpleNamespace(entries=[SimpleNamespace(sha256=digest * 8) for digest in digests])
+
+
+def position_in_ledger(folder: Path, plan: PrivacyPlan = PLAN, num_steps: int = 1) -> dict[str, Any]:
+    """Of the step 0 that `write` states, in the new ledger of a run that goes on for so many steps."""
+    ledger = Ledger.create(folder / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
+    ledger.start_session({})
+    seq, line_hash = ledger.position()
+    for step in range(1, num_steps + 1):
+        take_step(ledger, step)
+    ledger.release()
+    return {"ledger": {"seq": seq, "hash": line_hash}}
 
 
 SYNTHETIC = {"formal_guarantee": False, "training_data": {"provenance": "synthetic", "shards": ["aaaaaaaa" * 2]}}
@@ -145,14 +157,8 @@ def test_they_are_refused_behind_a_public_link_too(tmp_path: Path) -> None:
 
 
 def public_link(*shards: str, before: dict[str, Any] = RANDOM) -> dict[str, Any]:
-    return {
-        "kind": "checkpoint",
-        "run": "a",
-        "step": 1,
-        "training_data": "public",
-        "shards": [*shards],
-        "before_that": before,
-    }
+    of_run = {"kind": "checkpoint", "run": "a", "step": 1, "training_data": "public"}
+    return of_run | {"shards": [*shards], "before_that": before}
 
 
 @pytest.mark.parametrize(
@@ -203,13 +209,7 @@ def test_the_card_names_every_run_behind_a_start(tmp_path: Path) -> None:
 
 
 def test_a_private_start_states_its_epsilon(tmp_path: Path) -> None:
-    ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32})
-    ledger.start_session({})
-    seq, line_hash = ledger.position()  # as of the step 0 that `write` states
-    take_step(ledger, 1)
-    ledger.release()
-    claim = {**PRIVATE, "formal_guarantee": True}
-    checkpoint = write(tmp_path, {**claim, "ledger": {"seq": seq, "hash": line_hash}})
+    checkpoint = write(tmp_path, {**PRIVATE, "formal_guarantee": True, **position_in_ledger(tmp_path)})
     facts = initialisation_facts(recipe(), checkpoint, table("b"))
     assert facts["guarantee"] == {"epsilon": pytest.approx(PLAN.epsilon_after(1)), "delta": PLAN.target_delta}
     copied = tmp_path / "elsewhere" / "checkpoints" / checkpoint.path.name
@@ -227,26 +227,17 @@ def test_a_private_start_states_its_epsilon(tmp_path: Path) -> None:
 
 def test_a_simulation_proves_nothing(tmp_path: Path) -> None:
     """Neither by its own manifest nor, should that claim more, by its ledger."""
-    plan = replace(PLAN, informal_reasons=("simulation",))
-    ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
-    ledger.start_session({})
-    seq, line_hash = ledger.position()  # as of the step 0 that `write` states
-    take_step(ledger, 1)
-    ledger.release()
     for claimed in (False, True):
-        position = {"ledger": {"seq": seq, "hash": line_hash}, "formal_guarantee": claimed}
-        checkpoint = write(tmp_path / "x" if claimed else tmp_path, {**PRIVATE, **position})
-        if claimed:
-            shutil.copy(tmp_path / "ledger.jsonl", tmp_path / "x/ledger.jsonl")
+        (folder := tmp_path / str(claimed)).mkdir()
+        position = position_in_ledger(folder, replace(PLAN, informal_reasons=("simulation",)))
+        checkpoint = write(folder, {**PRIVATE, **position, "formal_guarantee": claimed})
         with pytest.raises(NotRecorded if claimed else ConfigError, match="contradict" if claimed else "no ledger"):
             initialisation_facts(recipe(), checkpoint, table("b"))
 
 
 @pytest.mark.parametrize("position", [None, {"seq": 1, "hash": "ab" * 32}, {"seq": 99, "hash": "ab" * 32}])
 def test_the_ledger_of_another_run_proves_nothing(tmp_path: Path, position: dict[str, Any] | None) -> None:
-    ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32})
-    ledger.start_session({})
-    ledger.release()
+    position_in_ledger(tmp_path, num_steps=0)
     for claim in (PRIVATE, SYNTHETIC):
         checkpoint = write(tmp_path, {**claim, "formal_guarantee": True, "ledger": position})
         with pytest.raises(NotRecorded, match="is not the one that the ledger recorded"):

@@ -40,7 +40,7 @@ from privacy.ledger.durable import write_new
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.tasks.captioning import CaptioningTask
+from trainer.tasks import CaptioningTask
 from trainer.weights.open_model import OpenedModel, open_model
 
 COINS = "coins.json"

@@ -12,7 +12,7 @@ _OF_TRAINING_DATA = (
     "data.dataset_licence", "data.dataset_contact", "data.dataset_validity",
     "privacy.max_examples_per_owner", "heldout.is_public", "init.disjoint_data",
 )  # fmt: skip
-_DECLARED_OF = {
+DECLARED_OF = {
     "data.shards": _OF_TRAINING_DATA,
     "data.caption_field": _OF_TRAINING_DATA,
     "data.label_field": _OF_TRAINING_DATA,
@@ -51,10 +51,10 @@ class Resolved(NamedTuple):
             named.append((what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public))
         lines = list[str]()
         for what, key, value, is_public in named:
-            if _leaf(self.overrides, key) is not None:
+            if leaf(self.overrides, key) is not None:
                 who = "declared by the command line"
             else:
-                who = "the default" if _leaf(self.tree, key) is None else f"declared by {self.recipe}"
+                who = "the default" if leaf(self.tree, key) is None else f"declared by {self.recipe}"
             said, reason = f"{'public' if is_public else 'private'}: {what}", f"({key} = {value}, {who})"
             lines += [f"{said} {reason}"] if len(said) + len(reason) < 80 else [said, f"  {reason}"]
         if self.reset:
@@ -65,29 +65,7 @@ class Resolved(NamedTuple):
         return lines
 
 
-def reset_declarations(tree: dict[str, Any], recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[str]:
-    """Takes out of `tree` what the recipe declares of data that an override replaced, unless an override says it again.
-
-    Args:
-        recipe: the recipe's tree without overrides.
-        overrides: the overrides alone.
-
-    Returns:
-        The keys that were taken out.
-    """
-    reset = []
-    for key, declarations in _DECLARED_OF.items():
-        if _leaf(tree, key) == _leaf(recipe, key):
-            continue
-        for declared in declarations:
-            section, _, name = declared.partition(".")
-            if _leaf(overrides, declared) is None and _leaf(tree, declared) is not None:
-                del tree[section][name]
-                reset.append(declared)
-    return reset
-
-
-def _leaf(tree: Mapping[str, Any], key: str) -> Any:
+def leaf(tree: Mapping[str, Any], key: str) -> Any:
     """The value of `section.name`, None where the tree has none."""
     section, _, name = key.partition(".")
     inner = tree.get(section)

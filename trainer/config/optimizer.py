@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -23,20 +23,6 @@ def did_you_mean(wrong: object, known: Iterable[str]) -> str:
     """ "; did you mean X?", or nothing where no known word is like it."""
     close = difflib.get_close_matches(str(wrong), list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def known_words(kind: type[BaseModel], location: Sequence[Any]) -> tuple[str, ...]:
-    """The keys of the section at `location` of a configuration."""
-    section: type[BaseModel] = kind
-    for part in location:
-        field = section.model_fields.get(part)
-        if field is None:
-            return ()
-        inner = section_of(field)
-        if inner is None:
-            return ()
-        section = inner
-    return tuple(section.model_fields)
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

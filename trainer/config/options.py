@@ -25,13 +25,6 @@ from pydantic.fields import FieldInfo
 from privacy.files.public import require_ledger
 from trainer.errors import ConfigError
 
-_BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("above", "gt"),
-    "less_than_equal": ("at most", "le"),
-    "less_than": ("below", "lt"),
-}
-
 
 @dataclass(frozen=True)
 class Shown:
@@ -126,15 +119,13 @@ def parse_options(
     try:
         return model.model_validate({name: value for name, value in vars(parsed).items() if name in names})
     except ValidationError as error:
+        from privacy.plan_request import in_plain_words  # imports what no parser needs
+
         first = error.errors()[0]
-        context, option = first.get("ctx", {}), f"--{first['loc'][0]}" if first["loc"] else ""
-        if "error" in context:
-            raise ConfigError(str(context["error"])) from error
-        if first["type"] in _BOUNDS:
-            relation, key = _BOUNDS[first["type"]]
-            bound = int(context[key]) if context[key] == int(context[key]) else context[key]
-            raise ConfigError(f"{option} must be {relation} {bound}, got {first['input']}") from error
-        raise ConfigError(f"{option}: {first['msg']}") from error
+        if "error" in first.get("ctx", {}):
+            raise ConfigError(str(first["ctx"]["error"])) from error
+        option = f"--{first['loc'][0]} " if first["loc"] else ""
+        raise ConfigError(option + in_plain_words(first)) from error
 
 
 def require_folders(options: Options) -> None:

@@ -12,14 +12,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.adaptive_clipping import AdaptiveClipping, AdaptiveKeys
 from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
 from privacy.options import OPTIONS, Arithmetic, options_of, require_compatible
 from privacy.plan_request import Choices, PlanRequest, in_plain_words
-from trainer.config.declarations import Resolved, reset_declarations
+from trainer.config.declarations import DECLARED_OF, Resolved, leaf
 from trainer.config.optimizer import (
     Count,
     OptimizerSection,
@@ -29,7 +29,7 @@ from trainer.config.optimizer import (
     Section,
     TrainSection,
     did_you_mean,
-    known_words,
+    section_of,
 )
 from trainer.errors import ConfigError
 
@@ -245,13 +245,19 @@ def resolved(recipe: Path, overrides: Sequence[str] = ()) -> Resolved:
     tree, changes = read_toml(recipe, "recipe", "see recipes/ for the shipped ones"), dict[str, Any]()
     written_tree = copy.deepcopy(tree)
     keys = [override.partition("=")[0] for override in overrides]
-    for key in keys:
+    for key, override in zip(keys, overrides, strict=True):
         if keys.count(key) > 1:  # an unquoted {0..9} becomes ten overrides in a shell, of which nine would be lost
             raise ConfigError(f"override {key} is given more than once; quote patterns, or put them into the recipe")
-    for override in overrides:
         _apply(tree, override)
         _apply(changes, override)
-    return Resolved(recipe, tree, changes, reset_declarations(tree, written_tree, changes))
+    reset = []
+    for named, declarations in DECLARED_OF.items():
+        for declared in declarations if leaf(tree, named) != leaf(written_tree, named) else ():
+            section, _, name = declared.partition(".")
+            if leaf(changes, declared) is None and leaf(tree, declared) is not None:
+                del tree[section][name]
+                reset.append(declared)
+    return Resolved(recipe, tree, changes, reset)
 
 
 SectionKind = TypeVar("SectionKind", bound=Section)
@@ -268,7 +274,11 @@ def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> S
         first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
         key, message = ".".join(map(str, first["loc"])), in_plain_words(first)
         if first["type"] == "extra_forbidden":
-            line = f"unknown key {key}" + did_you_mean(first["loc"][-1], known_words(kind, first["loc"][:-1]))
+            section: type[BaseModel] | None = kind
+            for part in first["loc"][:-1]:
+                field = section.model_fields.get(str(part)) if section is not None else None
+                section = section_of(field) if field is not None else None
+            line = f"unknown key {key}" + did_you_mean(first["loc"][-1], section.model_fields if section else ())
         elif first["type"] == "missing":
             line = f"key {key} is missing"
         else:

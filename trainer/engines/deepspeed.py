@@ -56,9 +56,14 @@ class DeepSpeedEngine:
         self.shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters.items()}
         groups = parameter_groups(self._parameters.items(), self.shapes, optimizer)
         self.layout = layout_of("deepspeed", self.shapes, optimizer, machine, collectives.world_size())
-        masters = {
-            piece: _fp32(self._parameters[piece.name], piece) for piece in self.layout.owned_by(collectives.rank())
-        }
+        masters: dict[Piece, Tensor] = {}  # a copy of what this rank owns of the weights, before DeepSpeed casts them
+        for piece in self.layout.owned_by(collectives.rank()):
+            parameter = self._parameters[piece.name]
+            if hasattr(parameter, "ds_tensor"):
+                masters[piece] = parameter.__dict__.pop(_FP32)[: piece.length]
+            else:
+                whole = parameter.detach().flatten()
+                masters[piece] = whole[piece.offset : piece.offset + piece.length].to("cpu", copy=True)
         config = resolve(machine, micro_batch_size=micro_batch_size, world_size=collectives.world_size())
         self._engine, *_ = deepspeed.initialize(
             model=module.to(device), optimizer=make_optimizer(groups, optimizer), config=config
@@ -125,15 +130,6 @@ class DeepSpeedEngine:
                 parameter.ds_tensor.data[: span.piece.length].copy_(flat_part(flat, span.start, span.piece.length))
                 if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # a gathered copy of the old weights
                     parameter.partition()
-
-
-def _fp32(parameter: Any, piece: Piece) -> Tensor:
-    """A copy of one owned piece of the model's weights, before DeepSpeed casts them."""
-    if hasattr(parameter, "ds_tensor"):
-        part: Tensor = parameter.__dict__.pop(_FP32)
-        return part[: piece.length]
-    whole: Tensor = parameter.detach().flatten()
-    return whole[piece.offset : piece.offset + piece.length].to("cpu", copy=True)
 
 
 def _find_spans(

@@ -13,7 +13,7 @@ from privacy.step import collectives
 from privacy.step.averaging import WeightAverage
 from privacy.step.engine import Engine, holds_whole_weights, to_device
 from trainer.tasks.base import Samples, TrainingTask
-from trainer.tasks.blind import LOOKED_AT, BlindBaseline, blind_baseline
+from trainer.tasks.blind import LOOKED_AT, BlindBaseline
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Heldout:
         where each of two examples, half of the data set apart, has the input (captions: the picture) of the other: a model that
         does not look at it loses nothing by that. Every example is decoded once.
         """
-        baseline = blind_baseline(self._task) if self._blind is None else None
+        baseline = self._task.blind_baseline() if self._blind is None else None
         means = self._means(engine, LOOKED_AT.get(self._task.kind), baseline)
         if baseline is not None:
             self._blind = baseline.values()

@@ -13,7 +13,7 @@ All of it is post-processing of noised sums: nothing here sees an example.
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,6 @@ from trainer.config.optimizer import OptimizerSection, ScheduleSection
 from trainer.errors import ConfigError
 
 _BLOCK = re.compile(r"encoder\.blocks\.([0-9]+)\.")
-
-
-def is_matrix(shape: torch.Size) -> bool:
-    """Weight decay is for matrices: biases, norms and tokens (one row) are excluded.
-
-    The masked autoencoder's probes and fine-tuning exclude vectors too (He et al. 2021). The released code of ViP and DP-Cap does
-    not: its AdamW decays every trained parameter, vectors, tokens and (ViP's) position tables included, by 0.005.
-    """
-    return sum(size > 1 for size in shape) >= 2
 
 
 def parameter_groups(
@@ -47,31 +38,25 @@ def parameter_groups(
     """
     by_name = dict(parameters)
     return [
-        {"params": [by_name[name] for name in names], **key._asdict()}
-        for key, names in group_names(by_name, shapes, config).items()
+        {"params": [by_name[name] for name in names], "weight_decay": weight_decay, "lr_scale": lr_scale}
+        for (weight_decay, lr_scale), names in group_names(by_name, shapes, config).items()
     ]
-
-
-class GroupKey(NamedTuple):
-    """What the parameters of a group share, under the names that optimizers know."""
-
-    weight_decay: float
-    lr_scale: float
 
 
 def group_names(
     names: Iterable[str], shapes: Mapping[str, torch.Size], config: OptimizerSection
-) -> dict[GroupKey, list[str]]:
-    """The names in each group of `parameter_groups`, in its order.
+) -> dict[tuple[float, float], list[str]]:
+    """The names in each group of `parameter_groups`, in its order, by weight decay and part of the rate.
 
-    Raises:
-        ConfigError: layer_decay for a model without an encoder of blocks.
+    Weight decay is for matrices: biases, norms and tokens (one row) are excluded. The masked autoencoder's probes and fine-tuning
+    exclude vectors too (He et al. 2021). The released code of ViP and DP-Cap does not: its AdamW decays every trained parameter,
+    vectors, tokens and (ViP's) position tables included, by 0.005.
     """
     rates = layer_rates(shapes, config.layer_decay)
-    groups: dict[GroupKey, list[str]] = {}
+    groups: dict[tuple[float, float], list[str]] = {}
     for name in names:
-        key = GroupKey(config.weight_decay if is_matrix(shapes[name]) else 0.0, rates[name])
-        groups.setdefault(key, []).append(name)
+        is_matrix = sum(size > 1 for size in shapes[name]) >= 2
+        groups.setdefault((config.weight_decay if is_matrix else 0.0, rates[name]), []).append(name)
     return groups
 
 
@@ -81,6 +66,9 @@ def layer_rates(names: Iterable[str], decay: float | None) -> dict[str, float]:
     decay^k for the k-th layer of the encoder from above, as the masked autoencoder's fine-tuning counts them (He et al. 2021,
     https://arxiv.org/abs/2111.06377, after Clark et al. 2020): its norm and all that follows have k = 0, its last block k = 1,
     its patch embedding, class token and positions one more than its first block.
+
+    Raises:
+        ConfigError: there is a decay, and no encoder of blocks.
     """
     blocks = {name: _BLOCK.match(name) for name in names}
     if decay is None:

@@ -33,8 +33,7 @@ from trainer.planner.hardware import Gpu
 from trainer.planner.memory import RankMemory, Trainable, better_mode, largest_that_fits, rank_memory
 from trainer.planner.probe import Probe
 from trainer.planner.roofline import roofline
-from trainer.tasks import TrainingTask, make_task
-from trainer.tasks.captioning import CaptioningTask
+from trainer.tasks import CaptioningTask, TrainingTask, make_task
 
 EFFICIENCY = 0.35
 """Default share of an accelerator's dense peak that all counted operations together reach; an assumption."""

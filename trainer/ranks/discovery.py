@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from trainer.errors import ConfigError
 
@@ -109,7 +109,9 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
         )
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else None)
     if address is None and is_slurm and environ.get("SLURM_STEP_NODELIST"):
-        address = first_host(environ["SLURM_STEP_NODELIST"])
+        # The first name of the host list, that of rank 0: rack1node04 of rack[1-2]node[04-07,9],login.
+        first = re.split(r",(?![^\[]*\])", environ["SLURM_STEP_NODELIST"], maxsplit=1)[0]
+        address = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
     if address is None:
         raise ConfigError(
             "several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0, to all ranks (Open MPI: "
@@ -118,16 +120,6 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
     if not re.fullmatch(r"[\w.:%-]+", address):
         raise ConfigError(f"MASTER_ADDR is {address!r}: that is neither the name nor the address of a host")
     return Ranks(rank, local_rank, world_size, address, port)
-
-
-def first_host(node_list: str) -> str:
-    """The first name of a Slurm host list: that of rank 0.
-
-    >>> first_host("rack[1-2]node[04-07,9],login")
-    'rack1node04'
-    """
-    first = re.split(r",(?![^\[]*\])", node_list, maxsplit=1)[0]
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 
 
 COMMAND = re.compile(
@@ -202,7 +194,18 @@ def watch(processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None
         speaks: whether to print that; not all ranks of a host need to.
         stop: by default this process gets SIGUSR1, see trainer/loop/stopping.py.
     """
-    consoles = [stream.fileno() for stream in (sys.stdout, sys.stderr) if _has_reader(stream)]
+    consoles, watches = select.poll(), bool(processes)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            mode = os.fstat(stream.fileno()).st_mode
+        except (OSError, ValueError):  # it is closed, or a stand-in
+            continue
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # launchers between hosts carry what ranks print
+            watches = True
+            consoles.register(stream.fileno(), 0)  # errors are always reported; nothing is written to find out
+            raw = io.BufferedWriter(_Console(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=True))
 
     def look() -> None:
         gone = None
@@ -210,19 +213,14 @@ def watch(processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None
             time.sleep(INTERVAL)
             ended = (one for one in processes if not process_state(one.identity))
             gone = next((f"{one.name}, process {one.identity.split(' ')[2]}" for one in ended), None)
-            if gone is None and any(map(_reader_is_gone, consoles)):
+            if gone is None and any(event & (select.POLLERR | select.POLLHUP) for _, event in consoles.poll(0)):
                 gone = "console"
         (stop or (lambda: os.kill(os.getpid(), signal.SIGUSR1)))()
         if speaks:
             with contextlib.suppress(OSError):  # the console may have gone with the launcher
                 os.write(2, f"the launcher is gone ({gone}): the run stops\n".encode())
 
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if _has_reader(stream):
-            raw = io.BufferedWriter(_Console(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=True))
-    if processes or consoles:
+    if watches:
         threading.Thread(target=look, name="launcher", daemon=True).start()
 
 
@@ -234,19 +232,3 @@ class _Console(io.FileIO):
             return super().write(data)
         except BrokenPipeError:
             return memoryview(data).nbytes
-
-
-def _has_reader(stream: TextIO) -> bool:
-    """Whether a stream goes to another process: launchers between hosts carry what ranks print."""
-    try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):  # it is closed, or a stand-in
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-
-
-def _reader_is_gone(descriptor: int) -> bool:
-    """Whether nobody can read any more what is written to a pipe or a socket; nothing is written to find out."""
-    poll = select.poll()
-    poll.register(descriptor, 0)  # errors are always reported
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

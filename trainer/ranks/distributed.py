@@ -53,6 +53,7 @@ def start(
         RendezvousError: naming who or what is missing after `rendezvous_seconds`.
         ConfigError: there is no such accelerator as DS_ACCELERATOR names; the ranks do not fit together (on rank 0,
             RemoteError elsewhere), or two of them have one GPU.
+        RuntimeError: a thread cannot be started, for want of memory or by a limit, such as a container's.
     """
     device = choose_device(ranks.local_rank)
     if device.type == "cuda":
@@ -77,7 +78,17 @@ def start(
         )
         _heartbeat.start()
     export_ranks(ranks, device)
-    _require_threads(SPARE_THREADS)
+    # As many threads at once as gloo could need, whose constructor waits forever where one of its own cannot start.
+    release, threads = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(SPARE_THREADS):
+            threads.append(threading.Thread(target=release.wait, daemon=True))
+            threads[-1].start()
+    finally:
+        release.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -89,24 +100,6 @@ def start(
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         refuse_shared_gpus(gather_objects((socket.gethostname(), uuid)))
     return device
-
-
-def _require_threads(number: int) -> None:
-    """Starts as many threads at once as gloo could need, whose constructor waits forever where one of its own cannot start.
-
-    Raises:
-        RuntimeError: a thread cannot be started, for want of memory or by a limit, such as a container's.
-    """
-    release, started = threading.Event(), []
-    try:
-        for _ in range(number):
-            thread = threading.Thread(target=release.wait, daemon=True)
-            thread.start()
-            started.append(thread)
-    finally:
-        release.set()
-        for thread in started:
-            thread.join()
 
 
 def refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -99,32 +100,28 @@ def standing() -> tuple[object, str]:
     return places, words or Beat().place
 
 
+@dataclass(eq=False)
 class Heartbeat:
     """Start it once all ranks have met.
 
-    Args:
+    Attributes:
         connect: makes a store connection that nobody else uses.
         hosts: each rank's host name, for messages.
         processes: each rank's `process_identity`.
         speaks: whether this rank prints that rank 0 is gone with its store; not all of a thousand need to.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], dist.Store],
-        rank: int,
-        hosts: Sequence[str],
-        *,
-        processes: Sequence[str] = (),
-        speaks: bool = True,
-        timing: Timing = Timing(),  # noqa: B008 - never changed
-    ) -> None:
-        self._connect = connect
-        self.rank = rank
-        self._hosts = hosts
-        self._processes = processes or [""] * len(hosts)
-        self._speaks = speaks or rank == 0
-        self._timing = timing
+    connect: Callable[[], dist.Store]
+    rank: int
+    hosts: Sequence[str]
+    processes: Sequence[str] = ()
+    speaks: bool = True
+    timing: Timing = Timing()  # noqa: RUF009 - never changed
+
+    def __post_init__(self) -> None:
+        self.processes = self.processes or [""] * len(self.hosts)
+        self.speaks = self.speaks or self.rank == 0
+        rank, hosts, now = self.rank, self.hosts, time.monotonic()
         self._watched = [r for r in range(len(hosts)) if r != rank] if rank == 0 else [0]
         self._leaving = threading.Event()
         self._wake = threading.Event()
@@ -134,7 +131,6 @@ class Heartbeat:
         self._last_words: Verdict | None = None
         self._saw_broken_connection = False
         # The talking thread puts these here.
-        now = time.monotonic()
         self._contact = now
         self._beats = dict.fromkeys(self._watched, (Beat(), now))  # last one, and when it came
         self._mine, self._stood = Beat(), object()
@@ -144,8 +140,8 @@ class Heartbeat:
         self._posted = threading.Event()
         self._all_know = threading.Event()
         # Only the judging thread uses these.
-        self._leader, self._leader_since, self._next_warning = 0, now, timing.slow_after
-        self._next_late = timing.dead_after
+        self._leader, self._leader_since, self._next_warning = 0, now, self.timing.slow_after
+        self._next_late = self.timing.dead_after
         self._moves: list[int] = []
         self._still_since, self._longest = now, 0.0
 
@@ -177,7 +173,7 @@ class Heartbeat:
         """
         self._saw_broken_connection = True
         self._wake.set()
-        self._leaving.wait(self._timing.suspect_after + 2 * self._timing.interval + LINGER)
+        self._leaving.wait(self.timing.suspect_after + 2 * self.timing.interval + LINGER)
 
     def leave(self) -> None:
         """All ranks have finished; from here on nobody's silence means anything."""
@@ -199,42 +195,39 @@ class Heartbeat:
         while not self._leaving.is_set():
             count += 1
             try:
-                store = store or self._connect()
-                self._exchange(store, count)
+                store = store or self.connect()
+                where, place = self.standing()
+                moves = self._mine.moves + (self.reads or self._stood != (where, self._noted))
+                self._stood, self._mine = (where, self._noted), Beat(count, self._position, moves, place)
+                store.set(f"beat/{self.rank}", json.dumps(self._mine))
+                if self._last_words is not None and not self._posted.is_set():
+                    store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
+                    self._posted.set()
+                if self._saw_broken_connection:
+                    store.set("suspicion", "1")
+                heard = store.multi_get([f"beat/{r}" for r in self._watched])
+                for r, value in zip(self._watched, heard, strict=True):
+                    if (beat := Beat(*json.loads(value))) != self._beats[r][0]:
+                        self._beats[r] = (beat, time.monotonic())
+                self._suspicion = store.check(["suspicion"])
+                if store.check(["verdict"]):
+                    self._verdict = Verdict(*json.loads(store.get("verdict")))
+                    store.set(f"knows/{self.rank}", "1")
+                    if self.rank == 0 and store.check([f"knows/{r}" for r in self._watched]):
+                        self._all_know.set()
+                self._contact = time.monotonic()
             except Exception as error:  # whatever the store raises, the judge decides what it means
                 store, reason = None, str(error).split("\n")[0]
                 if re.search("time ?out|timed out|no answer", reason) is None:  # it may be late, and is asked again
                     self._lost = reason
                     return
-            self._wake.wait(self._timing.interval)
+            self._wake.wait(self.timing.interval)
             self._wake.clear()
-
-    def _exchange(self, store: dist.Store, count: int) -> None:
-        where, place = self.standing()
-        moves = self._mine.moves + (self.reads or self._stood != (where, self._noted))
-        self._stood, self._mine = (where, self._noted), Beat(count, self._position, moves, place)
-        store.set(f"beat/{self.rank}", json.dumps(self._mine))
-        if self._last_words is not None and not self._posted.is_set():
-            store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
-            self._posted.set()
-        if self._saw_broken_connection:
-            store.set("suspicion", "1")
-        keys = [f"beat/{r}" for r in self._watched]
-        for r, value in zip(self._watched, store.multi_get(keys), strict=True):
-            if (beat := Beat(*json.loads(value))) != self._beats[r][0]:
-                self._beats[r] = (beat, time.monotonic())
-        self._suspicion = store.check(["suspicion"])
-        if store.check(["verdict"]):
-            self._verdict = Verdict(*json.loads(store.get("verdict")))
-            store.set(f"knows/{self.rank}", "1")
-            if self.rank == 0 and store.check([f"knows/{r}" for r in self._watched]):
-                self._all_know.set()
-        self._contact = time.monotonic()
 
     # The judging thread.
 
     def _judge(self) -> None:
-        previous, timing = time.monotonic(), self._timing
+        previous, timing = time.monotonic(), self.timing
         while not self._leaving.wait(timing.interval / 2):
             now = time.monotonic()
             if now - previous > timing.interval + 5:  # this whole process was stopped: others may not have been silent
@@ -254,16 +247,14 @@ class Heartbeat:
             elif self._lost is not None:
                 if not self._leaving.wait(LINGER):  # a normal end on rank 0 closes the store too
                     words = self._words([0], f"the store that rank 0 keeps is gone: {self._lost}")
-                    self.end(words if self._speaks else "", 1)
+                    self.end(words if self.speaks else "", 1)
             else:
                 self._look_for_the_dead(now)
                 if self.rank == 0:
-                    beats = {r: beat for r, (beat, _) in self._beats.items()} | {0: self._mine}
-                    self._look_for_the_slow(now, beats)
-                    self._look_for_the_still(now, beats)
+                    self._look_for_the_slow_and_the_still(now)
 
     def _look_for_the_dead(self, now: float) -> None:
-        timing, what = self._timing, "no heartbeat"
+        timing, what = self.timing, "no heartbeat"
         limit = min(timing.suspect_after, timing.dead_after) if self._suspicion else timing.dead_after
         silence = {r: now - since for r, (_, since) in self._beats.items()}
         if now - self._contact > timing.dead_after:
@@ -274,7 +265,7 @@ class Heartbeat:
             return
         # A whole host goes at once.
         silent = [r for r in silence if silence[r] > limit - 2 * timing.interval]
-        states = {r: "R" if r == self.rank else process_state(self._processes[r]) for r in silent}
+        states = {r: "R" if r == self.rank else process_state(self.processes[r]) for r in silent}
         patience = {"": 0.0, "T": timing.stopped_after, "t": timing.stopped_after}
         given_up = [r for r, state in states.items() if silence[r] > patience.get(state, timing.late_after)]
         ranks = given_up or list(states)
@@ -287,35 +278,34 @@ class Heartbeat:
             self._give_up(self._words(ranks, reason, "dead" if is_stopped else "late"))
         elif longest > self._next_late:
             self._next_late = 2 * longest
-            if self._speaks:
+            if self.speaks:
                 self.warn(f"warning: {self._are(ranks)} late: {reason}; the run waits")
 
-    def _look_for_the_slow(self, now: float, beats: dict[int, Beat]) -> None:
+    def _look_for_the_slow_and_the_still(self, now: float) -> None:
+        beats = {r: beat for r, (beat, _) in self._beats.items()} | {0: self._mine}
         leader = max(beat.position for beat in beats.values())
         if leader > self._leader:
-            self._leader, self._leader_since, self._next_warning = leader, now, self._timing.slow_after
+            self._leader, self._leader_since, self._next_warning = leader, now, self.timing.slow_after
         behind = [r for r, beat in beats.items() if beat.position < leader]
         if behind and now - self._leader_since > self._next_warning:
             waited = f"others wait for {now - self._leader_since:.0f} s (alive)"
             self.warn(f"warning: {self._are(behind)} slow: {waited}")
             self._next_warning *= 2
-
-    def _look_for_the_still(self, now: float, beats: dict[int, Beat]) -> None:
-        """Every process lives, and yet nothing will ever happen again."""
+        # Or every process lives, and yet nothing will ever happen again.
         moves, still = [beat.moves for beat in beats.values()], now - self._still_since
         silence = now - min(since for _, since in self._beats.values())
-        is_silent = silence > min(self._timing.dead_after, self._timing.still_after / 2)
+        is_silent = silence > min(self.timing.dead_after, self.timing.still_after / 2)
         if moves != self._moves or is_silent:  # who is silent is late or dead, by rules of their own
             self._longest = self._longest if is_silent else max(self._longest, still)
             self._moves, self._still_since = moves, now
-        elif still > max(self._timing.still_after, STILL_TIMES * self._longest):
+        elif still > max(self.timing.still_after, STILL_TIMES * self._longest):
             places: dict[str, list[int]] = {}
             for r, beat in sorted(beats.items()):
                 places.setdefault(beat.place, []).append(r)
-            waits = "; ".join(f"{named_ranks(ranks, self._hosts)} in {place}" for place, ranks in places.items())
-            step = max(beat.position for beat in beats.values()) // 2
+            waits = "; ".join(f"{named_ranks(ranks, self.hosts)} in {place}" for place, ranks in places.items())
+            step = f"in step {leader // 2}" if leader > 1 else "before the first step"
             self._give_up(
-                f"error: no rank has moved for {still:.0f} s {f'in step {step}' if step else 'before the first step'} ({waits}): "
+                f"error: no rank has moved for {still:.0f} s {step} ({waits}): "
                 "a collective that some rank never joins, or a GPU or network card that is gone; all ranks end, and the same "
                 "command resumes"
             )
@@ -323,13 +313,13 @@ class Heartbeat:
     def _give_up(self, words: str) -> None:
         self.fail(words, 1)
         first = self._verdict is None or self._verdict.message == words
-        self.end(words if first and self._speaks else "", 1)
+        self.end(words if first and self.speaks else "", 1)
 
     def _words(self, ranks: list[int], reason: str, verdict: str = "dead") -> str:
         return f"error: {self._are(ranks)} {verdict} ({reason}); all ranks end, and the same command resumes"
 
     def _are(self, ranks: list[int]) -> str:
-        return f"{named_ranks(ranks, self._hosts)} {'are' if len(ranks) > 1 else 'is'}"
+        return f"{named_ranks(ranks, self.hosts)} {'are' if len(ranks) > 1 else 'is'}"
 
 
 def named_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

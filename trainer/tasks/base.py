@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.base import VisionModel
 from models.converters.native import model_facts
 from privacy.step.engine import Engine
+from trainer.config.recipe import DataSection
+from trainer.tasks.blind import BlindBaseline
 
 SIDE = 160
 """Pixels of a shown image, whatever the model sees."""
@@ -49,10 +52,19 @@ class TrainingTask:
     unit: str
     model_class: type[VisionModel]
 
-    def __init__(self, model_config: Any, size: str) -> None:
-        """Keeps what is built; `size` names the model's size, for manifests."""
+    def __init__(
+        self, model_config: Any, size: str, data: DataSection | None = None, tokenizer_path: Path | None = None
+    ) -> None:
+        """
+        Args:
+            size: names the model's size, for manifests.
+            data: fields of examples, and whether they are augmented.
+            tokenizer_path: of a model that reads text.
+        """
         self.model_config = model_config
         self._size = size
+        self._data = data or DataSection(shards="")
+        self.tokenizer_path = tokenizer_path or Path()
 
     def build(
         self, generator: torch.Generator, *, after: Callable[[nn.Module], None] | None = None, one_block: bool = False
@@ -81,7 +93,13 @@ class TrainingTask:
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         """`count` made-up examples as the model takes them, for checks before any data is touched."""
-        raise NotImplementedError
+        generator, side = torch.Generator().manual_seed(0), self.model_config.encoder.image_size
+        images_BCHW = torch.randn(count, 3, side, side, generator=generator)
+        return {"images_BCHW": images_BCHW, **self._targets(count, generator)}
+
+    def _targets(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """What belongs to `count` made-up images: all other inputs of the model."""
+        return {}
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says about the model; enough to build it again."""
@@ -106,6 +124,10 @@ class TrainingTask:
     def answers(self, engine: Engine, inputs: dict[str, Tensor]) -> list[tuple[str, str]]:
         """What the model says of each example, and the reference; for `samples` of models that speak."""
         raise NotImplementedError
+
+    def blind_baseline(self) -> BlindBaseline:
+        """What one gets on this task's held-out examples without a model."""
+        raise TypeError(f"{self.kind} has no loss, and so nothing to compare one with")
 
 
 def pixels(image_CHW: Tensor) -> np.ndarray:

@@ -18,12 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.masked_autoencoder import normalised, to_patches
 from privacy.step import collectives
-from trainer.tasks.base import TrainingTask
-from trainer.tasks.captioning import CaptioningTask
-from trainer.tasks.classification import ClassificationTask
-from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
 
 Tokens = tuple[int, ...]
 """The tokens of one caption that a model predicts: those after the start token, with the end token."""
@@ -179,21 +174,3 @@ class MeanPicture:
         mean_PQ = moments["sum"] / count
         square_PQ = moments["masked_square"] - 2 * mean_PQ * moments["masked_sum"] + moments["share"] * mean_PQ.square()
         return {"blind_loss": float(square_PQ.mean(dim=1).sum() / count) * (count / (count - 1)) ** 2}
-
-
-def blind_baseline(task: TrainingTask) -> BlindBaseline:
-    """What one gets on this task's held-out examples without a model."""
-    match task:
-        case CaptioningTask():
-            return CaptionFrequencies(task.model_config.vocab_size)
-        case ClassificationTask():
-            return ClassFrequencies(task.model_config.num_classes)
-        case MaskedAutoencodingTask():
-            patch, normalise = task.model_config.encoder.patch_size, task.model_config.normalise_pixels
-
-            def targets(images_BCHW: Tensor) -> Tensor:
-                patches_BPQ = to_patches(images_BCHW, patch)
-                return normalised(patches_BPQ) if normalise else patches_BPQ
-
-            return MeanPicture(targets)
-    raise TypeError(f"{task.kind} has no loss, and so nothing to compare one with")

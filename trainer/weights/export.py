@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
-from models.adapters import without_adapters
+from models.classifier import without_adapters
 from models.converters import peft
 from models.converters.huggingface import CONFIG, PROCESSOR, WEIGHTS, image_processor, to_vit_mae, to_vit_model
 from models.converters.names import TIMM
@@ -27,10 +27,9 @@ from privacy.card.model import PrivacyCard
 from privacy.checkpoints.read import file_digest
 from trainer.errors import ConfigError
 from trainer.report import build_card
-from trainer.tasks.captioning import CaptioningTask
-from trainer.weights import Format
+from trainer.tasks import CaptioningTask
+from trainer.weights import Format, new_folder
 from trainer.weights.model_card import model_card
-from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
 from trainer.weights.provenance import proof_of
 
@@ -135,51 +134,46 @@ def _write(
 
 
 def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any]) -> None:
-    """Writes our names, with the source that builds the model from them and, for captions, the tokenizer."""
+    """Writes our names, with the source that builds the model from them and, for captions, what else transformers needs to write
+    texts and captions as evaluation does.
+    """
     folder.mkdir(exist_ok=True)
     automatic: dict[str, Any] = {}
     if isinstance(opened.task, CaptioningTask):
-        _write_tokenizer(folder, opened.task)
-        shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
-        automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
-    save_model(folder, opened.model, opened.manifest["model"], about, automatic)
-    _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
-    shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
-
-
-def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
-    """Writes tokenizer.json, and what else transformers needs to write texts and captions as evaluation does.
-
-    A file that leaves out start and end, or cuts and pads by itself, is changed in that alone; any other file is copied.
-    """
-    tokenizer, config = Tokenizer.from_file(str(task.tokenizer_path)), task.model_config
-    special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
-    names = {name: str(tokenizer.id_to_token(token)) for name, token in special.items()}
-    before = tokenizer.to_str()
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if tokenizer.encode("").ids != [config.bos_id, config.eos_id]:
-        # Other programs then write a text as `CaptionTokenizer.encode` does: start token, words, end token.
-        start, end = names["bos_token"], names["eos_token"]
-        ids = [(start, config.bos_id), (end, config.eos_id)]
-        tokenizer.post_processor = processors.TemplateProcessing(f"{start} $A {end}", f"{start} $A {end} $B {end}", ids)
-    if tokenizer.to_str() == before:
-        shutil.copy(task.tokenizer_path, folder / TOKENIZER)
-    else:
-        tokenizer.save(str(folder / TOKENIZER))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
+        source, config = opened.task.tokenizer_path, opened.task.model_config
+        tokenizer = Tokenizer.from_file(str(source))
+        special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
+        names = {name: str(tokenizer.id_to_token(token)) for name, token in special.items()}
+        before = tokenizer.to_str()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if tokenizer.encode("").ids != [config.bos_id, config.eos_id]:
+            # Other programs then write a text as `CaptionTokenizer.encode` does: start token, words, end token.
+            start, end = names["bos_token"], names["eos_token"]
+            ids = [(start, config.bos_id), (end, config.eos_id)]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                f"{start} $A {end}", f"{start} $A {end} $B {end}", ids
+            )
+        # A file that leaves out start and end, or cuts and pads by itself, is changed in that alone; any other is copied.
+        if tokenizer.to_str() == before:
+            shutil.copy(source, folder / TOKENIZER)
+        else:
+            tokenizer.save(str(folder / TOKENIZER))
+        settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": config.num_tokens,
             "model_input_names": ["input_ids", "attention_mask"],
             "padding_side": "right",
             "truncation_side": "right",
             "clean_up_tokenization_spaces": False,
-            **names,
-        },
-    )
+        }
+        _write_json(folder / "tokenizer_config.json", settings | names)
+        shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
+        automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
+    save_model(folder, opened.model, opened.manifest["model"], about, automatic)
+    _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
+    shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

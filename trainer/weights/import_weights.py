@@ -22,8 +22,7 @@ from models.converters.native import CONFIG, model_facts, parameter_shapes, size
 from models.converters.weights import WeightsError
 from privacy.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
-from trainer.weights import Provenance
-from trainer.weights.new_folder import new_folder
+from trainer.weights import Provenance, new_folder
 from trainer.weights.open_model import TOKENIZER
 from trainer.weights.provenance import IMPORTED, Start
 

@@ -14,20 +14,13 @@ import torch
 from torch import nn
 
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
-from models.base import EncoderConfig
-from models.classifier_config import ClassifierConfig
 from models.config import CaptionerConfig
 from models.converters.native import config_from_facts
-from models.mae_config import MaskedAutoencoderConfig
 from privacy.checkpoints.read import MANIFEST, Checkpoint, file_digest, usable_names
 from privacy.files.toml_text import read_toml
 from trainer.config.recipe import DataSection, validated
 from trainer.errors import ConfigError
-from trainer.tasks import TrainingTask
-from trainer.tasks.captioning import CaptioningTask
-from trainer.tasks.classification import ClassificationTask
-from trainer.tasks.encoding import EncodingTask
-from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
+from trainer.tasks import TASKS, TrainingTask
 from trainer.weights.provenance import proof_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,21 +125,16 @@ def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
         data = validated(
             DataSection, read_toml(path, "recipe", "restore it from a copy").get("data", {}), f"{path}: [data]"
         )
-    match config:
-        case CaptionerConfig():
-            candidates = [checkpoint.path / TOKENIZER, ROOT / data.tokenizer, EMBEDDED_TOKENIZER]
-            candidates = candidates if tokenizer is None else [tokenizer]
-            stated = manifest.get("tokenizer_sha256")
-            for path in candidates:
-                if path.is_file() and file_digest(path) == stated:
-                    return CaptioningTask(config, size, data, path.resolve())
+    path = EMBEDDED_TOKENIZER
+    if isinstance(config, CaptionerConfig):
+        candidates = [checkpoint.path / TOKENIZER, ROOT / data.tokenizer, EMBEDDED_TOKENIZER]
+        candidates = candidates if tokenizer is None else [tokenizer]
+        stated = manifest.get("tokenizer_sha256")
+        found = next((path for path in candidates if path.is_file() and file_digest(path) == stated), None)
+        if found is None:
             raise ConfigError(
                 f"{checkpoint.path}: the tokenizer that it was trained with (SHA-256 {str(stated)[:16]}...) is not at "
                 f"{', '.join(map(str, candidates))}; put it into the checkpoint's folder as {TOKENIZER}"
             )
-        case MaskedAutoencoderConfig():
-            return MaskedAutoencodingTask(config, size, data)
-        case ClassifierConfig():
-            return ClassificationTask(config, size, data)
-        case EncoderConfig():
-            return EncodingTask(config, size)
+        path = found.resolve()
+    return TASKS[facts["kind"]](config, size, data, path)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from models.adapters import is_adapter
+from models.classifier import is_adapter
 from privacy.accounting.rounding import rounded_up
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import require_recorded

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from data.index.tar_index import MANIFEST as INDEX
 from data.index.tar_index import ExampleTable
-from models.adapters import is_adapter
+from models.classifier import is_adapter
 from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
 from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
@@ -151,7 +151,31 @@ def load_start(
             Or what is taken would mean something else in a way that no shape shows: another number of heads, another norm
             placement, another vocabulary of the same size.
     """
-    _require_same_meaning(checkpoint, model, config, tokenizer_sha256)
+    # The weights that are taken mean what they meant: nothing of the encoder is left out, and only sizes may differ.
+    names = {name for name, _ in model.named_parameters()}
+    left_out = sorted(name for name in checkpoint.shapes if name.startswith("encoder.") and name not in names)
+    if left_out:
+        raise ConfigError(
+            f"{checkpoint.path} has {left_out[0]}, for which the model has no place: its encoder is of another kind "
+            "(model.size, model.overrides)"
+        )
+    own_config: Any = model.config
+    ours, theirs = asdict(own_config), checkpoint.manifest.get("model", {})
+    compared = [("the encoder's ", theirs.get("encoder", {}), ours["encoder"], "")]
+    compared += [("", theirs, ours, ', or init.parts = "encoder"')] if config.parts == "all" else []
+    for of, stated, own, way_out in compared:
+        if (difference := _first_difference(stated, own)) is not None:
+            name, before, now = difference
+            raise ConfigError(
+                f"{checkpoint.path}: {of}{name} is {before!r}, the model's is {now!r}; set model.size and model.overrides to the "
+                f"checkpoint's{way_out}"
+            )
+    tokenizer = checkpoint.manifest.get("tokenizer_sha256") if config.parts == "all" else None
+    if tokenizer_sha256 is not None and tokenizer not in (None, tokenizer_sha256):
+        raise ConfigError(
+            f"{checkpoint.path} was trained with another tokenizer (SHA-256 {tokenizer[:16]}...) than data.tokenizer: its "
+            'words would be scrambled; set data.tokenizer to that one, or init.parts = "encoder"'
+        )
     fresh = []
     for name, parameter in model.named_parameters():
         is_new_adapter = is_adapter(name) and name not in checkpoint.shapes
@@ -162,44 +186,18 @@ def load_start(
             raise ConfigError(f'{checkpoint.path} has no {name}; init.parts = "encoder" starts the rest at random')
         value = checkpoint.full("param", name)
         if value.shape != parameter.shape:
-            value = _resized(value, parameter.shape, f"{checkpoint.path}: {name}")
+            # Learned image positions for another grid: the class token's is kept, the others are interpolated (bicubic).
+            before, now = value.shape, parameter.shape
+            old, new = (math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0 for shape in (before, now))
+            is_grid = len(before) == len(now) == 3 and (old**2, new**2) == (before[1] - 1, now[1] - 1)
+            if not (is_grid and name.endswith("position.table") and before[-1] == now[-1]):
+                raise ConfigError(
+                    f"{checkpoint.path}: {name} has shape {tuple(before)}, but the model's is {tuple(now)}"
+                )
+            value = resized_positions(value, (old, old), (new, new))
         with torch.no_grad():
             parameter.copy_(value)
     return fresh
-
-
-def _require_same_meaning(
-    checkpoint: Checkpoint, model: nn.Module, init: InitSection, tokenizer_sha256: str | None
-) -> None:
-    """The weights that are taken mean what they meant: nothing of the encoder is left out, and only sizes may differ."""
-    names = {name for name, _ in model.named_parameters()}
-    left_out = sorted(name for name in checkpoint.shapes if name.startswith("encoder.") and name not in names)
-    if left_out:
-        raise ConfigError(
-            f"{checkpoint.path} has {left_out[0]}, for which the model has no place: its encoder is of another kind "
-            "(model.size, model.overrides)"
-        )
-    config: Any = model.config
-    manifest, ours = checkpoint.manifest, asdict(config)
-    theirs = manifest.get("model", {})
-    compared = [("the encoder's ", theirs.get("encoder", {}), ours["encoder"], "")]
-    if init.parts == "all":
-        compared.append(("", theirs, ours, ', or init.parts = "encoder"'))
-    for of, stated, own, way_out in compared:
-        if (difference := _first_difference(stated, own)) is not None:
-            name, before, now = difference
-            raise ConfigError(
-                f"{checkpoint.path}: {of}{name} is {before!r}, the model's is {now!r}; set model.size and model.overrides to the "
-                f"checkpoint's{way_out}"
-            )
-    if init.parts != "all":
-        return
-    tokenizer = manifest.get("tokenizer_sha256")
-    if tokenizer_sha256 is not None and tokenizer not in (None, tokenizer_sha256):
-        raise ConfigError(
-            f"{checkpoint.path} was trained with another tokenizer (SHA-256 {tokenizer[:16]}...) than data.tokenizer: its "
-            'words would be scrambled; set data.tokenizer to that one, or init.parts = "encoder"'
-        )
 
 
 _MAY_DIFFER = {
@@ -220,16 +218,6 @@ def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tup
         elif name not in _MAY_DIFFER and other != value:
             return name, other, value
     return None
-
-
-def _resized(table_1TD: Tensor, target: torch.Size, what: str) -> Tensor:
-    """Learned image positions for another grid: the class token's is kept, the others are interpolated (bicubic)."""
-    grids = [math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0 for shape in (table_1TD.shape, target)]
-    fits = what.endswith("position.table") and table_1TD.shape[-1] == target[-1]
-    if not fits or any(g**2 != s[1] - 1 for g, s in zip(grids, (table_1TD.shape, target), strict=True)):
-        raise ConfigError(f"{what} has shape {tuple(table_1TD.shape)}, but the model's is {tuple(target)}")
-    old, new = grids
-    return resized_positions(table_1TD, (old, old), (new, new))
 
 
 def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) -> list[LedgerBehind]:
