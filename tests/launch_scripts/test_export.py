@@ -139,8 +139,14 @@ def test_without_a_ledger_nothing_is_attested(captioner: Path, command: Run, tmp
 @pytest.mark.parametrize("form", ["hf", *(pytest.param(f, marks=pytest.mark.full) for f in ("safetensors", "timm"))])
 def test_a_simulation_is_never_called_private(form: str, command: Run, tmp_path: Path) -> None:
     reason = "a simulation of a larger batch"
-    plan = make_plan(PlanRequest(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
-                     informal_reasons=(reason,)))  # fmt: skip
+    numbers = {
+        "num_examples": 2000,
+        "expected_batch_size": 8,
+        "num_steps": 6,
+        "noise_multiplier": 4.0,
+        "target_delta": 1e-5,
+    }
+    plan = make_plan(PlanRequest(**numbers, sensitivity_slack=1e-3, informal_reasons=(reason,)))
     trained(tmp_path / "run", recipe(), plan=plan)
     said = command("--checkpoint", tmp_path / "run", "--format", form, tmp_path / "out")
     text = statements(tmp_path / "out")
