@@ -39,7 +39,7 @@ from .contributions import ChunkedOuterProducts, Contribution, in_full, is_short
 from .coverage import claims
 from .fallback import Uncovered, plan_of
 from .functions import ClippingFunction, flat
-from .norms import Factors, MicroBatchStats, NormTally, no_examples
+from .norms import Factors, MicroBatchStats, NormTally
 from .precision import exact, require_exact_products, wide, wide_dtype
 from .recorder import Call, Forward, Recorder, Task
 
@@ -156,10 +156,11 @@ class ClippedSum:
 
     def _record(self) -> Recorder:
         """The recorder, made anew where the self-check has given parameters to the fallback since."""
-        plan = plan_of(self._model).frozen()
-        if self._recorder is None or plan != self._recorded_by:
+        plan = plan_of(self._model)
+        made_for = dict(plan.covers), dict(plan.layouts)
+        if self._recorder is None or made_for != self._recorded_by:
             self.detach()
-            self._recorder, self._recorded_by = Recorder(claims(self._model, self._shapes), self._at_rest), plan
+            self._recorder, self._recorded_by = Recorder(claims(self._model, self._shapes), self._at_rest), made_for
         return self._recorder
 
     def _grid(self, cap: int | None, rows: int | None) -> Grid:
@@ -253,7 +254,12 @@ class ClippedSum:
             PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
         """
         if len(is_padding_B) == 0:
-            return no_examples(torch.float64 if self.mode == "certified" else self._dtype, self._device)
+            nothing = torch.zeros(
+                0, dtype=torch.float64 if self.mode == "certified" else self._dtype, device=self._device
+            )
+            return self._weighed([nothing for _ in self._function.bounds], nothing, nothing.bool()).stats(
+                nothing, nothing.bool()
+            )
         stats = []
         for rows in blocks(len(is_padding_B), self.rows_at_once(len(is_padding_B))):
             part = {name: x[rows] for name, x in inputs.items()}
