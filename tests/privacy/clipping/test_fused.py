@@ -21,7 +21,8 @@ from privacy.clipping.norms import rounding
 from privacy.clipping.rules import _layer_norm, _rms_norm
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
-from tests.privacy.clipping.test_sensitivity import WeightedOutput, cancelling, change
+from tests.privacy.clipping.neighbours import Product
+from tests.privacy.clipping.test_sensitivity import cancelling, change
 
 CPU = torch.device("cpu")
 
@@ -197,7 +198,7 @@ def test_compiled_norm_layers_repeat_their_bits(compiles: set[str]) -> None:
 def test_contract_4_a_model_compiled(mode: Any, compiles: set[str]) -> None:
     """Its sum is that of the loop, and an example whose tokens cancel moves it by at most C."""
     torch.manual_seed(0)
-    model = WeightedOutput(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72)))
+    model = Product(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72)))
     others = cancelling(5, 64, 72, 0.0, 99)
     for mean in (0.0, 1000.0):
         moved = change(model, others, cancelling(5, 64, 72, mean, 1), mode)
@@ -243,7 +244,7 @@ def test_contract_5_rows_that_are_zeroed_where_they_stand(
     monkeypatch.setattr(contributions, "_in_place", lambda x: x.is_contiguous())
     monkeypatch.setattr(contributions, "blank_rows_", in_place)
     torch.manual_seed(0)
-    model = WeightedOutput(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72), nn.Linear(72, 72)))
+    model = Product(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72), nn.Linear(72, 72)))
     inputs = {name: torch.cat([x, 2 * x, bad * x]) for name, x in cancelling(5, 64, 72, 0.0, 99).items()}
     total = ClippedSum(model, 0.1, mode=mode, self_check=False)
     stats = total.add_micro_batch(model, {n: x.clone() for n, x in inputs.items()}, torch.zeros(3, dtype=torch.bool))
