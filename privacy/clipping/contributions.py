@@ -93,12 +93,6 @@ class OuterProducts:
         """
         return _are_on_matrix_units(self.a_BTd, self.g_BTp)
 
-    def without(self, excluded_B: Tensor) -> "OuterProducts":
-        a, g = self.a_BTd, self.g_BTp
-        if _in_place(a) and _in_place(g):  # one kernel for both
-            return OuterProducts(blank_rows_(a, excluded_B, g), g)
-        return OuterProducts(blanked(a, excluded_B), blanked(g, excluded_B))
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -134,9 +128,6 @@ class Rows:
             if some.start > 0:  # the slot has room for one addend, and a row may be in every block
                 slot.total.make_room()
             slot.total.add_rows(torch.zeros_like(ids_N).scatter_(0, place_N, ids_N), sums_Np, some.stop - some.start)
-
-    def without(self, excluded_B: Tensor) -> "Rows":
-        return Rows(self.ids_BT, blanked(self.g_BTp, excluded_B))
 
 
 @dataclass(frozen=True)
@@ -178,9 +169,6 @@ class Dense:
         entries = WIDENED_ENTRIES[grad_Bn.device.type == "cuda"]
         for some in blocks(grad_Bn.shape[1], max(1, entries // len(grad_Bn))):
             slot.total.add([torch.mv(grad_Bn[:, some].double().t(), wide_B)], len(grad_Bn), some.start)
-
-    def without(self, excluded_B: Tensor) -> "Dense":
-        return Dense(blanked(self.grad_B, excluded_B), self.is_product)
 
 
 @dataclass(frozen=True)
@@ -226,12 +214,6 @@ class ChunkedOuterProducts:
     def folds_in_bf16(self) -> bool:
         """As in `OuterProducts`."""
         return _are_on_matrix_units(self.a_BTd)
-
-    def without(self, excluded_B: Tensor) -> "ChunkedOuterProducts":
-        def remaining() -> Iterator[tuple[slice, Tensor]]:
-            return ((rows, blanked(g_BTv, excluded_B)) for rows, g_BTv in self.gradients())
-
-        return replace(self, a_BTd=blanked(self.a_BTd, excluded_B), gradients=remaining)
 
 
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
@@ -286,6 +268,27 @@ def in_full(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
 
 
 # Rows of excluded examples become exact zeros before anything is summed, because 0 * NaN is not 0.
+
+
+def without(part: Contribution, excluded_B: Tensor | None) -> Contribution:
+    """The same, with the excluded rows, if there are any, exactly zero in all that its weighted sum reads."""
+    if excluded_B is None:
+        return part
+    match part:
+        case Dense():
+            return Dense(blanked(part.grad_B, excluded_B), part.is_product)
+        case Rows():
+            return Rows(part.ids_BT, blanked(part.g_BTp, excluded_B))
+        case OuterProducts(a, g) if _in_place(a) and _in_place(g):  # one kernel for both
+            return OuterProducts(blank_rows_(a, excluded_B, g), g)
+        case OuterProducts(a, g):
+            return OuterProducts(blanked(a, excluded_B), blanked(g, excluded_B))
+        case ChunkedOuterProducts(gradients=gradients):
+            return replace(
+                part,
+                a_BTd=blanked(part.a_BTd, excluded_B),
+                gradients=lambda: ((rows, blanked(g_BTv, excluded_B)) for rows, g_BTv in gradients()),
+            )
 
 
 def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:

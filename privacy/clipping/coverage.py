@@ -99,12 +99,6 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     return owners
 
 
-def raw_parameters(model: nn.Module) -> list[str]:
-    """Trainable parameters of modules without a rule, whose forward may read them itself."""
-    raw = {path for path, module in model.named_modules() if rule_of(module) is None}
-    return [n for n, p in model.named_parameters() if p.requires_grad and n.rpartition(".")[0] in raw]
-
-
 def refusal(module: nn.Module, path: str, reason: str) -> str:
     """The line that refuses a module."""
     names = [f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.requires_grad]

@@ -347,9 +347,8 @@ class Replay:
                     seen.append([y[: size - start] for y in outputs])
             if any(b._version for b in buffers.values()):
                 raise PrivacyConfigError(f"{self.claim.where}: its forward writes to a buffer")
-        for y, before, d in zip(
-            [torch.cat(ys) for ys in zip(*seen, strict=True)], self.recorded, dims_out, strict=False
-        ):
+        replayed = [torch.cat(ys) for ys in zip(*seen, strict=True)]
+        for y, before, d in zip(replayed, self.recorded, dims_out, strict=False):
             before = before.movedim(d or 0, 0)
             finite = before.reshape(len(before), -1).isfinite().all(1)
             y, before = y[finite].double(), before[finite].double()

@@ -102,9 +102,8 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept = [
-            tensor.detach() for tensor in ctx.saved_tensors
-        ]  # read once: under activation checkpointing it is recomputed
+        # Read once: under activation checkpointing it is recomputed.
+        kept = [tensor.detach() for tensor in ctx.saved_tensors]
         ctx.report(kept, [g.detach() for g in gradients])
         return None, None, None, *gradients, *[None] * len(kept)
 

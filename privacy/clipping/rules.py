@@ -57,7 +57,8 @@ def rule(*kinds: type[nn.Module] | str, keep: Keep | None = None) -> Callable[[R
                 _LAZY[kind] = function, keep
             else:
                 RULES[kind] = function
-                KEEPS.update({} if keep is None else {kind: keep})
+                if keep is not None:
+                    KEEPS[kind] = keep
         return function
 
     return register
