@@ -11,7 +11,7 @@ The sum is a function of the multiset of contributions: which rank adds them, an
 size makes other micro-batches, hence other contributions: those sums agree to rounding.) What the bound needs, and where it is:
 
 * *One rounding a coordinate.* All contributions of a micro-batch to one parameter that share examples (several calls, a tied
-  table) meet in fp64 first (`Total.joined`); rounded apart, c of them would cost c sqrt(d) h. Products of different examples
+  table) meet in fp64 first (`Slot.of_uses`); rounded apart, c of them would cost c sqrt(d) h. Products of different examples
   meet in fp64 too (`Slot.add_product`), never in fp32, which saves passes over the total.
 * *Clamping*: an addend of n examples is no larger than n C (1 + r), and is clamped to it before it becomes an integer; NaN
   becomes zero (`Total.add`). Clamping moves no two numbers apart. Calls may cancel (norms.MOST_CANCELLED), so it acts on
@@ -57,7 +57,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -199,10 +199,6 @@ class Total:
                 totals.append(cls(place.view(kind)[:count], None, unit))
         return totals
 
-    def joined(self) -> "Total":
-        """fp64 of the same size, in which contributions that share examples meet; hand its `low` to `add` afterwards."""
-        return Total(torch.zeros_like(self.low, dtype=torch.float64))
-
     def add(self, parts: Sequence[Tensor], num_examples: int, first: int = 0) -> None:
         """Adds a contribution of `num_examples` examples from entry `first` on.
 
@@ -325,10 +321,12 @@ class Slot:
     def of_uses(self, count: int) -> "Slot":
         """A slot for `count` calls that contribute to one parameter, each by products of its own, to be joined.
 
-        Parts of one example that do not cancel are C / sqrt(count) long on average. With count products of n / sqrt(count)
-        examples the roundings are within the bound of one product of n.
+        They meet in fp64; hand its `low` to `add` of this slot's total afterwards. Parts of one example that do not cancel are
+        C / sqrt(count) long on average. With count products of n / sqrt(count) examples the roundings are within the bound of
+        one product of n.
         """
-        return replace(self, total=self.total.joined(), examples=max(1, math.isqrt(self.examples**2 // count)))
+        together = Total(torch.zeros_like(self.total.low, dtype=torch.float64))
+        return replace(self, total=together, examples=max(1, math.isqrt(self.examples**2 // count)))
 
     def add_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice = slice(None)) -> None:
         """The given rows (p, d) of the matrix += sum_{b,t} g_bt (x) a_bt, with no more than `examples` of them in one fp32 sum.
@@ -384,7 +382,7 @@ def blocks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-class Accumulator(Protocol):
+class Accumulator:
     """Takes one micro-batch after the other: `start`, then `slot` and `filled` for each parameter, then `finish`.
 
     Attributes:
@@ -393,11 +391,17 @@ class Accumulator(Protocol):
         unit: that of the sums; None for fp64.
     """
 
-    leaves_process: bool
+    leaves_process = False
     unit: Unit | None
+
+    def __init__(self, shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> None:
+        self._shapes, self._grid, self.device = dict(shapes), grid, device
+        self.sum_dtype = torch.float64 if grid.layout == "float64" else torch.int64
+        self.zero_(None)
 
     def zero_(self, unit: Unit | None) -> None:
         """Starts a new logical batch."""
+        self.unit, self._num_rows = unit, 0
 
     def start(self, num_rows: int) -> None:
         """A micro-batch of `num_rows` examples begins, padding included.
@@ -405,6 +409,12 @@ class Accumulator(Protocol):
         Raises:
             PrivacyConfigError: more rows than there is room for.
         """
+        self._num_rows += num_rows
+        if self._grid.rows is not None and self._num_rows > self._grid.rows:
+            raise PrivacyConfigError(
+                f"a logical batch of {self._num_rows:,} rows passes the {self._grid.rows:,} for which its sums have room: say "
+                "how many there may be (cap, rows)"
+            )
 
     def slot(self, name: str) -> Slot:
         """Where this micro-batch's contribution is to be added."""
@@ -420,38 +430,16 @@ class Accumulator(Protocol):
 MakeAccumulator = Callable[[Mapping[str, torch.Size], Grid, torch.device], Accumulator]
 
 
-class RowCount:
-    """Counts what one logical batch adds."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._most, self._count = grid.rows, 0
-
-    def add(self, num_rows: int) -> None:
-        self._count += num_rows
-        if self._most is not None and self._count > self._most:
-            raise PrivacyConfigError(
-                f"a logical batch of {self._count:,} rows passes the {self._most:,} for which its sums have room: say how many "
-                "there may be (cap, rows)"
-            )
-
-
-class LocalSums:
+class LocalSums(Accumulator):
     """Whole sums in this process. They are made when they are needed, and go as they are read (`take`)."""
 
-    leaves_process = False
-
-    def __init__(self, shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> None:
-        self._shapes, self._grid, self.device = dict(shapes), grid, device
-        self.sum_dtype = torch.float64 if grid.layout == "float64" else torch.int64
-        self.unit: Unit | None = None
-        self.zero_(None)
-
     def zero_(self, unit: Unit | None) -> None:
-        self.unit, self._rows, self._is_taken = unit, RowCount(self._grid), False
+        super().zero_(unit)
+        self._is_taken = False
         self._totals: dict[str, Total] = {}
 
     def start(self, num_rows: int) -> None:
-        self._rows.add(num_rows)
+        super().start(num_rows)
         self._make()
 
     def _make(self) -> None:
@@ -477,12 +465,6 @@ class LocalSums:
     def slot(self, name: str) -> Slot:
         self._totals[name].make_room()
         return Slot(self._totals[name])
-
-    def filled(self, name: str) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
     @property
     def names(self) -> list[str]:

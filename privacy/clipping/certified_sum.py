@@ -61,15 +61,9 @@ class CertifiedSum(ClippedSum):
     ):
         self.lattice = lattice
         super().__init__(
-            model,
-            lattice.bound,
-            shapes=shapes,
-            mode="certified",
-            function=function,
-            accumulator=accumulator,
-            device=device,
+            model, lattice.bound, shapes=shapes, mode="certified", function=function, accumulator=accumulator, device=device,
             self_check=self_check,
-        )
+        )  # fmt: skip
 
     def _grid(self, cap: int | None, rows: int | None) -> Grid:
         """Whole numbers come as such, with room for them by the choice of the lattice."""

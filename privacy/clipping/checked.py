@@ -10,7 +10,6 @@ rows stay and all others change. Kernels give equal bits for equal shapes, so a 
 """
 
 import enum
-import inspect
 import math
 import random
 import weakref
@@ -70,14 +69,8 @@ class Passed(NamedTuple):
     tried: set[object]
 
 
-_PASSED: weakref.WeakKeyDictionary[nn.Module, list[Passed]] = weakref.WeakKeyDictionary()
-
-
-def note_passed(model: nn.Module, task: Task, made_up: Inputs, structure: Structure, moved: set[Place]) -> None:
-    """Remembers that the model has passed with this task and these made-up examples, and what it was then."""
-    reference = weakref.WeakMethod(task) if inspect.ismethod(task) else weakref.ref(task)
-    made_up = {name: x.detach().clone() for name, x in made_up.items()}
-    _PASSED.setdefault(model, []).append(Passed(structure, moved, reference, made_up, set()))
+PASSED: weakref.WeakKeyDictionary[nn.Module, list[Passed]] = weakref.WeakKeyDictionary()
+"""With which tasks and made-up examples a model has passed, and what it was then; selfcheck.py adds to it."""
 
 
 def require_passed(
@@ -99,7 +92,7 @@ def require_passed(
         PrivacyConfigError: the model has not passed the self-check, or has changed since, or passed with something else; or
             its examples influence one another in micro-batches of this size and these shapes.
     """
-    passed = _PASSED.get(model, [])
+    passed = PASSED.get(model, [])
     if not passed:
         raise PrivacyConfigError(f"this {type(model).__name__} has not passed the self-check: {HOW}")
     kinds, *others = [{n: (x.dtype, x.dim()) for n, x in xs.items()} for xs in (inputs, *(p.made_up for p in passed))]

@@ -35,11 +35,11 @@ from ..releases import Release, step_releases
 from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, add_together, blocks
 from .checked import require_passed, trained
 from .compiled import compiled_weights
-from .contributions import ChunkedOuterProducts, Contribution, in_full, is_short, may_cancel
+from .contributions import ChunkedOuterProducts, Contribution, in_full, is_short, may_cancel, without
 from .coverage import claims
 from .fallback import Uncovered, plan_of
 from .functions import ClippingFunction, flat
-from .norms import Factors, MicroBatchStats, NormTally, no_examples
+from .norms import Factors, MicroBatchStats, NormTally
 from .precision import exact, require_exact_products, wide, wide_dtype
 from .recorder import Call, Forward, Recorder, Task
 
@@ -156,10 +156,11 @@ class ClippedSum:
 
     def _record(self) -> Recorder:
         """The recorder, made anew where the self-check has given parameters to the fallback since."""
-        plan = plan_of(self._model).frozen()
-        if self._recorder is None or plan != self._recorded_by:
+        plan = plan_of(self._model)
+        made_for = dict(plan.covers), dict(plan.layouts)
+        if self._recorder is None or made_for != self._recorded_by:
             self.detach()
-            self._recorder, self._recorded_by = Recorder(claims(self._model, self._shapes), self._at_rest), plan
+            self._recorder, self._recorded_by = Recorder(claims(self._model, self._shapes), self._at_rest), made_for
         return self._recorder
 
     def _grid(self, cap: int | None, rows: int | None) -> Grid:
@@ -253,7 +254,10 @@ class ClippedSum:
             PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
         """
         if len(is_padding_B) == 0:
-            return no_examples(torch.float64 if self.mode == "certified" else self._dtype, self._device)
+            dtype = torch.float64 if self.mode == "certified" else self._dtype
+            nothing = torch.zeros(0, dtype=dtype, device=self._device)
+            factors = self._weighed([nothing for _ in self._function.bounds], nothing, nothing.bool())
+            return factors.stats(nothing, nothing.bool())
         stats = []
         for rows in blocks(len(is_padding_B), self.rows_at_once(len(is_padding_B))):
             part = {name: x[rows] for name, x in inputs.items()}
@@ -327,9 +331,8 @@ class ClippedSum:
             for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
                 names = [n for n, parts in kept.items() if self._function.group_of[n] == group and is_short(parts)]
                 if names:
-                    joined = tally.joined if factors.blank_B is None else tally.joined.without(factors.blank_B)
-                    total = torch.zeros(joined.grad_B.shape[1], dtype=torch.float64, device=self._device)
-                    joined.add_weighted(weight_B, Slot(Total(total)))
+                    total = torch.zeros(tally.joined.grad_B.shape[1], dtype=torch.float64, device=self._device)
+                    without(tally.joined, factors.blank_B).add_weighted(weight_B, Slot(Total(total)))
                     short |= zip(names, total.split([x.grad_B[0].numel() for x in tally.short]), strict=True)
             if not self.leaves_process:  # else buckets are filled in their order
                 self._add_together(short, len(is_padding_B))
@@ -468,7 +471,7 @@ class ClippedSum:
         into = slot if len(parts) == 1 else slot.of_uses(len(parts))
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
-            (part.without(factors.blank_B) if factors.blank_B is not None else part).add_weighted(weight_B, into)
+            without(part, factors.blank_B).add_weighted(weight_B, into)
         if into is not slot:
             slot.total.add([into.total.low], len(weight_B))
         self.accumulator.filled(name)

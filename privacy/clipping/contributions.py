@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .accumulators import EXAMPLES_PER_SUM, SHORT, Slot, blocks
 from .fused import fused
-from .precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
+from .precision import Norm, has_fp32_products_of_bf16, hidden, wide, wide_dtype
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDENED_ENTRIES = (1 << 18, 1 << 24)
@@ -42,13 +42,6 @@ class OuterProducts:
 
     a_BTd: Tensor
     g_BTp: Tensor
-    is_product = True
-
-    @property
-    def prefers_instantiation(self) -> bool:
-        """Whether the (p, d) gradient has fewer numbers than its two factors: T (d + p) >= d p."""
-        tokens, d, p = self.a_BTd.shape[1], self.a_BTd.shape[2], self.g_BTp.shape[2]
-        return tokens * (d + p) >= d * p
 
     @property
     def norm_terms(self) -> int:
@@ -61,12 +54,13 @@ class OuterProducts:
         return EXAMPLES_PER_SUM * self.a_BTd.shape[1]
 
     def settled(self) -> "OuterProducts | Dense":
-        """What to keep until the weighted sum: the written-out gradient where it is the smaller, and then nothing is lost.
+        """What to keep until the weighted sum: the written-out gradient where it has fewer numbers than its two factors.
 
         Its norm and its weighted sum only read it, so the layer costs one matrix product, as without privacy.
         Under autocast on CUDA, an fp32 input is kept as the bf16 copy that the layer itself worked with.
         """
-        if self.prefers_instantiation:
+        tokens, d, p = self.a_BTd.shape[1], self.a_BTd.shape[2], self.g_BTp.shape[2]
+        if tokens * (d + p) >= d * p:
             return Dense(self.instantiate(), is_product=True)
         if _has_bf16_units(self.g_BTp.device) and self.g_BTp.dtype == torch.bfloat16:
             return OuterProducts(self.a_BTd.bfloat16(), self.g_BTp)
@@ -99,12 +93,6 @@ class OuterProducts:
         """
         return _are_on_matrix_units(self.a_BTd, self.g_BTp)
 
-    def without(self, excluded_B: Tensor) -> "OuterProducts":
-        a, g = self.a_BTd, self.g_BTp
-        if _in_place(a) and _in_place(g):  # one kernel for both
-            return OuterProducts(blank_rows_(a, excluded_B, g), g)
-        return OuterProducts(blanked(a, excluded_B), blanked(g, excluded_B))
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -112,7 +100,6 @@ class Rows:
 
     ids_BT: Tensor
     g_BTp: Tensor
-    is_product = False
     sum_terms = 1  # fp64
 
     @property
@@ -141,9 +128,6 @@ class Rows:
             if some.start > 0:  # the slot has room for one addend, and a row may be in every block
                 slot.total.make_room()
             slot.total.add_rows(torch.zeros_like(ids_N).scatter_(0, place_N, ids_N), sums_Np, some.stop - some.start)
-
-    def without(self, excluded_B: Tensor) -> "Rows":
-        return Rows(self.ids_BT, blanked(self.g_BTp, excluded_B))
 
 
 @dataclass(frozen=True)
@@ -186,9 +170,6 @@ class Dense:
         for some in blocks(grad_Bn.shape[1], max(1, entries // len(grad_Bn))):
             slot.total.add([torch.mv(grad_Bn[:, some].double().t(), wide_B)], len(grad_Bn), some.start)
 
-    def without(self, excluded_B: Tensor) -> "Dense":
-        return Dense(blanked(self.grad_B, excluded_B), self.is_product)
-
 
 @dataclass(frozen=True)
 class ChunkedOuterProducts:
@@ -206,7 +187,6 @@ class ChunkedOuterProducts:
     gram_g_BTT: Tensor
     num_rows: int
     gradients: Callable[[], Iterator[tuple[slice, Tensor]]]
-    is_product = True
 
     @property
     def norm_terms(self) -> int:
@@ -234,12 +214,6 @@ class ChunkedOuterProducts:
     def folds_in_bf16(self) -> bool:
         """As in `OuterProducts`."""
         return _are_on_matrix_units(self.a_BTd)
-
-    def without(self, excluded_B: Tensor) -> "ChunkedOuterProducts":
-        def remaining() -> Iterator[tuple[slice, Tensor]]:
-            return ((rows, blanked(g_BTv, excluded_B)) for rows, g_BTv in self.gradients())
-
-        return replace(self, a_BTd=blanked(self.a_BTd, excluded_B), gradients=remaining)
 
 
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
@@ -270,36 +244,51 @@ def may_cancel(parts: Sequence[Contribution]) -> bool:
 
 def in_full(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
     """The sum of one parameter's contributions, written out: its norm is that of what is summed. shape: the parameter's."""
-    grad_Bn = functools.reduce(torch.add, [_written(part, shape).flatten(1) for part in parts])
-    return Dense(grad_Bn, is_product=True)
-
-
-def _written(part: Contribution, shape: torch.Size) -> Tensor:
-    """(B, *shape), in any form that flattens to it; the same bits at every call."""
-    match part:
-        case Dense():
-            return part.grad_B
-        case OuterProducts():
-            return part.instantiate()
-        case Rows():
-            g_BTp = wide(part.g_BTp)
-            first_B1 = torch.arange(len(g_BTp), device=g_BTp.device)[:, None] * shape[0]
-            table, ids_N, g_Np = (
-                g_BTp.new_zeros(len(g_BTp) * shape[0], shape[1]),
-                part.ids_BT + first_B1,
-                g_BTp.flatten(0, 1),
-            )
-            if table.is_cuda:  # where index_add_ adds up in no fixed order
-                return table.index_put_((ids_N.flatten(),), g_Np, accumulate=True).view(len(g_BTp), *shape)
-            return table.index_add_(0, ids_N.flatten(), g_Np).view(len(g_BTp), *shape)
-        case ChunkedOuterProducts():
-            whole = part.gram_g_BTT.new_empty(len(part.a_BTd), *shape)
-            for rows, g_BTv in part.gradients():
-                whole[:, rows] = product(g_BTv.transpose(1, 2), part.a_BTd)
-            return whole
+    written = []  # (B, ...) in any form that flattens to the shape; the same bits at every call
+    for part in parts:
+        match part:
+            case Dense():
+                written.append(part.grad_B)
+            case OuterProducts():
+                written.append(part.instantiate())
+            case Rows():
+                g_BTp = wide(part.g_BTp)
+                first_B1 = torch.arange(len(g_BTp), device=g_BTp.device)[:, None] * shape[0]
+                table, ids_N = g_BTp.new_zeros(len(g_BTp) * shape[0], shape[1]), (part.ids_BT + first_B1).flatten()
+                if table.is_cuda:  # where index_add_ adds up in no fixed order
+                    table.index_put_((ids_N,), g_BTp.flatten(0, 1), accumulate=True)
+                else:
+                    table.index_add_(0, ids_N, g_BTp.flatten(0, 1))
+                written.append(table.view(len(g_BTp), *shape))
+            case ChunkedOuterProducts():
+                written.append(part.gram_g_BTT.new_empty(len(part.a_BTd), *shape))
+                for rows, g_BTv in part.gradients():
+                    written[-1][:, rows] = product(g_BTv.transpose(1, 2), part.a_BTd)
+    return Dense(functools.reduce(torch.add, [x.flatten(1) for x in written]), is_product=True)
 
 
 # Rows of excluded examples become exact zeros before anything is summed, because 0 * NaN is not 0.
+
+
+def without(part: Contribution, excluded_B: Tensor | None) -> Contribution:
+    """The same, with the excluded rows, if there are any, exactly zero in all that its weighted sum reads."""
+    if excluded_B is None:
+        return part
+    match part:
+        case Dense():
+            return Dense(blanked(part.grad_B, excluded_B), part.is_product)
+        case Rows():
+            return Rows(part.ids_BT, blanked(part.g_BTp, excluded_B))
+        case OuterProducts(a, g) if _in_place(a) and _in_place(g):  # one kernel for both
+            return OuterProducts(blank_rows_(a, excluded_B, g), g)
+        case OuterProducts(a, g):
+            return OuterProducts(blanked(a, excluded_B), blanked(g, excluded_B))
+        case ChunkedOuterProducts(gradients=gradients):
+            return replace(
+                part,
+                a_BTd=blanked(part.a_BTd, excluded_B),
+                gradients=lambda: ((rows, blanked(g_BTv, excluded_B)) for rows, g_BTv in gradients()),
+            )
 
 
 def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
@@ -336,11 +325,6 @@ def sum_over_tokens(x_BTd: Tensor) -> Tensor:
         return x_BTd.sum(1, dtype=wide_dtype(x_BTd.dtype))
     x_BTd = wide(x_BTd)
     return torch.bmm(x_BTd.new_ones(len(x_BTd), 1, x_BTd.shape[1]), x_BTd).squeeze(1)
-
-
-def dense_sum_over_tokens(g_BTp: Tensor) -> Dense:
-    """A bias gradient: sum_t g_t."""
-    return Dense(sum_over_tokens(g_BTp))
 
 
 def fold_error(x: Contribution) -> float:
@@ -460,7 +444,12 @@ def _strip(grams_a: list[Tensor], grams_g: list[Tensor], start: int) -> tuple[Te
 
 @fused(for_all_sizes=True)
 def _norm_of_strips(rows_BT: Tensor, square_a_BT: Tensor, square_g_BT: Tensor, d: int, p: int) -> Norm:
-    return norm_of_grams(rows_BT.sum(1, dtype=torch.float64).to(rows_BT.dtype), square_a_BT, square_g_BT, d, p)
+    """The norm of outer products; gross and hidden ones from the squared lengths of inputs and output gradients."""
+    squared_B, dtype = rows_BT.sum(1, dtype=torch.float64).to(rows_BT.dtype), rows_BT.dtype
+    hidden_a, hidden_g = hidden(d, dtype), hidden(p, dtype)
+    length_a_BT, length_g_BT = (square_a_BT + hidden_a**2).sqrt(), (square_g_BT + hidden_g**2).sqrt()
+    hidden_BT = hidden_g * length_a_BT + hidden_a * length_g_BT + hidden(1, dtype)
+    return Norm(squared_B, (length_a_BT * length_g_BT).sum(1), hidden_BT.sum(1))
 
 
 def inner(x: Contribution, y: Contribution) -> Tensor:

@@ -7,29 +7,20 @@ differentiated per example as a whole (fallback.py).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..errors import PrivacyConfigError
-from .fallback import Plan, Uncovered, plan_of
+from .fallback import Claim, Uncovered, plan_of
 from .raw import is_copied, is_table
 from .rules import RULES, register_lazily
 from .sharded import is_dtensor, kind_of
 
 SAME = {
-    *(
-        "__init__",
-        "__module__",
-        "__doc__",
-        "__qualname__",
-        "__annotations__",
-        "__firstlineno__",
-        "__static_attributes__",
-    ),
-    *("__constants__", "extra_repr", "reset_parameters", "__repr__", "__parameters__", "__orig_bases__"),
-}
+    "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__firstlineno__", "__static_attributes__",
+    "__constants__", "extra_repr", "reset_parameters", "__repr__", "__parameters__", "__orig_bases__",
+}  # fmt: skip
 """What a subclass may have of its own and still compute what its base class does."""
 BY_MODE = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase
 """Modules that `model.train()` could turn from supported into unsupported ones."""
@@ -43,29 +34,6 @@ def rule_of(module: nn.Module) -> type[nn.Module] | None:
             return None if any(hasattr(kind, name) for name in own) else kind
         own |= vars(kind).keys() - SAME
     return None
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A module together with the trainable parameters that it owns directly: local name -> canonical name.
-
-    A layer whose mode decides whether it is supported (dropout) has a claim without parameters, so that the recorder asks
-    again at every forward.
-
-    Attributes:
-        plan: the model's.
-        is_whole: whether the module covers parameters of its own and of those in it (fallback.py).
-    """
-
-    module: nn.Module
-    path: str
-    parameters: dict[str, str]
-    plan: Plan
-    is_whole: bool = False
-
-    @property
-    def is_raw(self) -> bool:
-        return rule_of(self.module) is None
 
 
 def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
@@ -98,23 +66,20 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     refused: list[tuple[str, list[str]]] = []
     for path, module in model.named_modules():
         parameters = {name: canonical[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-        reason, way_out = mixing_reason(module), {*parameters.values()} - covered
+        left = {local: name for local, name in parameters.items() if name not in covered}
+        reason = mixing_reason(module)
+        to_lift: list[str] = []
+        if reason is None and left and (reason := reason_without_rule(module)) is not None:
+            to_lift = [path] if path else [*left.values()]
+        elif reason is None and rule_of(module) is None:
+            copied = {n for local, n in left.items() if is_copied(shapes[n]) or is_table(module, local)}
+            if to_lift := [n for n in left.values() if n not in copied | plan.layouts.keys()]:
+                reason = (
+                    "its forward reads them itself (use nn.Linear for a matrix, shape (1, 1, n) for what is added to all tokens, "
+                    "or a rule for its type: docs/extending.md)"
+                )
         if reason is not None:
-            refused.append((_refusal(module, path, reason), []))
-        elif way_out and (reason := reason_without_rule(module)) is not None:
-            refused.append((_refusal(module, path, reason), [path] if path else list(way_out)))
-        elif rule_of(module) is None and (
-            own := [
-                n
-                for local, n in parameters.items()
-                if n in way_out and not (n in plan.layouts or is_copied(shapes[n]) or is_table(module, local))
-            ]
-        ):
-            reason = (
-                "its forward reads them itself (use nn.Linear for a matrix, shape (1, 1, n) for what is added to all tokens, or "
-                "a rule for its type: docs/extending.md)"
-            )
-            refused.append((_refusal(module, path, reason), own))
+            refused.append((refusal(module, path, reason), to_lift))
         if parameters or isinstance(module, BY_MODE):
             owners.append(Claim(module, path, parameters, plan))
     if refused:
@@ -134,31 +99,11 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     return owners
 
 
-def raw_parameters(model: nn.Module) -> list[str]:
-    """Trainable parameters of modules without a rule, whose forward may read them itself."""
-    raw = {path for path, module in model.named_modules() if rule_of(module) is None}
-    return [n for n, p in model.named_parameters() if p.requires_grad and n.rpartition(".")[0] in raw]
-
-
-def _refusal(module: nn.Module, path: str, reason: str) -> str:
+def refusal(module: nn.Module, path: str, reason: str) -> str:
+    """The line that refuses a module."""
     names = [f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.requires_grad]
     what = f"{type(module).__name__}, trains {', '.join(names)}" if names else type(module).__name__
     return f"layer {path or 'root'} ({what}) is refused: {reason}"
-
-
-def refuse_unsupported(module: nn.Module, path: str, *, is_covered: bool = False) -> None:
-    """
-    Args:
-        is_covered: the fallback has taken over what it trains.
-
-    Raises:
-        PrivacyConfigError: the module, in its present mode, cannot be trained per example.
-    """
-    reason = mixing_reason(module)
-    if reason is None and not is_covered:
-        reason = reason_without_rule(module)
-    if reason is not None:
-        raise PrivacyConfigError(_refusal(module, path, reason))
 
 
 def mixing_reason(module: nn.Module) -> str | None:

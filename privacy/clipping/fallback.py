@@ -221,10 +221,6 @@ class Plan:
                         break
         return self.covers != before
 
-    def frozen(self) -> object:
-        """What a recorder was made for."""
-        return dict(self.covers), dict(self.layouts)
-
     def sentences(self, model: nn.Module) -> list[str]:
         """One line for the console for each kind of module: which, its share of the parameters, and what it costs."""
         sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -252,33 +248,48 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """A module together with the trainable parameters that it owns directly: local name -> canonical name.
+
+    A layer whose mode decides whether it is supported (dropout) has a claim without parameters, so that the recorder asks
+    again at every forward.
+
+    Attributes:
+        plan: the model's.
+        is_whole: whether the module covers parameters of its own and of those in it, by a replay.
+    """
+
+    module: nn.Module
+    path: str
+    parameters: dict[str, str]
+    plan: Plan
+    is_whole: bool = False
+
+    @property
+    def where(self) -> str:
+        """Begins an error about a replay."""
+        return f"{self.path or 'the model'} ({type(self.module).__name__}) is differentiated per example as a whole"
+
+
+@dataclass(frozen=True)
 class Replay:
     """One call of a module that covers parameters, so that it can be repeated for every example alone.
 
     Attributes:
-        names: of its parameters that are differentiated, as the module calls them.
         given: args and kwargs of the call, with numbers in place of their tensors.
         dims: of inputs, then of outputs; -1 for outputs that carry no gradient.
         recorded: outputs to compare with; empty where none are.
         autocast: device, whether it was on, and its dtype.
         modes: which modules were in training mode.
-        ways: of the plan.
     """
 
-    module: nn.Module
-    path: str
-    names: tuple[str, ...]
+    claim: Claim
     given: Any
     dims: Dims
     num_inputs: int
     recorded: tuple[Tensor, ...]
     autocast: tuple[str, bool, torch.dtype]
     modes: tuple[bool, ...]
-    ways: dict[str, int]
-
-    @property
-    def what(self) -> str:
-        return f"{self.path or 'the model'} ({type(self.module).__name__}) is differentiated per example as a whole"
 
     def gradients(self, inputs: Sequence[Tensor], output_gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """(B, *shape) by local name.
@@ -286,10 +297,14 @@ class Replay:
         Args:
             inputs: tensors of the call.
             output_gradients: of the outputs that carry one.
+
+        Raises:
+            PrivacyConfigError: the replay gives other outputs than the forward, so examples meet in it, or it keeps state; or
+                vmap cannot follow it.
         """
         dims_in, dims_out = self.dims[: self.num_inputs], [d for d in self.dims[self.num_inputs :] if d != -1]
-        size = output_gradients[0].shape[dims_out[0] or 0]
-        trained = {name: self.module.get_parameter(name).detach() for name in self.names}
+        module, size = self.claim.module, output_gradients[0].shape[dims_out[0] or 0]
+        trained = {name: module.get_parameter(name).detach() for name in self.claim.parameters}
         of_each = [(inputs, dims_in), (output_gradients, dims_out)]
         numel = sum(p.numel() for p in trained.values())
         numel += sum(x.numel() // size for xs, ds in of_each for x, d in zip(xs, ds, strict=True) if d is not None)
@@ -297,11 +312,11 @@ class Replay:
         parts: dict[str, list[Tensor]] = {name: [] for name in trained}
         seen: list[list[Tensor]] = []
         device, is_on, dtype = self.autocast
-        with put_back(self.module.modules()):
-            for module, mode in zip(self.module.modules(), self.modes, strict=True):
-                module.training = mode
-            buffers = {n: b.detach().clone() for n, b in self.module.named_buffers()}
-            fixed = {n: p.detach() for n, p in self.module.named_parameters() if n not in self.names} | buffers
+        with put_back(module.modules()):
+            for part, mode in zip(module.modules(), self.modes, strict=True):
+                part.training = mode
+            buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+            fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained} | buffers
 
             def one(xs: list[Tensor], gs: list[Tensor], weights: dict[str, Tensor]) -> Any:
                 """Gradients and outputs of one example."""
@@ -311,7 +326,7 @@ class Replay:
                     args, kwargs = mapped(self.given, lambda number: tensors[len(number)])
                     named = {f"of.{n}": p for n, p in (fixed | weights).items()}
                     with torch.autocast(device, dtype=dtype, enabled=is_on, cache_enabled=False):
-                        returned = torch.func.functional_call(_Forward(self.module), named, args, kwargs)
+                        returned = torch.func.functional_call(_Forward(module), named, args, kwargs)
                     ys = zip(tensors_of(returned), self.dims[self.num_inputs :], strict=True)
                     return tuple(y for y, d in ys if d != -1)
 
@@ -331,8 +346,17 @@ class Replay:
                 if self.recorded:
                     seen.append([y[: size - start] for y in outputs])
             if any(b._version for b in buffers.values()):
-                raise PrivacyConfigError(f"{self.what}: its forward writes to a buffer")
-        self._compare([torch.cat(ys) for ys in zip(*seen, strict=True)], dims_out)
+                raise PrivacyConfigError(f"{self.claim.where}: its forward writes to a buffer")
+        replayed = [torch.cat(ys) for ys in zip(*seen, strict=True)]
+        for y, before, d in zip(replayed, self.recorded, dims_out, strict=False):
+            before = before.movedim(d or 0, 0)
+            finite = before.reshape(len(before), -1).isfinite().all(1)
+            y, before = y[finite].double(), before[finite].double()
+            if float((y - before).norm()) > OUTPUTS_TOLERANCE.get(self.recorded[0].dtype, 0.1) * float(before.norm()):
+                raise PrivacyConfigError(
+                    f"{self.claim.where}, and gives other outputs for examples alone than together: they meet in it, or it keeps "
+                    "state"
+                )
         return {name: torch.cat(some) if len(some) > 1 else some[0] for name, some in parts.items()}
 
     def _each(self, one: Any, some: Any, weights: dict[str, Tensor], dims: Any, count: int) -> Any:
@@ -341,7 +365,7 @@ class Replay:
         What vmap cannot follow branches or dispatches on values. It is refused, since examples may meet in a branch that no
         made-up input takes, and a replay of one after the other would hide that.
         """
-        for way in range(self.ways.get(self.path, 0), 2):
+        for way in range(self.claim.plan.ways.get(self.claim.path, 0), 2):
             each = {n: p.expand(count, *p.shape) for n, p in weights.items()} if way == 1 else weights
             # On CPU torch has a fused attention without a vmap of its own: it would be called for one example after the other.
             attention = sdpa_kernel(SDPBackend.MATH) if self.autocast[0] == "cpu" else nullcontext()
@@ -357,28 +381,13 @@ class Replay:
                 if way == 1:
                     said = " ".join(str(error).split())[:160]
                     raise PrivacyConfigError(
-                        f"{self.what}, and torch.func.vmap cannot follow its forward ({said}): it may branch or dispatch on "
-                        "values, or draw random numbers; rewrite that part with torch.where or masks, or freeze the parameters"
+                        f"{self.claim.where}, and torch.func.vmap cannot follow its forward ({said}): it may branch or dispatch "
+                        "on values, or draw random numbers; rewrite that part with torch.where or masks, or freeze the parameters"
                     ) from error
                 continue
-            self.ways[self.path] = way
+            self.claim.plan.ways[self.claim.path] = way
             return found
         raise AssertionError
-
-    def _compare(self, outputs: Sequence[Tensor], dims_out: Sequence[int | None]) -> None:
-        """
-        Raises:
-            PrivacyConfigError: a replay gives other outputs than the forward, so examples meet in it, or it keeps state.
-        """
-        for y, before, d in zip(outputs, self.recorded, dims_out, strict=False):
-            before = before.movedim(d or 0, 0)
-            rows = before.reshape(len(before), -1).isfinite().all(1)
-            y, before = y[rows].double(), before[rows].double()
-            tolerance = OUTPUTS_TOLERANCE.get(self.recorded[0].dtype, 0.1)
-            if float((y - before).norm()) > tolerance * float(before.norm()):
-                raise PrivacyConfigError(
-                    f"{self.what}, and gives other outputs for examples alone than together: they meet in it, or it keeps state"
-                )
 
 
 class _Forward(nn.Module):

@@ -83,12 +83,8 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-class _Entry(NamedTuple):
-    """The norm of one parameter, or of several together; k_p u and f_p of the module docstring."""
-
-    norm: Norm
-    rounding: float
-    fold: float
+_Entry = tuple[Norm, float, float]
+"""The norm of one parameter, or of several together; k_p u and f_p of the module docstring."""
 
 
 class Totals(NamedTuple):
@@ -138,7 +134,7 @@ class NormTally:
             for y in contributions[:i]:
                 squared_B = squared_B + 2 * inner(x, y)
         rounding = max(c.norm_terms for c in contributions) * unit_roundoff(self.dtype)
-        return _Entry(Norm(squared_B, gross_B, hidden_B), rounding, max(fold_error(c) for c in contributions))
+        return Norm(squared_B, gross_B, hidden_B), rounding, max(fold_error(c) for c in contributions)
 
     @functools.cached_property
     def joined(self) -> Dense:
@@ -151,16 +147,17 @@ class NormTally:
         entries = [*self._entries, *([self._entry([self.joined])] if self.short else [])]
         if not entries:
             return Totals(*torch.zeros(4, self.batch_size, device=self.device, dtype=torch.float64))
-        squared_B = torch.stack([e.norm.squared_B for e in entries], 1).sum(1, dtype=torch.float64)
-        gross_squared_BP = torch.stack([e.norm.gross_B for e in entries], 1).double().square()
-        error_B = (gross_squared_BP * _row(tuple(e.rounding for e in entries), self.device)).sum(1)
-        hidden = [e.norm.hidden_B for e in entries]
+        norms, roundings, folds = zip(*entries, strict=True)
+        squared, gross, hidden = zip(*norms, strict=True)
+        squared_B = torch.stack(squared, 1).sum(1, dtype=torch.float64)
+        gross_squared_BP = torch.stack(gross, 1).double().square()
+        error_B = (gross_squared_BP * _row(roundings, self.device)).sum(1)
         error_B += sum(h**2 for h in hidden if not isinstance(h, Tensor))
         if by_example := [h for h in hidden if isinstance(h, Tensor)]:
             error_B += torch.stack(by_example, 1).double().square().sum(1)
         fold_squared_B = torch.zeros_like(error_B)
-        if any(e.fold for e in entries):
-            fold_squared_B = (gross_squared_BP * _row(tuple(e.fold**2 for e in entries), self.device)).sum(1)
+        if any(folds):
+            fold_squared_B = (gross_squared_BP * _row(tuple(fold**2 for fold in folds), self.device)).sum(1)
         return Totals(squared_B, error_B, gross_squared_BP.sum(1), fold_squared_B)
 
     def is_lengthened(self, safe_norm_B: Tensor) -> Tensor:
@@ -195,12 +192,6 @@ class MicroBatchStats(NamedTuple):
     """float64: sum of b_i - 1/2 (privacy/adaptive_clipping.py); padding and non-finite examples add nothing."""
     num_cancelled: Tensor
     """Examples whose own tokens cancel, so that they contribute less than the clipping function says (norms.py)."""
-
-
-def no_examples(dtype: torch.dtype, device: torch.device) -> MicroBatchStats:
-    """Those of a micro-batch without rows."""
-    nothing = torch.zeros(0, dtype=dtype, device=device)
-    return Factors([nothing], [nothing], nothing.bool(), None, 1.0, nothing.bool()).stats(nothing, nothing.bool())
 
 
 class Factors(NamedTuple):

@@ -193,12 +193,3 @@ class Norm(NamedTuple):
 def hidden(num_terms: int, dtype: torch.dtype) -> float:
     """sqrt(num_terms eta)."""
     return math.sqrt(num_terms * 2 * torch.finfo(dtype).tiny)
-
-
-def norm_of_grams(squared_B: Tensor, square_a_BT: Tensor, square_g_BT: Tensor, d: int, p: int) -> Norm:
-    """The norm of outer products, from the diagonals of their Gram matrices: squared lengths of inputs and output gradients."""
-    dtype = squared_B.dtype
-    hidden_a, hidden_g = hidden(d, dtype), hidden(p, dtype)
-    length_a_BT, length_g_BT = (square_a_BT + hidden_a**2).sqrt(), (square_g_BT + hidden_g**2).sqrt()
-    hidden_BT = hidden_g * length_a_BT + hidden_a * length_g_BT + hidden(1, dtype)
-    return Norm(squared_B, (length_a_BT * length_g_BT).sum(1), hidden_BT.sum(1))

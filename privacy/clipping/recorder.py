@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ from ..errors import PrivacyConfigError
 from . import compiled
 from .accumulators import SHORT
 from .contributions import Contribution, Dense, OuterProducts, Rows, owned
-from .coverage import Claim, refuse_unsupported, rule_of
-from .fallback import Replay, Uncovered, form_of, mapped, numbered, tensors_of
+from .coverage import mixing_reason, reason_without_rule, refusal, rule_of
+from .fallback import Claim, Replay, Uncovered, form_of, mapped, numbered, tensors_of
 from .precision import exact, wide
 from .raw import Table, copies, is_table
 from .rules import KEEPS, RULES, tokens
@@ -90,65 +90,39 @@ class Call:
 
 
 class _Tap(torch.autograd.Function):
+    """Outputs of a layer, or of a module that the fallback replays; `report(kept, gradients)` follows on the way back."""
+
     @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, root: Tensor, recorder: "Recorder", claim: Claim, local_name: str, *kept: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(*kept)
-        ctx.recorder, ctx.claim, ctx.local_name = recorder, claim, local_name
+    def forward(ctx: Any, root: Tensor, report: "Report", num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors[num_outputs:])
+        ctx.report = report
         # Not `view_as`: the caller may write into a layer's output in place, since no rule reads it. Where the layer itself or
         # the next one has kept it, torch's write counter, which both share, refuses the backward.
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept = [tensor.detach() for tensor in ctx.saved_tensors]
-        x = kept[0] if kept else None
-        ctx.recorder.report(Call(ctx.claim, ctx.local_name, x, gradients[0].detach(), tuple(kept[1:])))
-        return gradients[0], *[None] * (4 + len(kept))
-
-
-class _WholeTap(torch.autograd.Function):
-    """As `_Tap`, around a module with any number of outputs that the fallback replays."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, root: Tensor, recorder: "Recorder", claim: Claim, replay: Replay, num_outputs: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors[num_outputs:])
-        ctx.recorder, ctx.claim, ctx.replay = recorder, claim, replay
         return tuple(output.detach() for output in tensors[:num_outputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # read once: under activation checkpointing it is recomputed
-        ctx.recorder.report_whole(ctx.claim, ctx.replay, inputs, gradients)
-        return None, None, None, None, None, *gradients, *[None] * len(inputs)
+        # Read once: under activation checkpointing it is recomputed.
+        kept = [tensor.detach() for tensor in ctx.saved_tensors]
+        ctx.report(kept, [g.detach() for g in gradients])
+        return None, None, None, *gradients, *[None] * len(kept)
 
 
-@dataclass
-class Forward:
+Report = Callable[[list[Tensor], list[Tensor]], None]
+
+
+class Forward(NamedTuple):
     """A forward that can be differentiated.
 
     Attributes:
         loss_B: detached.
         num_calls: parameter name -> number of calls of its layers.
-        num_backwards: how many are left.
+        backward: hands every call to a sink as soon as its gradient is known, last layer first.
     """
 
-    recorder: "Recorder"
     loss_B: Tensor
     num_calls: Mapping[str, int]
-    loss: Tensor
-    num_backwards: int
-
-    def backward(self, sink: Callable[[Call], None]) -> None:
-        """Hands every call to `sink` as soon as its gradient is known, last layer first."""
-        self.num_backwards -= 1
-        self.recorder.sink, root = sink, self.recorder.root
-        assert root is not None
-        with torch.enable_grad(), plain_words():
-            torch.autograd.grad(self.loss, [root], retain_graph=self.num_backwards > 0, allow_unused=True)
+    backward: Callable[[Callable[[Call], None]], None]
 
 
 class Recorder:
@@ -178,7 +152,7 @@ class Recorder:
                 self._handles.append(
                     claim.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
                 )
-            elif claim.is_raw:
+            elif rule_of(claim.module) is None:
                 self._handles.append(claim.module.register_forward_pre_hook(partial(self._shadow, claim)))
                 self._handles.append(claim.module.register_forward_hook(partial(_unshadow, claim), always_call=True))
             else:
@@ -196,7 +170,7 @@ class Recorder:
     ) -> Iterator["Forward"]:
         """One forward of `task(**inputs)`; inside the context, `num_backwards` backwards of its graph are possible."""
         device = next(p.device for c in self._claims for p in c.module.parameters(recurse=False))
-        self.root = torch.zeros((), device=device, requires_grad=True)
+        self.root = root = torch.zeros((), device=device, requires_grad=True)
         self._batch_size = batch_size
         self._num_calls.clear()
         try:
@@ -226,38 +200,39 @@ class Recorder:
                         "another micro-batch of the same shapes: how often must not depend on the examples; call it as often for "
                         "all, and mask"
                     )
-                yield Forward(self, loss_B.detach(), num_calls, loss, num_backwards)
+
+                def backward(sink: Callable[[Call], None]) -> None:
+                    nonlocal num_backwards
+                    num_backwards -= 1
+                    self.sink = sink
+                    with torch.enable_grad(), plain_words():
+                        torch.autograd.grad(loss, [root], retain_graph=num_backwards > 0, allow_unused=True)
+
+                yield Forward(loss_B.detach(), num_calls, backward)
         finally:
             self.root = self.sink = None
             self._inside.clear()
             for claim in self._claims:
                 _unshadow(claim)
 
-    def report(self, call: Call) -> None:
-        """A tap saw its gradient."""
-        sink = self._required_sink(call.claim)
-        with torch.no_grad(), exact(call.output_gradient.device):
-            sink(call)
-
-    def _required_sink(self, claim: Claim) -> Callable[[Call], None]:
+    def report(self, call: Call, replay: Replay | None = None, gradients: Sequence[Tensor] = ()) -> None:
+        """A tap saw its gradient, or those of the outputs of a module that covers parameters, which is replayed then."""
         if self.sink is None:
             raise PrivacyConfigError(
-                f"the forward differentiates through layer {claim.path or 'root'} (torch.autograd.grad inside the model), "
+                f"the forward differentiates through layer {call.claim.path or 'root'} (torch.autograd.grad inside the model), "
                 "which per-example clipping cannot follow; freeze the layer, or let the forward differentiate around it"
             )
-        return self.sink
-
-    def report_whole(self, claim: Claim, replay: Replay, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """The tap of a module that covers parameters saw the gradients of its outputs."""
-        self._required_sink(claim)
-        root, self.root = self.root, None  # hooks are off inside
-        try:
-            written = replay.gradients([x.detach() for x in inputs], [g.detach() for g in gradients])
-        finally:
-            self.root = root
-        with torch.no_grad():
-            norms = [torch.linalg.vector_norm(wide(g).flatten(1), dim=1) for g in written.values()]
-        self.report(Call(claim, "", None, torch.stack(norms, 1), written=written))
+        if replay is not None:
+            root, self.root = self.root, None  # hooks are off inside
+            try:
+                written = replay.gradients(call.kept, gradients)
+            finally:
+                self.root = root
+        with torch.no_grad(), exact(call.output_gradient.device):
+            if replay is not None:
+                norms = [torch.linalg.vector_norm(wide(g).flatten(1), dim=1) for g in written.values()]
+                call = replace(call, kept=(), output_gradient=torch.stack(norms, 1), written=written)
+            self.sink(call)
 
     def _enter(self, claim: Claim, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.root is None:
@@ -282,10 +257,9 @@ class Recorder:
         if output is None:  # the forward has raised an error
             return None
         given, names = (args, kwargs), list(claim.parameters.values())
-        what = f"{claim.path or 'the model'} ({type(module).__name__}) is differentiated per example as a whole"
         inputs, outputs = tensors_of(given), tensors_of(output)
         if any(versions.get(id(x)) != x._version for x in inputs):
-            raise Uncovered(f"{what}, but something writes in place to what it was called with", names)
+            raise Uncovered(f"{claim.where}, but something writes in place to what it was called with", names)
         dims = claim.plan.places[claim.path].get(form_of(given), ())
         sized = zip([*inputs, *outputs], dims, strict=False)
         if len(dims) != len(inputs) + len(outputs) or any(
@@ -293,27 +267,23 @@ class Recorder:
             for x, d in sized
         ):
             raise Uncovered(
-                f"{what}, but was called in another way than in the self-check, or with another number of examples",
+                f"{claim.where}, but was called in another way than in the self-check, or with another number of examples",
                 names,
             )
         places = dims[len(inputs) :]
         chosen = [y for y, d in zip(outputs, places, strict=True) if d != -1]
         device = chosen[0].device.type
         inputs = [x.detach() for x in inputs]
-        replay = Replay(
-            module,
-            claim.path,
-            tuple(claim.parameters),
-            numbered(given),
-            dims,
-            len(inputs),
-            tuple(y.detach().clone() for y in chosen) if self.compares else (),
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
-            tuple(m.training for m in module.modules()),
-            claim.plan.ways,
-        )
+        recorded = tuple(y.detach().clone() for y in chosen) if self.compares else ()
+        autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        modes = tuple(m.training for m in module.modules())
+        replay = Replay(claim, numbered(given), dims, len(inputs), recorded, autocast, modes)
         self._num_calls.update(names)
-        tapped = iter(_WholeTap.apply(self.root, self, claim, replay, len(chosen), *chosen, *inputs))  # type: ignore[no-untyped-call]
+
+        def report(kept: list[Tensor], gradients: list[Tensor]) -> None:
+            self.report(Call(claim, "", None, gradients[0], tuple(kept)), replay, gradients)
+
+        tapped = iter(_Tap.apply(self.root, report, len(chosen), *chosen, *inputs))  # type: ignore[no-untyped-call]
         place = iter(places)
         return mapped(output, lambda y: y if next(place) == -1 else next(tapped))
 
@@ -324,9 +294,12 @@ class Recorder:
         return replace(claim, parameters=left) if covered else claim
 
     def _tap(self, output: Tensor, claim: Claim, local_name: str, *kept: Tensor) -> Tensor:
-        assert self.root is not None
         self._num_calls.update([claim.parameters[local_name]] if local_name else claim.parameters.values())
-        tapped: Tensor = _Tap.apply(output, self.root, self, claim, local_name, *kept)  # type: ignore[no-untyped-call]  # torch's
+
+        def report(kept: list[Tensor], gradients: list[Tensor]) -> None:
+            self.report(Call(claim, local_name, kept[0] if kept else None, gradients[0], tuple(kept[1:])))
+
+        tapped: Tensor = _Tap.apply(self.root, report, 1, output, *kept)[0]  # type: ignore[no-untyped-call]  # torch's
         return tapped
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
@@ -390,7 +363,8 @@ class Recorder:
         if self.root is None:
             return
         left = self._left(claim).parameters
-        refuse_unsupported(module, claim.path, is_covered=not left)
+        if reason := mixing_reason(module) or (reason_without_rule(module) if left else None):
+            raise PrivacyConfigError(refusal(module, claim.path, reason))
         for local, name in left.items():
             parameter = module._parameters[local]
             assert parameter is not None
@@ -435,6 +409,6 @@ def plain_words() -> Iterator[None]:
 
 
 def _unshadow(claim: Claim, *_hook_arguments: Any) -> None:
-    if claim.is_raw:
+    if rule_of(claim.module) is None:
         for local in claim.parameters:
             claim.module.__dict__.pop(local, None)

@@ -23,7 +23,6 @@ from .contributions import (
     Dense,
     OuterProducts,
     Rows,
-    dense_sum_over_tokens,
     gram,
     sum_over_tokens,
 )
@@ -38,39 +37,40 @@ Keep = Callable[[nn.Module, Sequence[Any], Tensor], tuple[Tensor, ...]]
 RULES: dict[type[nn.Module], Rule] = {}
 KEEPS: dict[type[nn.Module], Keep] = {}
 
-_LAZY: dict[tuple[str, str], tuple[Rule, Keep | None]] = {}
+_LAZY: dict[str, tuple[Rule, Keep | None]] = {}
 
 
-def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
+def rule(*kinds: type[nn.Module] | str, keep: Keep | None = None) -> Callable[[Rule], Rule]:
     """Registers `function(module, x, g) -> {local parameter name: contribution}` for these types, not their subclasses.
 
     x is the first input of the call, (B, ...); g the gradient with respect to its output, (B, ...). The rule may name
     parameters that are frozen: they are left out.
+
+    Args:
+        kinds: classes; "module:Class" for one that is not imported here, which counts as soon as somebody else has imported it.
+        keep: for a rule that needs more than x and g.
     """
 
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(kinds, function))
-        return function
-
-    return register
-
-
-def lazy_rule(module_name: str, class_name: str, *, keep: Keep | None = None) -> Callable[[Rule], Rule]:
-    """Like `rule`, for a class that is not imported here: it counts as soon as somebody else has imported its module."""
-
-    def register(function: Rule) -> Rule:
-        _LAZY[module_name, class_name] = function, keep
+        for kind in kinds:
+            if isinstance(kind, str):
+                _LAZY[kind] = function, keep
+            else:
+                RULES[kind] = function
+                if keep is not None:
+                    KEEPS[kind] = keep
         return function
 
     return register
 
 
 def register_lazily() -> None:
-    """Looks for the classes of `lazy_rule` among the imported modules; a rule that was registered by hand stays."""
-    for (module_name, class_name), (function, keep) in _LAZY.items():
+    """Looks for the classes that `rule` was given by name among the imported modules; a rule for the class itself stays."""
+    for name, (function, keep) in _LAZY.items():
+        module_name, _, class_name = name.partition(":")
         kind = getattr(sys.modules.get(module_name), class_name, None)
-        if kind is not None and RULES.setdefault(kind, function) is function and keep is not None:
-            KEEPS[kind] = keep
+        if kind is not None and kind not in RULES:
+            rule(kind, keep=keep)(function)
 
 
 def require_batch(module: nn.Module, x: Tensor, dims: int) -> None:
@@ -92,18 +92,21 @@ def linear(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
     """y_t = W a_t + b. weight (p, d): sum_t g_t (x) a_t; bias (p,): sum_t g_t. x (B, ..., d), g (B, ..., p)."""
     require_batch(module, x, 2)
     a_BTd, g_BTp = tokens(x), tokens(g)
-    out: dict[str, Contribution] = {"weight": OuterProducts(a_BTd, g_BTp)}
-    if getattr(module, "bias", None) is not None:
-        out["bias"] = dense_sum_over_tokens(g_BTp)
-    return out
+    return _with_bias(module, OuterProducts(a_BTd, g_BTp), g_BTp)
 
 
-@lazy_rule("transformers.pytorch_utils", "Conv1D")
+def _with_bias(module: nn.Module, weight: Contribution, g_BTp: Tensor) -> dict[str, Contribution]:
+    """A layer's bias, if it has one, receives sum_t g_t."""
+    has_bias = getattr(module, "bias", None) is not None
+    return {"weight": weight, **({"bias": Dense(sum_over_tokens(g_BTp))} if has_bias else {})}
+
+
+@rule("transformers.pytorch_utils:Conv1D")
 def transposed_linear(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
     """GPT-2's layer: weight (d, p), y_t = a_t W + b, so that input and output gradient change places."""
     require_batch(module, x, 2)
     a_BTd, g_BTp = tokens(x), tokens(g)
-    return {"weight": OuterProducts(g_BTp, a_BTd), "bias": dense_sum_over_tokens(g_BTp)}
+    return {"weight": OuterProducts(g_BTp, a_BTd), "bias": Dense(sum_over_tokens(g_BTp))}
 
 
 @rule(nn.Embedding)
@@ -177,10 +180,7 @@ def convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contributi
         x = F.pad(x, both_sides, "constant" if module.padding_mode == "zeros" else module.padding_mode)
     patches_BTd = _unfolded(module, x)
     g_BTp = g.flatten(2).transpose(1, 2)
-    out = {"weight": _by_group(module, patches_BTd, g_BTp)}
-    if module.bias is not None:
-        out["bias"] = dense_sum_over_tokens(g_BTp)
-    return out
+    return _with_bias(module, _by_group(module, patches_BTd, g_BTp), g_BTp)
 
 
 @rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -194,10 +194,8 @@ def transposed_convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str,
     require_batch(module, x, n + 2)
     padding = [int(size) for size in module.padding]
     patches_BTp = _unfolded(module, F.pad(g, [size for size in reversed(padding) for _ in range(2)]), x.shape[2:])
-    out = {"weight": _by_group(module, patches_BTp, x.flatten(2).transpose(1, 2))}
-    if module.bias is not None:
-        out["bias"] = dense_sum_over_tokens(g.flatten(2).transpose(1, 2))
-    return out
+    weight = _by_group(module, patches_BTp, x.flatten(2).transpose(1, 2))
+    return _with_bias(module, weight, g.flatten(2).transpose(1, 2))
 
 
 def _unfolded(module: nn.modules.conv._ConvNd, x: Tensor, places: Sequence[int] | None = None) -> Tensor:
@@ -240,7 +238,7 @@ def keep_for_vocabulary_head(module: nn.Module, inputs: Sequence[Tensor], output
     return inputs[1], output[..., 0].detach(), *(p.detach().clone() for p in (weight_VD, bias_V) if p is not None)
 
 
-@lazy_rule("models.vocabulary_head", "VocabularyHead", keep=keep_for_vocabulary_head)
+@rule("models.vocabulary_head:VocabularyHead", keep=keep_for_vocabulary_head)
 def vocabulary_head(module: nn.Module, x: Tensor, g: Tensor, *kept: Tensor) -> dict[str, Contribution]:
     """weight (V, d), bias (V,). Called for scores, it is a Linear; with targets x is (B, T, d) and g is (B, T, 2).
 

@@ -25,7 +25,10 @@ The check must not pass for lack of a gradient. Examples must differ, weights ne
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
 """
 
+import inspect
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -39,14 +42,15 @@ from torch.overrides import TorchFunctionMode
 from ..errors import PrivacyConfigError
 from .accumulators import EXAMPLES_PER_PART, EXAMPLES_PER_SUM
 from .checked import (
+    PASSED,
     Inputs,
     NotTaken,
+    Passed,
     Task,
     among_neighbours,
     changes,
     compare_losses,
     must_take,
-    note_passed,
     nothing_is_small,
     shortened,
     structure,
@@ -54,7 +58,7 @@ from .checked import (
 )
 from .clipped_sum import ClippedSum, Mode
 from .compiled import compiled_weights
-from .coverage import raw_parameters
+from .coverage import rule_of
 from .fallback import Fallback, Places, Uncovered, places_of, plan_of
 from .functions import ClippingFunction
 from .precision import exact
@@ -123,8 +127,19 @@ def check_against_autograd(
             example asks; or the inputs or dtypes do not do.
     """
     task = task or model
-    made_up, plan = _different(inputs), plan_of(model)
-    plan.start(fallback)
+    sizes = {name: len(x) for name, x in inputs.items()}
+    if len(set(sizes.values())) != 1 or min(sizes.values()) < 2:
+        raise PrivacyConfigError(
+            f"the self-check needs two or more made-up examples, the same number in each input: {sizes}"
+        )
+    made_up = {name: x[:MOST_EXAMPLES] for name, x in inputs.items()}
+    for j, i in itertools.combinations(range(len(next(iter(made_up.values())))), 2):
+        if all(torch.equal(x[i], x[j]) for x in made_up.values()):
+            raise PrivacyConfigError(
+                f"the made-up examples {j} and {i} are equal, so the self-check could not tell one's gradient from the "
+                "other's: make up examples that differ"
+            )
+    plan_of(model).start(fallback)
     put_away(model)
     before = structure(model, task)
     with whole(model), nothing_is_small(model):
@@ -141,7 +156,9 @@ def check_against_autograd(
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
             with untouched(model, task) as restore:
                 _by_groups(model, lambda: _among_neighbours(model, task, made_up, restore, is_wide=False))
-    note_passed(model, task, made_up, before, moved)
+    reference = weakref.WeakMethod(task) if inspect.ismethod(task) else weakref.ref(task)
+    made_up = {name: x.detach().clone() for name, x in made_up.items()}
+    PASSED.setdefault(model, []).append(Passed(before, moved, reference, made_up, set()))
 
 
 def check_at_size(
@@ -312,7 +329,8 @@ def _check(
         except PrivacyConfigError as error:
             # Copies of what a model reads itself are wrong for it where it raises an error, where losses or gradients change (its
             # norm, its length, rows by number). Then the fallback tries; a model that mixes examples is refused all the same.
-            plan, raw = plan_of(model), raw_parameters(model)
+            plan, by_themselves = plan_of(model), {p for p, m in model.named_modules() if rule_of(m) is None}
+            raw = [n for n, p in model.named_parameters() if p.requires_grad and n.rpartition(".")[0] in by_themselves]
             names = error.names if isinstance(error, Uncovered) else [*raw, *plan.shared]
             if not isinstance(error, Uncovered | NotTaken):  # no copies are left where the fallback is
                 names = [n for n in names if n not in plan.covers]
@@ -443,24 +461,6 @@ def _precision(model: nn.Module, task: Task, inputs: Inputs, dtype: torch.dtype 
     except Exception:  # kernels without float64, dtypes that the model wrote down: anything may be raised
         return None
     return torch.float32 if watch.seen else torch.float64
-
-
-def _different(inputs: Mapping[str, Tensor]) -> Inputs:
-    """The examples to look at."""
-    sizes = {name: len(x) for name, x in inputs.items()}
-    if len(set(sizes.values())) != 1 or min(sizes.values()) < 2:
-        raise PrivacyConfigError(
-            f"the self-check needs two or more made-up examples, the same number in each input: {sizes}"
-        )
-    made_up = {name: x[:MOST_EXAMPLES] for name, x in inputs.items()}
-    for i in range(len(next(iter(made_up.values())))):
-        for j in range(i):
-            if all(torch.equal(x[i], x[j]) for x in made_up.values()):
-                raise PrivacyConfigError(
-                    f"the made-up examples {j} and {i} are equal, so the self-check could not tell one's gradient from the "
-                    "other's: make up examples that differ"
-                )
-    return made_up
 
 
 def _truth(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> Found:

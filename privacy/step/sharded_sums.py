@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..clipping.accumulators import Grid, RowCount, Slot, Total, Unit, real
+from ..clipping.accumulators import Accumulator, Grid, Slot, Total, Unit, real
 from . import collectives
 from .engine import GradShard, Piece, ShardLayout, runs, split
 
@@ -51,7 +51,7 @@ class _Bucket:
         return runs(whole, [rank * self.part, (rank + 1) * self.part])[0]
 
 
-class ShardedSums:
+class ShardedSums(Accumulator):
     """See the module docstring, and `privacy.clipping.accumulators.Accumulator` for the methods."""
 
     leaves_process = True
@@ -63,25 +63,21 @@ class ShardedSums:
         device: torch.device,
         bucket_coordinates: int = BUCKET_COORDINATES,
     ) -> None:
-        self._device, self._grid = device, grid
-        self._dtype = torch.float64 if grid.layout == "float64" else torch.int64
         self._world_size = collectives.world_size()
         self._buckets = [
             _Bucket({name: shapes[name] for name in names}, self._world_size)
             for names in bucket_names(shapes, bucket_coordinates)
         ]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.shapes}
-        self._kept: list[Tensor] = []
         self._next = 0
-        self.unit: Unit | None = None
-        self.zero_(None)
+        super().__init__(shapes, grid, device)
 
     def zero_(self, unit: Unit | None) -> None:
-        self.unit, self._rows = unit, RowCount(self._grid)
-        self._kept = [torch.zeros(b.part, dtype=self._dtype, device=self._device) for b in self._buckets]
+        super().zero_(unit)
+        self._kept = [torch.zeros(b.part, dtype=self.sum_dtype, device=self.device) for b in self._buckets]
 
     def start(self, num_rows: int) -> None:
-        self._rows.add(num_rows)
+        super().start(num_rows)
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting, bucket.sums = set(bucket.shapes), None
@@ -89,7 +85,7 @@ class ShardedSums:
     def slot(self, name: str) -> Slot:
         bucket = self._bucket_of[name]
         if bucket.sums is None:
-            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self._dtype, device=self._device)
+            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self.sum_dtype, device=self.device)
         start, shape = bucket.starts[name], bucket.shapes[name]
         return Slot(Total(bucket.sums[start : start + shape.numel()], unit=self.unit))
 
@@ -105,7 +101,7 @@ class ShardedSums:
     def _reduce_next(self) -> None:
         bucket, total = self._buckets[self._next], self._kept[self._next]
         if bucket.sums is None:
-            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self._dtype, device=self._device)
+            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self.sum_dtype, device=self.device)
         part = torch.empty_like(total)
         collectives.reduce_scatter_sum(part, bucket.sums.view(self._world_size, bucket.part))
         bucket.sums = None
@@ -118,8 +114,8 @@ class ShardedSums:
         In fp64; in int64 where there is no unit, in certified arithmetic.
         """
         rank = collectives.rank()
-        kind = self._dtype if self.unit is None else torch.float64
-        owned = torch.empty(layout.count(rank), dtype=kind, device=self._device)
+        kind = self.sum_dtype if self.unit is None else torch.float64
+        owned = torch.empty(layout.count(rank), dtype=kind, device=self.device)
         places = [_Places(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
             outgoing = [[s.source for s in p.overlaps(bucket.pieces(rank))] for p in places]

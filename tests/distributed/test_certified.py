@@ -19,9 +19,9 @@ from privacy.plan_request import PlanRequest
 from privacy.step import collectives
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
-from privacy.step.step import Mechanism, train_step
+from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_engines import MICRO_BATCH, NoLedger, build, pairs, tiny_captioner
+from tests.distributed.test_engines import MICRO_BATCH, a_mechanism, build, micro_batches, pairs, tiny_captioner
 from trainer.run.clipping_mode import require_same_integers
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
@@ -44,15 +44,9 @@ def certified_plan() -> PrivacyPlan:
 
 def dealt(order: list[int]) -> list[Batch]:
     """This rank's micro-batches of equal size, the last of which are padding."""
-    rank, world_size, inputs = collectives.rank(), collectives.world_size(), pairs(NUM_EXAMPLES)
-    mine = order[rank::world_size]
-    batches = []
-    for first in range(0, -(-NUM_EXAMPLES // world_size) + MICRO_BATCH, MICRO_BATCH):
-        rows = mine[first : first + MICRO_BATCH]
-        padding = MICRO_BATCH - len(rows)
-        part = {k: torch.cat([v[rows], torch.zeros_like(v[:padding])]) for k, v in inputs.items()}
-        batches.append(Batch(part, torch.tensor([False] * len(rows) + [True] * padding)))
-    return batches
+    parts = [order[rank :: collectives.world_size()] for rank in range(collectives.world_size())]
+    inputs = {name: x[list(itertools.chain(*parts))] for name, x in pairs(NUM_EXAMPLES).items()}
+    return micro_batches(inputs, tuple(map(len, parts)))
 
 
 def rank_everything(device: torch.device) -> tuple[Any, Any, Any]:
@@ -101,17 +95,11 @@ def alone() -> dict[str, Tensor]:
     return {name: total.flatten() for name, total in clipped.sums()}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_sums_of_all_engines_are_equal_to_the_last_bit(world_size: int) -> None:
-    require_equal_sums(run_ranks(f"{__name__}:rank_sums", world_size, cases=ENGINES, seed=world_size))
-
-
-def test_sums_are_equal_to_the_last_bit(two_ranks: list[Any]) -> None:
-    require_equal_sums([sums for sums, _, _ in two_ranks])
-
-
-def require_equal_sums(ranks: list[dict[Any, Sums]]) -> None:
+@pytest.mark.parametrize("world_size", [None, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 2, 4))])
+def test_sums_of_all_engines_are_equal_to_the_last_bit(world_size: int | None, two_ranks: list[Any]) -> None:
+    ranks = [sums for sums, _, _ in two_ranks]
+    if world_size is not None:
+        ranks = run_ranks(f"{__name__}:rank_sums", world_size, cases=ENGINES, seed=world_size)
     expected = alone()
     assert all(total.any() for total in expected.values())
     for case in ranks[0]:
@@ -153,31 +141,18 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
             step(shards, **rest)
 
         engine.step = watched
-        mechanism = Mechanism(
-            plan=plan,
-            clipped=clipped,
-            engine=engine,
-            task=engine.module,
-            ledger=NoLedger(),
-            noise=noise,
-            learning_rate=lambda step: 1e-3,
-            note_charge=lambda step: None,
-        )
+        mechanism = a_mechanism(engine, clipped, noise, 0.5, NUM_EXAMPLES)
+        mechanism.plan = plan
         train_step(mechanism, 1, iter(dealt(list(range(NUM_EXAMPLES)))))
         found[case] = sums, noise.draws, arrived
     return found
 
 
-@pytest.mark.full
-def test_every_engine_gets_whole_numbers_that_were_noised_once() -> None:
-    require_noised_once(run_ranks(f"{__name__}:rank_noised", 2, cases=ENGINES))
-
-
-def test_each_owner_adds_whole_numbers_once_and_then_divides(two_ranks: list[Any]) -> None:
-    require_noised_once([noised for _, noised, _ in two_ranks])
-
-
-def require_noised_once(ranks: list[dict[Any, Any]]) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_each_owner_adds_whole_numbers_once_and_then_divides(every: bool, two_ranks: list[Any]) -> None:
+    ranks = [noised for _, noised, _ in two_ranks]
+    if every:
+        ranks = run_ranks(f"{__name__}:rank_noised", 2, cases=ENGINES)
     lattice = certified_plan().lattice
     assert lattice is not None
     every: list[Tensor] = []

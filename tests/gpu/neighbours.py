@@ -5,21 +5,19 @@ from collections.abc import Iterator
 from privacy.releases import SENSITIVITY_SLACK
 from tests.gpu.checks import Check, Setting
 from tests.privacy.clipping import neighbours, test_rounding
-from tests.privacy.clipping.magnitudes import norms
 
 SEARCHES = {
     "neighbours, sums, {:,} pairs": neighbours.sums,
     "neighbours, climb, {:,} pairs": neighbours.climb,
-    "norms at any magnitude, {:,} examples": norms,
+    "norms at any magnitude, {:,} examples": test_rounding.norms,
 }
 
 
 def checks(setting: Setting) -> Iterator[Check]:
     limit = f"at most C (1 + {SENSITIVITY_SLACK:g})"
-    with setting.device:  # the searches make their tensors on the default device
-        for case in setting.choose(test_rounding.CASES, test_rounding.CASES[:2]):
-            size = test_rounding.moved(case)
-            yield Check(f"neighbours, {case}", size <= 1 + SENSITIVITY_SLACK, size, limit)
+    for case in setting.choose(test_rounding.CASES, test_rounding.CASES[:2]):
+        size = test_rounding.moved(case, setting.device)
+        yield Check(f"neighbours, {case}", size <= 1 + SENSITIVITY_SLACK, size, limit)
     for title, search in SEARCHES.items():
         found = list(search(setting.device, "gpu", setting.choose(20_000, 200)))
         worst, pairs = max(found, key=lambda one: one.size), sum(one.pairs for one in found)

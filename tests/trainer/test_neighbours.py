@@ -1,5 +1,7 @@
 """A start tries a micro-batch of training's own size and dtype, and refuses on all ranks what mixes examples there."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,14 +11,6 @@ from torch import Tensor, nn
 from privacy.errors import PrivacyConfigError
 from privacy.step import collectives
 from privacy.step.engine import require_neighbours_apart
-
-
-class PlainEngine:
-    """As much of an engine as the check needs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.device, self.compute_dtype = torch.device("cpu"), torch.float32
 
 
 class Mixing(nn.Module):
@@ -31,6 +25,11 @@ class Mixing(nn.Module):
         return h.sin().sum(1)
 
 
+def engine_of(size: int, dtype: torch.dtype, own: torch.dtype = torch.float32) -> Any:
+    """As much of an engine as the check needs."""
+    return SimpleNamespace(module=Mixing(size, dtype).to(own), device=torch.device("cpu"), compute_dtype=own)
+
+
 def inputs(count: int) -> dict[str, Tensor]:
     return {"x": torch.randn(count, 4, generator=torch.Generator().manual_seed(0))}
 
@@ -43,24 +42,21 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_mixes_at_the_size_and_dtype_of_training_is_refused(dtype: torch.dtype) -> None:
     for mixes_in in (torch.float32, torch.bfloat16):
-        engine: Any = PlainEngine(Mixing(12, mixes_in).to(dtype))
-        engine.compute_dtype = dtype
+        engine = engine_of(12, mixes_in, dtype)
         require_neighbours_apart(engine, engine.module, inputs, 11)
-        if mixes_in == dtype:
-            with pytest.raises(PrivacyConfigError, match="in micro-batches of 12 examples"):
-                require_neighbours_apart(engine, engine.module, inputs, 12)
-        else:
+        found = pytest.raises(PrivacyConfigError, match="in micro-batches of 12 examples")
+        with found if mixes_in == dtype else nullcontext():
             require_neighbours_apart(engine, engine.module, inputs, 12)
 
 
 def test_a_micro_batch_that_is_cut_into_parts_is_tried_as_a_part() -> None:
-    engine: Any = PlainEngine(Mixing(1024, torch.float32))
+    engine = engine_of(1024, torch.float32)
     with pytest.raises(PrivacyConfigError, match="in micro-batches of 1024 examples"):
         require_neighbours_apart(engine, engine.module, inputs, 3000)
 
 
 def test_what_another_rank_finds_is_refused_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "gather_objects", lambda mine: [mine, (None, "the other rank says so", None)])
-    engine: Any = PlainEngine(Mixing(12, torch.float32))
+    engine = engine_of(12, torch.float32)
     with pytest.raises(PrivacyConfigError, match="the other rank says so"):
         require_neighbours_apart(engine, engine.module, inputs, 11)

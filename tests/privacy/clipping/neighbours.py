@@ -7,7 +7,7 @@ bound of its own, since a kernel adds up every entry by itself.
 The sum with x is compared with the sum without it, x zeroed in its place or left out with the rows behind it closed up. In a lane
 no example contributes more than C, which exact arithmetic on the same weights says, so neither may the two sums differ by more.
 `sums` draws values that cross a power of two at x, fall between two numbers, cancel over tokens, or are random; `climb` changes
-those of the worst lanes again and again. magnitudes.py looks for norms that read low.
+those of the worst lanes again and again. test_rounding.py looks for norms that read low, too.
 
 Sums lie on a grid whose step h follows C, so a coordinate may move by h more than its lane says: one rounding changes with
 x. Where rows close up, every micro-batch behind x may round anew. Whole vectors have no such allowance: h is part of the slack.
@@ -334,34 +334,33 @@ def whole(clipped: ClippedSum) -> Tensor:
 
 
 def sums(
-    device: torch.device, seed: str, num_pairs: int, accumulator: type | None = None, draw: Draw = draw_construction
+    device: torch.device,
+    seed: str,
+    num_pairs: int,
+    accumulator: type | None = None,
+    draw: Draw = draw_construction,
+    rounds: int = 1,
 ) -> Iterator[Found]:
-    """Constructions drawn at random until they hold `num_pairs` pairs."""
+    """Constructions drawn at random until they hold `num_pairs` pairs.
+
+    Args:
+        rounds: of hill climbing, if more than one: the worst quarter of a construction's lanes is kept, and the others become
+            changed copies of it.
+    """
     rng = random.Random(seed)
     for rule in itertools.cycle(RULES):
         of = draw(rng, rule)
-        sizes = sizes_of(of, draw_values(of, rng), device, accumulator)
-        num_pairs -= sizes.numel()
-        yield Found(float(sizes.nan_to_num(torch.inf).max()), sizes.numel(), (of.rule, of.dtype), of)
-        if num_pairs <= 0:
-            return
-
-
-def climb(
-    device: torch.device, seed: str, num_pairs: int, accumulator: type | None = None, draw: Draw = draw_construction
-) -> Iterator[Found]:
-    """Hill climbing: the worst quarter of a construction's lanes is kept, and the others become changed copies of it."""
-    rng = random.Random(seed)
-    for rule in itertools.cycle(RULES):
-        of = replace(draw(rng, rule), function="flat", bound=None)
-        generator = torch.Generator().manual_seed(rng.getrandbits(63))
-        values = draw_values(of, rng)
-        for _ in range(12):
+        if rounds > 1:
+            of = replace(of, function="flat", bound=None)
+        generator, values = torch.Generator().manual_seed(rng.getrandbits(63)), draw_values(of, rng)
+        for turn in range(rounds):
             sizes = sizes_of(of, values, device, accumulator)
             num_pairs -= sizes.numel()
             yield Found(float(sizes.nan_to_num(torch.inf).max()), sizes.numel(), (of.rule, of.dtype), of)
             if num_pairs <= 0:
                 return
+            if turn == rounds - 1:
+                break
             best = values[:, :, sizes.amax(0).argsort(descending=True)[: LANES // 4]]
             others = best.repeat(1, 1, 3)
             change = torch.rand(others.shape, generator=generator) < rng.choice([0.02, 0.1, 0.5])
@@ -369,6 +368,11 @@ def climb(
             factor = factors[torch.randint(len(factors), others.shape, generator=generator)]
             values = torch.cat([best, torch.where(change, others * factor, others)], 2)
             values = of.stored(values)
+
+
+def climb(*of: Any, **how: Any) -> Iterator[Found]:
+    """As `sums`, and twelve rounds of hill climbing from each construction."""
+    return sums(*of, **how, rounds=12)
 
 
 # Products as CUDA's kernels add them up, for machines without one

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
+from privacy.clipping.functions import ClippingFunction
 
 
 def summed(
@@ -50,15 +51,39 @@ def norm(gradients: Mapping[str, Tensor]) -> float:
 
 
 def clipped_sum(
-    model: nn.Module, task: Callable[..., Tensor], inputs: Mapping[str, Tensor], max_grad_norm: float
+    model: nn.Module,
+    task: Callable[..., Tensor],
+    inputs: Mapping[str, Tensor],
+    max_grad_norm: float,
+    *,
+    function: Callable[[list[str], float], ClippingFunction] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """sum_i g_i min(1, C / |g_i|), accumulated in the dtype of the gradients as a plain loop would."""
+    """sum_i g_i min(1, C / |g_i|), or with the weights of another function for each group of parameters.
+
+    Args:
+        dtype: in which it is accumulated; that of the gradients by default, as a plain loop would.
+    """
+    chosen = function and function([n for n, p in model.named_parameters() if p.requires_grad], max_grad_norm)
     total: dict[str, Tensor] = {}
     for g in per_example_gradients(model, task, inputs):
-        weight = min(1.0, max_grad_norm / max(norm(g), 1e-300))
         for name, value in g.items():
-            total[name] = total[name] + weight * value if name in total else weight * value
+            if chosen is None:
+                weight = min(1.0, max_grad_norm / max(norm(g), 1e-300))
+            else:
+                i = chosen.group_of[name]
+                of_group = norm({n: x for n, x in g.items() if chosen.group_of[n] == i})
+                weight = float(chosen.weight(torch.tensor(of_group, dtype=torch.float64), chosen.bounds[i]))
+            total[name] = total.get(name, 0) + weight * value.to(dtype)
     return total
+
+
+def error(
+    model: nn.Module, inputs: Mapping[str, Tensor], *, task: Callable[..., Tensor] | None = None, **how: Any
+) -> float:
+    """Of `summed`, relative, where clipping is active for about half of the examples; not finite where they add up to nothing."""
+    c = median_norm(model, task or model, inputs)
+    return relative_error(summed(model, inputs, c, task=task, **how), clipped_sum(model, task or model, inputs, c))
 
 
 def flat(gradients: Mapping[str, Tensor]) -> Tensor:

@@ -14,7 +14,8 @@ from privacy.errors import PrivacyConfigError
 from privacy.releases import SENSITIVITY_SLACK
 from tests.distributed.test_engines import double, pairs, tiny_captioner
 from tests.privacy.clipping import oracle
-from tests.privacy.clipping.test_sensitivity import WeightedOutput, adversarial_pairs
+from tests.privacy.clipping.neighbours import Product
+from tests.privacy.clipping.test_sensitivity import adversarial_pairs
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.2, 2.0)
 SIGMA = 1.3
@@ -118,7 +119,7 @@ def test_adaptive_clipping_is_flat_or_refused(function: object) -> None:
 def test_a_huge_micro_batch_is_taken_in_parts() -> None:
     """1.0001 half ulps each would all round up in fp32."""
     width, rows = 8, 40 * EXAMPLES_PER_PART + 3
-    model = WeightedOutput(torch.nn.Linear(1, width)).requires_grad_(False)
+    model = Product(torch.nn.Linear(1, width)).requires_grad_(False)
     model.layer.bias.requires_grad_(True)  # type: ignore[union-attr]
     scale = 63.51 / (1 << 23)
     inputs = {"x": torch.zeros(rows, 1, 1), "w": torch.full((rows, 1, width), scale)}

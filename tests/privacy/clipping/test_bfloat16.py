@@ -15,8 +15,9 @@ from privacy.clipping import ClippedSum, accumulators, contributions
 from privacy.clipping.contributions import OuterProducts
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
-from tests.privacy.clipping.test_rules import IDS, LAYERS, B, Make, Product, case, randomised
-from tests.privacy.clipping.test_sensitivity import C, WeightedOutput, cancelling, change
+from tests.privacy.clipping.neighbours import Product
+from tests.privacy.clipping.test_rules import IDS, LAYERS, B, Make, case, randomised
+from tests.privacy.clipping.test_sensitivity import C, cancelling, change
 
 MODES = ["bookkeeping", pytest.param("two_pass", marks=pytest.mark.full)]
 """Two passes read the same contributions; `make test` tries them in fp64 and fp32 (test_oracle.py, test_models.py)."""
@@ -36,14 +37,12 @@ def test_within_a_per_cent_of_the_same_gradients_summed_in_float64(
     model, inputs = case(make, x)
     model = Product(model.layer).to(torch.bfloat16)
     inputs = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
-    gradients = oracle.per_example_gradients(model, model, inputs)
-    c = sorted(oracle.norm(g) for g in gradients)[B // 2]
-    weights = [min(1.0, c / oracle.norm(g)) for g in gradients]
-    expected = {n: sum(w * g[n].double() for w, g in zip(weights, gradients, strict=True)) for n in gradients[0]}
+    c = oracle.median_norm(model, model, inputs)
+    expected = oracle.clipped_sum(model, model, inputs, c, dtype=torch.float64)
     actual = summed(model, inputs, c, mode)
     # torch's own bf16 GroupNorm over two numbers is 4 % off; ours is then compared with float64 on the same bf16 tensors.
     wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
-    exact = oracle.clipped_sum(model.double(), lambda x, w: (model.layer(x) * w).flatten(1).sum(1), wide, c)
+    exact = oracle.clipped_sum(model.double(), model, wide, c)
     reference = exact if oracle.relative_error(expected, exact) > 1e-2 else expected
     assert oracle.relative_error(actual, reference) <= 1e-2
 
@@ -79,7 +78,7 @@ def folding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def linear(d: int, p: int) -> nn.Module:
     torch.manual_seed(0)
-    return WeightedOutput(nn.Linear(d, p, bias=False)).bfloat16()
+    return Product(nn.Linear(d, p, bias=False)).bfloat16()
 
 
 def rounding_up(tokens: int, d: int, p: int, mantissa: int) -> dict[str, torch.Tensor]:
@@ -110,7 +109,7 @@ def test_the_sum_is_that_of_the_loop_up_to_the_rounding(folding: None, mode: str
     model = linear(64, 96)
     inputs = {key: value.bfloat16().expand(4, -1, -1) for key, value in cancelling(5, 64, 96, 0.0, 1).items()}
     inputs["w"] = inputs["w"] * torch.arange(1, 5)[:, None, None]
-    wide = WeightedOutput(nn.Linear(64, 96, bias=False)).double()
+    wide = Product(nn.Linear(64, 96, bias=False)).double()
     wide.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
     expected = oracle.clipped_sum(wide, wide, {key: value.double() for key, value in inputs.items()}, C)
     error = oracle.relative_error(oracle.summed(model, inputs, C, mode=mode), expected)

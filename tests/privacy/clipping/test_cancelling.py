@@ -33,17 +33,15 @@ def example(width: int, *, words: bool = False) -> tuple[nn.Module, dict[str, Te
     model = Scores(width, words=words).double()
     x = torch.randint(6, (10, 5)) if words else torch.randn(10, 5, 2).double()
     inputs = {"x": x, "y": torch.randint(0, 5, (10,))}
-    gradients = [oracle.clipped_sum(model, model, {n: v[i : i + 1] for n, v in inputs.items()}, 1e9) for i in range(10)]
-    return model, inputs, [float(torch.cat([g.flatten() for g in each.values()]).norm()) for each in gradients]
+    return model, inputs, [oracle.norm(g) for g in oracle.per_example_gradients(model, model, inputs)]
 
 
 def contribution(model: nn.Module, inputs: dict[str, Tensor], row: int, bound: float, mode: Mode) -> tuple[float, int]:
     """(length of what one example adds, whether it is counted as cancelled)."""
     total = ClippedSum(model, bound, mode=mode, self_check=False)
     stats = total.add_micro_batch(model, inputs, torch.arange(10) != row)
-    length = float(torch.cat([value.flatten() for _, value in total.sums()]).norm())
     total.detach()
-    return length, int(stats.num_cancelled)
+    return oracle.norm(dict(total.sums())), int(stats.num_cancelled)
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from models.captioner import build_captioner
-from models.config import captioner_config
 from privacy.clipping import certified_sum
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.functions import FUNCTIONS, ClippingFunction
 from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
+from tests.distributed.test_engines import pairs, tiny_captioner
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_oracle import tiny
 
@@ -59,17 +58,7 @@ def test_the_sum_is_that_of_clipping(name: str, tied: bool) -> None:
     c = oracle.median_norm(model, model, inputs)
     grid = Lattice.of(c, 1 << 16, 1.0)
     actual = {n: x.double() * 2.0**-grid.exponent for n, x in sums(model, inputs, c, function=FUNCTIONS[name]).items()}
-    expected = dict.fromkeys(actual, 0.0)
-    function = FUNCTIONS[name](list(actual), c)
-    for gradients in oracle.per_example_gradients(model, model, inputs):
-        norms = [
-            torch.tensor(oracle.norm({n: g for n, g in gradients.items() if function.group_of[n] == i}))
-            for i in range(len(function.bounds))
-        ]
-        for n, g in gradients.items():
-            i = function.group_of[n]
-            weight = float(function.weight(norms[i].double(), function.bounds[i]))
-            expected[n] = expected[n] + (weight if weight == weight else 0) * g.double()
+    expected = oracle.clipped_sum(model, model, inputs, c, function=FUNCTIONS[name], dtype=torch.float64)
     assert oracle.relative_error(actual, expected) < 3e-6
 
 
@@ -116,38 +105,6 @@ def test_neighbours_of_both_kinds_differ_by_one_vector_within_the_bound() -> Non
         left_out = sums(model, {n: x[others] for n, x in inputs.items()}, 0.01, micro=3)
         assert equal(zeroed, left_out)
         assert 0.999 * limit < squared_distance(whole, zeroed) <= limit
-
-
-class Layer(nn.Module):
-    """One layer of width 1, with a gradient that the input chooses: T times g."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layer = nn.Embedding(1, 1) if kind == "embedding" else nn.Linear(1, 1, bias=kind == "bias")
-        if kind == "bias":
-            self.layer.weight.requires_grad_(False)
-
-    def forward(self, ids_BT: Tensor, g_BT: Tensor) -> Tensor:
-        x = ids_BT if isinstance(self.layer, nn.Embedding) else ids_BT[..., None] + 1.0
-        return (self.layer(x).squeeze(-1) * g_BT).sum(1)
-
-
-@pytest.mark.parametrize("kind", ["embedding", "bias", "weight"])
-@pytest.mark.parametrize(("tokens", "micro"), [(1, 64), (40, 16), pytest.param(197, 1, marks=pytest.mark.full)])
-def test_sums_that_cross_a_binade_move_by_no_more_than_the_example(kind: str, tokens: int, micro: int) -> None:
-    """The partial sum crosses 512 in fp32: 512 examples of 1, one of 1/2, the example of -1, and others of -3/4 ulp."""
-    model, bound, others = Layer(kind), 1.0, 500
-    per_example = torch.tensor([1.0] * 512 + [0.5, -1.0] + [-0.75 * 2**-14] * others)
-    g_BT = (per_example / tokens)[:, None].expand(-1, tokens).contiguous()
-    inputs = {"ids_BT": torch.zeros(len(g_BT), tokens, dtype=torch.long), "g_BT": g_BT}
-    grid = Lattice.of(bound, 1 << 16, 1.0)
-    whole = sums(model, inputs, bound, micro=micro)
-    zeroed = sums(model, inputs, bound, micro=micro, out=frozenset({513}))
-    keep = [i for i in range(len(g_BT)) if i != 513]
-    left_out = sums(model, {n: x[keep] for n, x in inputs.items()}, bound, micro=micro)
-    for other in (zeroed, left_out):
-        assert 0.99 * grid.limit < squared_distance(whole, other) <= grid.limit
-    assert equal(zeroed, left_out)
 
 
 @given(
@@ -209,19 +166,9 @@ def test_the_check_finds_gradients_that_depend_on_others(kind: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 5, 16])
 def test_the_check_passes_on_the_captioner(size: int) -> None:
     """And its kernels give an example the same bits in every row."""
-    small = {"encoder_depth": 1, "decoder_depth": 1}
-    config = captioner_config(
-        "pico", image_size=32, num_tokens=24, vocab_size=64, pad_id=0, bos_id=1, eos_id=2, **small
-    )
-    model = build_captioner(config, generator=torch.Generator().manual_seed(0))
-    tokens_BL = torch.randint(3, 64, (size, 24))
-    inputs = {
-        "images_BCHW": torch.randn(size, 3, 32, 32),
-        "tokens_BL": tokens_BL,
-        "token_mask_BL": torch.ones_like(tokens_BL, dtype=torch.bool),
-    }
+    model = tiny_captioner()
     grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
-    found = grid.check_rows(model, inputs)
+    found = grid.check_rows(model, pairs(size))
     assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -16,7 +16,7 @@ from models.vit import EncoderBlock
 from privacy.clipping import ClippedSum
 from privacy.clipping.compiled import CompiledTap, compiled_weights
 from privacy.errors import PrivacyConfigError
-from tests.models.tiny import tiny_captioner
+from tests.distributed.test_engines import double, pairs, tiny_captioner
 from tests.privacy.clipping import oracle
 from trainer.config.machine import load_machine_settings
 from trainer.engines.blocks import compile_blocks, require_compilable, require_compiler
@@ -226,12 +226,8 @@ def test_without_a_compiler_or_blocks_it_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 def test_the_default_backend_whose_buffers_are_used_again(mode: str) -> None:
     """The real compiler fuses and reuses memory: what is kept for the sums must not be overwritten."""
-    model = tiny_captioner().double()
-    inputs = {
-        "images_BCHW": torch.randn(4, 3, 16, 16, dtype=torch.float64) * torch.arange(1, 5)[:, None, None, None],
-        "tokens_BL": torch.randint(3, 11, (4, 7)),
-        "token_mask_BL": torch.ones(4, 7, dtype=torch.bool),
-    }
+    model = tiny_captioner(torch.float64)
+    inputs = double(pairs(4))
     plain = copy.deepcopy(model)
     c = oracle.median_norm(plain, plain, inputs)
     compile_blocks(model)

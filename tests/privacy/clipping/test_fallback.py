@@ -23,26 +23,9 @@ from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
+from tests.privacy.clipping.test_wirings import D, Piece, T, freeze_idle, require_exact
 
-D, T = 4, 4
 Use = Callable[[Any, Tensor], Tensor]
-
-
-class Piece(nn.Module):
-    """`use(self, x)` with two linear layers, a table, a matrix and a parameter of any shape at hand."""
-
-    running: Tensor
-
-    def __init__(self, use: Use, *shape: int, table: nn.Embedding | None = None) -> None:
-        super().__init__()
-        self.a, self.b, self.table = nn.Linear(D, D), nn.Linear(D, D), table or nn.Embedding(T, D)
-        self.matrix, self.p = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(shape))
-        self.register_buffer("running", torch.zeros(D))
-        self.register_buffer("fixed", torch.randn(T, D))
-        self.use, self.seen = use, dict[str, Tensor]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, x)
 
 
 class Model(nn.Module):
@@ -59,11 +42,7 @@ class Model(nn.Module):
 def made(inner: nn.Module | Use, use: Use = lambda m, x: m(x)) -> Model:
     """In float64; what the loss does not reach is frozen."""
     model = Model(inner if isinstance(inner, nn.Module) else Piece(inner), use).double()
-    trained, buffers = list(model.parameters()), [b.clone() for b in model.buffers()]
-    for p, g in zip(trained, torch.autograd.grad(model(**batch(3)).sum(), trained, allow_unused=True), strict=True):
-        p.requires_grad_(g is not None and bool(g.any()))
-    for b, before in zip(model.buffers(), buffers, strict=True):
-        b.copy_(before)
+    freeze_idle(model, batch(3))
     return model
 
 
@@ -80,16 +59,8 @@ def add(total: ClippedSum, model: Callable[..., Tensor], inputs: dict[str, Tenso
     total.add_micro_batch(model, inputs, torch.zeros(len(inputs["x"]), dtype=torch.bool))
 
 
-def is_exact(model: nn.Module, mode: Any = "bookkeeping", counts: tuple[int, ...] = (1, 3, T, T + 1)) -> None:
-    """After the self-check, to 1e-9 of a loop of single examples."""
-    total = ClippedSum(model, 1.0, mode=mode)
-    check_against_autograd(model, batch(2))
-    for count in counts:
-        inputs = batch(count)
-        total.max_grad_norm = c = oracle.median_norm(model, model, inputs)
-        add(total, model, inputs)
-        assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, c)) <= 1e-9
-    total.detach()
+def is_exact(model: nn.Module, *how: Any, **counts: Any) -> None:
+    require_exact(model, batch(2), batch, *how, **counts)
 
 
 def in_both_modes(names: Iterable[str], *quick: str) -> pytest.MarkDecorator:
@@ -122,7 +93,7 @@ EXACT: dict[str, Callable[[], Model]] = {
     "interpolated positions": lambda: made(resized),
     "experts": lambda: made(experts),
     "writes inside": lambda: made(writes_inside),
-    "shared table": lambda: made(lambda m, x: x * m.table(torch.arange(x.shape[1]))),
+    "shared table": lambda: made(lambda m, x: x * m.positions(torch.arange(x.shape[1]))),
     "used twice": lambda: made(lambda m, x: (x @ m.matrix).tanh() @ m.matrix.t()),
     "called twice": lambda: made(lambda m, x: x @ m.matrix, lambda m, x: m(m(x).tanh())),
     "weight of another layer": lambda: made(lambda m, x: m.a(x) @ m.a.weight),
@@ -155,7 +126,8 @@ EXACT: dict[str, Callable[[], Model]] = {
 
 
 def raw(use: Use, *shape: int) -> Piece:
-    return Piece(use, *shape)
+    """With a parameter of its own, of any shape."""
+    return Piece(use, p=nn.Parameter(torch.randn(shape)))
 
 
 class Table(nn.Embedding):
@@ -181,7 +153,7 @@ BY_COPIES: dict[str, Callable[[], Piece]] = {
     "mask token": lambda: raw(masked, 1, 1, D),
     "used twice": lambda: raw(lambda m, x: (x * m.p).tanh() * m.p, 1, 1, D),
     "vector": lambda: raw(lambda m, x: 1.0 - x * m.p, D),
-    "vector after a table": lambda: raw(lambda m, x: x + m.fixed * m.p, D),
+    "vector after a table": lambda: raw(lambda m, x: x + m.table * m.p, D),
     "vector for one token": lambda: raw(lambda m, x: (x[:, 0] + m.p.sigmoid())[:, None] + x, D),
     "scalar": lambda: raw(lambda m, x: x * m.p.sigmoid()),
     "positions without a leading 1": lambda: raw(lambda m, x: x + m.p, T, D),
@@ -377,7 +349,7 @@ def test_a_write_to_what_a_module_was_given_is_refused_before_the_replay() -> No
 
 def test_a_replay_leaves_attributes_as_they_were() -> None:
     def remembers(m: Piece, x: Tensor) -> Tensor:
-        m.seen["last"] = x
+        m.seen = {"last": x}  # type: ignore[assignment]
         return windows(m, x)
 
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 And the ghost norm of bf16 on matrix units, of which emulations stand here; the kernels themselves on a GPU.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,8 @@ from privacy.clipping.norms import rounding
 from privacy.clipping.rules import _layer_norm, _rms_norm
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
-from tests.privacy.clipping.test_sensitivity import WeightedOutput, cancelling, change
+from tests.privacy.clipping.neighbours import Product
+from tests.privacy.clipping.test_sensitivity import cancelling, change
 
 CPU = torch.device("cpu")
 
@@ -36,18 +36,12 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         return fused.compiled(function, for_all_sizes)(*arguments)
 
     monkeypatch.setattr(fused, "launch", launch)
-    # As on CUDA: numbers are tensors.
-    monkeypatch.setattr(Total, "_limits", functools.partialmethod(limits_on_device))
+    limits = Total._limits  # as on CUDA: numbers are tensors
+    full = lambda x: None if x is None else torch.full((), x, dtype=torch.float64)  # noqa: E731
+    monkeypatch.setattr(Total, "_limits", lambda self, count: tuple(map(full, limits(self, count))))
     yield names
     torch._dynamo.reset()
     fused.compiled.cache_clear()
-
-
-def limits_on_device(total: Total, num_examples: int) -> tuple[Any, Any]:
-    if total.unit is None:
-        return None, 0.0
-    numbers = 2.0**total.unit.exponent, float(num_examples * total.unit.largest)
-    return tuple(torch.full((), x, dtype=torch.float64) for x in numbers)  # type: ignore[return-value]
 
 
 def addends(generator: torch.Generator, unit: float, most: float, dtype: torch.dtype) -> Tensor:
@@ -197,7 +191,7 @@ def test_compiled_norm_layers_repeat_their_bits(compiles: set[str]) -> None:
 def test_contract_4_a_model_compiled(mode: Any, compiles: set[str]) -> None:
     """Its sum is that of the loop, and an example whose tokens cancel moves it by at most C."""
     torch.manual_seed(0)
-    model = WeightedOutput(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72)))
+    model = Product(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72)))
     others = cancelling(5, 64, 72, 0.0, 99)
     for mean in (0.0, 1000.0):
         moved = change(model, others, cancelling(5, 64, 72, mean, 1), mode)
@@ -209,16 +203,12 @@ def test_contract_4_a_model_compiled(mode: Any, compiles: set[str]) -> None:
     assert {"_add", "_strip", "_norm_of_strips", "_layer_norm"} <= compiles
 
 
-def bad_rows(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = torch.arange(1, 5 * 3 * 700 + 1, device=device).view(5, 3, 700).to(dtype)
-    x[1, 2, 3], x[4] = torch.nan, torch.inf
-    return x, torch.tensor([False, True, False, False, True], device=device)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_contract_5_blanked_rows(dtype: torch.dtype, device: str) -> None:
-    x, excluded_B = bad_rows(device, dtype)
+    x = torch.arange(1, 5 * 3 * 700 + 1, device=device).view(5, 3, 700).to(dtype)
+    x[1, 2, 3], x[4] = torch.nan, torch.inf
+    excluded_B = torch.tensor([False, True, False, False, True], device=device)
     good, place = x[~excluded_B].clone(), x.data_ptr()
     y = blanked(x, excluded_B)
     assert torch.equal(y[~excluded_B], good) and not y[excluded_B].any()
@@ -243,7 +233,7 @@ def test_contract_5_rows_that_are_zeroed_where_they_stand(
     monkeypatch.setattr(contributions, "_in_place", lambda x: x.is_contiguous())
     monkeypatch.setattr(contributions, "blank_rows_", in_place)
     torch.manual_seed(0)
-    model = WeightedOutput(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72), nn.Linear(72, 72)))
+    model = Product(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72), nn.Linear(72, 72)))
     inputs = {name: torch.cat([x, 2 * x, bad * x]) for name, x in cancelling(5, 64, 72, 0.0, 99).items()}
     total = ClippedSum(model, 0.1, mode=mode, self_check=False)
     stats = total.add_micro_batch(model, {n: x.clone() for n, x in inputs.items()}, torch.zeros(3, dtype=torch.bool))

@@ -153,12 +153,6 @@ def test_halves_that_all_round_up(size: int) -> None:
     assert total == (2 * k_Bn[0, :10].long()).tolist()
 
 
-def test_too_long_a_vector_is_halved_and_then_left_out() -> None:
-    grid = Lattice(1.0, 4)  # entries k of at most 8 pass
-    k_Bn = torch.tensor([[8, 0], [9, 0], [16, 0], [17, 0], [-(2**31), 1]], dtype=torch.int32)
-    assert contribution(k_Bn, grid.limit) == [[16, 0], [9, 0], [16, 0], [0, 0], [0, 0]]
-
-
 @pytest.mark.parametrize(
     ("bound", "cap", "exponent"), [(1.0, 4096, 31), (0.75, 4096, 32), (2.0, 10**6, 30), (1.0, 2**31, 30)]
 )

@@ -58,9 +58,7 @@ def tiny(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float64
 @pytest.mark.parametrize("micro", [1, 3, 7])
 def test_float64_equals_the_loop(tied: bool, micro: int, mode: str) -> None:
     model, inputs = tiny(tied=tied)
-    c = oracle.median_norm(model, model, inputs)
-    expected = oracle.clipped_sum(model, model, inputs, c)
-    assert oracle.relative_error(oracle.summed(model, inputs, c, micro=micro, mode=mode), expected) < 1e-9
+    assert oracle.error(model, inputs, micro=micro, mode=mode) < 1e-9
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
@@ -92,20 +90,3 @@ def test_the_model_is_left_as_it_was() -> None:
             model, {**inputs, "tokens_BL": inputs["tokens_BL"] + 50}, torch.zeros(7, dtype=torch.bool)
         )
     assert "class_token" not in model.__dict__
-
-
-def test_no_weight_gradient_is_computed() -> None:
-    """The backward pass costs one activation gradient: about twice the forward with it, three times with weights."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
-    x = torch.randn(4, 16, 64)
-    with FlopCounterMode(display=False) as forward:
-        model(x)
-    total = ClippedSum(model, 1.0, self_check=False)
-    with (
-        FlopCounterMode(display=False) as recorded,
-        total._recorder.forward(lambda x: model(x).sum((1, 2)), {"x": x}, 4) as passed,
-    ):
-        passed.backward(lambda call: None)
-    assert recorded.get_total_flops() <= 2 * forward.get_total_flops()

@@ -81,17 +81,6 @@ def test_contract_4_adversarial_pairs(dtype: torch.dtype, count: int) -> None:
     assert moved >= count / 2  # most of them do contribute: the test is no test of zeros
 
 
-class WeightedOutput(nn.Module):
-    """A layer whose output gradients are chosen freely: loss_i = <layer(x_i), w_i>."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        return (self.layer(x) * w).float().flatten(1).sum(1)
-
-
 def cancelling(tokens: int, d: int, p: int, mean: float, seed: int) -> dict[str, Tensor]:
     """Activations with a large common mean; output gradients that sum to zero over the tokens, up to a little noise."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,16 +5,14 @@ tensors of the meta device have no values to read and meet no tensor of the CPU,
 that returns a value, or a shape that depends on values.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from privacy.clipping import ClippedSum, clipped_sum
-from tests.privacy.clipping.test_models import MODELS
+from tests.privacy.clipping.test_models import MODELS, B, cast
 
 aten = torch.ops.aten
 WAITING = {
@@ -40,17 +38,6 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def add(model: nn.Module, inputs: Mapping[str, Tensor], mode: Any, dtype: torch.dtype, device: str) -> None:
-    model = model.to(device, dtype)
-    inputs = {n: x.to(device, dtype if x.is_floating_point() else None) for n, x in inputs.items()}
-    clipped = ClippedSum(model, 1.0, mode=mode, device=torch.device(device), self_check=False)
-    padding_B = torch.zeros(len(next(iter(inputs.values()))), dtype=torch.bool, device=device)
-    clipped.add_micro_batch(model, inputs, padding_B)  # hooks and buffers are made
-    with Waits() as waits:
-        clipped.add_micro_batch(model, inputs, padding_B)
-    assert waits.found == []
-
-
 @pytest.mark.parametrize("device", ["meta", pytest.param("cpu", marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 @pytest.mark.parametrize(
@@ -62,7 +49,14 @@ def add(model: nn.Module, inputs: Mapping[str, Tensor], mode: Any, dtype: torch.
     ],
 )
 def test_no_value_comes_back(
-    name: str, mode: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, mode: Any, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clipped_sum, "needs_blanking", lambda is_finite_B: True)  # as on CUDA
-    add(*MODELS[name](), mode, dtype, device)
+    model, inputs = cast(MODELS[name](), dtype)
+    model, inputs = model.to(device), {n: x.to(device) for n, x in inputs.items()}
+    clipped = ClippedSum(model, 1.0, mode=mode, device=torch.device(device), self_check=False)
+    padding_B = torch.zeros(B, dtype=torch.bool, device=device)
+    clipped.add_micro_batch(model, inputs, padding_B)  # hooks and buffers are made
+    with Waits() as waits:
+        clipped.add_micro_batch(model, inputs, padding_B)
+    assert waits.found == []

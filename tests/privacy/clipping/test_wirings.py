@@ -9,6 +9,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ class Piece(nn.Module):
 
     running: Tensor
 
-    def __init__(self, use: Callable[..., Tensor], **more: nn.Module) -> None:
+    def __init__(self, use: Callable[..., Tensor], **more: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.use = use
         self.a, self.b, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
@@ -42,8 +43,8 @@ class Piece(nn.Module):
         self.matrix = nn.Parameter(torch.randn(D, D))
         self.register_buffer("table", torch.randn(1, T, D))
         self.register_buffer("running", torch.zeros(D))
-        for name, module in more.items():
-            setattr(self, name, module)
+        for name, part in more.items():
+            setattr(self, name, part)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(self, x)
@@ -61,36 +62,47 @@ class Model(nn.Module):
         return self.after(y).sin().flatten(1).sum(1) * w
 
 
-def example_inputs(count: int, seed: int, tokens: int = T) -> dict[str, Tensor]:
+def example_inputs(count: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, tokens, D, generator=generator, dtype=torch.float64)
+    x = torch.randn(count, T, D, generator=generator, dtype=torch.float64)
     return {"x": x, "w": torch.logspace(-0.5, 0.5, count).double()}
 
 
-def freeze_idle(model: nn.Module) -> None:
+def freeze_idle(model: nn.Module, inputs: dict[str, Tensor]) -> None:
     """A piece uses some of what it has; the rest would be refused as idle."""
-    buffers = {name: x.clone() for name, x in model.named_buffers()}
-    model(**example_inputs(2, 9)).sum().backward()
+    buffers = [x.clone() for x in model.buffers()]
+    model(**inputs).sum().backward()
     for p in model.parameters():
-        p.requires_grad_(p.grad is not None)
+        p.requires_grad_(p.grad is not None and bool(p.grad.any()))
         p.grad = None
-    for name, x in model.named_buffers():
-        x.copy_(buffers[name])
+    for x, before in zip(model.buffers(), buffers, strict=True):
+        x.copy_(before)
+
+
+def require_exact(
+    model: nn.Module,
+    made_up: dict[str, Tensor],
+    inputs: Callable[[int], dict[str, Tensor]],
+    mode: Any = "bookkeeping",
+    counts: tuple[int, ...] = (1, 3, T, T + 1),
+) -> None:
+    """After the self-check, to 1e-9 of a loop of single examples, in micro-batches of these sizes."""
+    total = ClippedSum(model, 1.0, mode=mode)
+    check_against_autograd(model, made_up)
+    for count in counts:
+        some = inputs(count)
+        total.max_grad_norm = c = oracle.median_norm(model, model, some)
+        total.add_micro_batch(model, some, torch.zeros(count, dtype=torch.bool))
+        error = oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, some, c))
+        assert error <= 1e-9, f"silently wrong by {error:.1e} with {count} examples"
+    total.detach()
 
 
 def outcome(model: nn.Module) -> str:
     """ "exact", "refused: ..." or "found: ..."; fails if it is none of them."""
     try:
-        freeze_idle(model)
-        total = ClippedSum(model, 1.0)
-        check_against_autograd(model, example_inputs(2, 1, tokens=T))
-        for count in (1, 3, T, T + 1):
-            inputs = example_inputs(count, count)
-            total.max_grad_norm = c = oracle.median_norm(model, model, inputs)
-            total.add_micro_batch(model, inputs, torch.zeros(count, dtype=torch.bool))
-            error = oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, c))
-            assert error <= 1e-10, f"silently wrong by {error:.1e} with {count} examples"
-        total.detach()
+        freeze_idle(model, example_inputs(2, 9))
+        require_exact(model, example_inputs(2, 1), lambda count: example_inputs(count, count))
     except PrivacyConfigError as error:
         line = str(error)
     else:
