@@ -66,7 +66,7 @@ class ReportOptions(Options):
 
 def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
-    from trainer.studies.executors import Trainer, exit_code, run_local, submit_array
+    from trainer.studies.executors import exit_code, run_local, submit_array
     from trainer.studies.folder import StudyFolder
     from trainer.studies.grid import load_study, plan_points, require_useful_starts
 
@@ -74,7 +74,6 @@ def run(options: RunOptions) -> int:
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
     planned = plan_points(study, f"study {options.study}", ROOT)
     require_useful_starts(planned, ROOT)
-    trainer = Trainer(ROOT, study.ds_config, study.engine)
     with folder.locked():
         late = folder.prepare(study, options.study.read_text(), planned)
         count = sum(one.config.privacy.simulation for one in planned)
@@ -85,11 +84,11 @@ def run(options: RunOptions) -> int:
         names = [one.name for one in planned]
         if options.executor == "slurm-array":
             allocation = {name: getattr(options, name) for name in ALLOCATION}
-            for line in submit_array(folder, trainer, names, options.workers, allocation):
+            for line in submit_array(folder, study, names, options.workers, allocation):
                 say(line)
             return 0
         before = sum(folder.progress(name) == "finished" for name in names)
-        codes = run_local(folder, trainer, names, options.workers, say)
+        codes = run_local(folder, study, names, options.workers, say)
     done = sum(code == 0 for code in codes.values())
     earlier = f" ({before} were done before)" if before else ""
     rest = "" if done == len(names) else "; the same command goes on with the rest"
