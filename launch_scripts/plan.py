@@ -175,7 +175,7 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.config.recipe import load_config
     from trainer.planner.hardware import find_gpu
-    from trainer.planner.memory import Trainable
+    from trainer.planner.memory import trained_count
     from trainer.planner.resources import GPU_MTBF_HOURS, Cluster, allocation, plan_resources, planning_task
     from trainer.planner.resources import examples as known_examples
     from trainer.planner.signal import NoiseToSignal, choose
@@ -211,7 +211,7 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
             )
             request = replace(request, expected_batch_size=num_examples, num_steps=steps)
     planned, result = _privacy(request, options, config.privacy.max_examples_per_owner)
-    parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
+    parameters, kind = trained_count(planning_task(config, ROOT)[0].skeleton()), config.model.kind
     if options.choose:
         if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
             request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)

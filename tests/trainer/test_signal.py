@@ -22,7 +22,7 @@ from privacy.noise import add_noise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from trainer.config.recipe import load_config
-from trainer.planner.memory import Trainable
+from trainer.planner.memory import trained_count
 from trainer.planner.resources import planning_task
 from trainer.planner.signal import FEWEST_STEPS, LARGEST_THAT_LEARNS, WORTH_DOUBLING, NoiseToSignal, choose
 
@@ -133,7 +133,7 @@ def test_more_noise_never_has_a_better_sentence(kind: str) -> None:
 def test_recipes_of_publications_read_as_published(name: str) -> None:
     config = load_config(ROOT / f"recipes/{name}.toml")
     assert config.data.num_examples is not None
-    parameters = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count
+    parameters = trained_count(planning_task(config, ROOT)[0].skeleton())
     plan = make_plan(config.privacy.request(config.train.num_steps, config.data.num_examples))
     found = NoiseToSignal.of(plan, parameters, config.model.kind)
     assert found is not None and rank(found) == 0

@@ -30,8 +30,8 @@ from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
 from trainer.optimizers import moments
 from trainer.planner.hardware import Gpu
-from trainer.planner.memory import RankMemory, Trainable, better_mode, largest_that_fits, rank_memory
-from trainer.planner.probe import Probe
+from trainer.planner.memory import RankMemory, better_mode, largest_that_fits, rank_memory, trained_count
+from trainer.planner.probe import Probe, plain_flops
 from trainer.planner.roofline import roofline
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.captioning import CaptioningTask
@@ -212,7 +212,7 @@ def plan_resources(
     probe, memory = probed(
         config, machine, engine, task, plan, rows=2 * number * size, world_size=world_size, on_cpu=on_cpu
     )
-    trainable = Trainable.of(probe.model)
+    parameters = trained_count(probe.model)
     note = padding_note(count, world_size, size)
     notes += [] if note is None else [note]
     available = free = None
@@ -234,8 +234,8 @@ def plan_resources(
         "dtype": str(machine.compute_dtype).removeprefix("torch."),
         "world_size": world_size,
         "gpu": cluster.gpu.name if cluster.gpu is not None else None,
-        "parameters": trainable.count,
-        "frozen_parameters": trainable.frozen,
+        "parameters": parameters,
+        "frozen_parameters": sum(p.numel() for p in probe.model.parameters()) - parameters,
         "clipping_mode": mode,
         "accumulation": accumulation,
         "batch": {
@@ -248,7 +248,7 @@ def plan_resources(
         "memory": {name: size for name, size in asdict(memory).items() if name != "owned"} | {"peak": memory.peak},
         "compute": {
             "flop_per_example": flops,
-            "clipping_flop_ratio": flops * sample / probe.plain_flops(sample),
+            "clipping_flop_ratio": flops * sample / plain_flops(probe.model, probe.inputs(sample)),
             "flop_per_step": flops * number * size * world_size,
         },
         "reading": {
@@ -274,7 +274,7 @@ def plan_resources(
         result["compute"]["clipping_ratio"] = private.total("seconds") / plain.total("seconds")
     lattice = 0.0
     if mode == "certified":
-        lattice = LATTICE_BYTES * trainable.count * number * size / cluster.gpu.memory_bandwidth
+        lattice = LATTICE_BYTES * parameters * number * size / cluster.gpu.memory_bandwidth
     compute = flops * number * size / (peak_rate * cluster.efficiency)
     step = compute + lattice
     hours, per_second = step * config.train.num_steps / 3600, expected / step
@@ -311,7 +311,7 @@ def probed(
     one_pass = engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3)
     probe = Probe(task, machine, plan, rows=rows, weights_of_one_pass=one_pass)
     memory = rank_memory(
-        Trainable.of(probe.model), engine, machine, config.optimizer, accumulation=config.train.accumulation,
+        probe.model, engine, machine, config.optimizer, accumulation=config.train.accumulation,
         world_size=world_size, grid=probe.clipped.grid, average=config.train.ema_decay is not None, on_cpu=on_cpu,
     )  # fmt: skip
     return probe, memory
