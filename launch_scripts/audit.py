@@ -20,11 +20,7 @@ privacy state is refused.
 """
 
 import argparse
-import hashlib
-import json
 import sys
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,7 +31,7 @@ require_packages()
 
 from pydantic import Field
 
-from privacy.errors import printable
+from privacy.command.main import conclude
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, add_options, parse_options, require_folders
 from trainer.config.recipe import EngineName
@@ -131,12 +127,7 @@ def main() -> int:
                 report = ledger_audit(run_dir, ExampleTable.open(index, run_dir, check_shards=False).manifest_digest())
             else:
                 report = ledger_audit(run_dir)
-    # The date and the ledger that was looked at: an audit of another ledger says nothing about this one.
-    digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
-    report = replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
-    print(printable(json.dumps(report.to_json(), allow_nan=False)) if options.as_json else report.to_text())
-    return report.exit_code
+    return conclude(report, run_dir, as_json=options.as_json)
 
 
 if __name__ == "__main__":

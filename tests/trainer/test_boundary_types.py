@@ -25,7 +25,6 @@ READS_A_CLOCK = {
     "data/reading/storage.py": "whether a shard is still the one that was indexed",
     "evaluation/results.py": "the day of an evaluation",
     "evaluation/sources.py": "a fingerprint of public files",
-    "launch_scripts/audit.py": "the day of an audit",
     "launch_scripts/prepare.py": "the console",
     "launch_scripts/quickstart.py": "the name of a new folder, before any data are read; the console",
     "privacy/command/main.py": "the date of an audit, after the run",

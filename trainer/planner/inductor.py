@@ -9,7 +9,6 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,11 +17,20 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
-    max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=80 * 10**9, L2_cache_size=50 * 2**20,
-)  # fmt: skip
-"""What torch says of this device, as far as inductor asks."""
+
+class H100(NamedTuple):
+    """What torch says of this device, as far as inductor asks."""
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 132
+    regs_per_multiprocessor: int = 65536
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    total_memory: int = 80 * 10**9
+    L2_cache_size: int = 50 * 2**20
 
 
 class Kernels(NamedTuple):
@@ -111,7 +119,7 @@ def _as_if_there_was_a_gpu() -> dict[str, dict[str, Callable[..., Any]]]:
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
-            "get_device_properties": lambda device=None: H100,
+            "get_device_properties": lambda device=None: H100(),
             "get_device_capability": lambda device=None: (9, 0),
             "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
             "set_rng_state": lambda state: None,
@@ -119,7 +127,7 @@ def _as_if_there_was_a_gpu() -> dict[str, dict[str, Callable[..., Any]]]:
             "_maybe_exchange_device": lambda device: 0,
         },
         "torch._dynamo.device_interface.CudaInterface": {
-            "get_device_properties": staticmethod(lambda device=None: H100),
+            "get_device_properties": staticmethod(lambda device=None: H100()),
             "get_compute_capability": staticmethod(lambda device=None: 90),
         },
         "torch._inductor.scheduler": {"has_triton": lambda: True},
