@@ -70,17 +70,10 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
 
 def _states(engine: Any) -> int:
     """Bytes of the optimizer's moments on this rank."""
-    for attribute in ("_zero", "_oss", "_optimizer"):
-        if hasattr(engine, attribute):
-            holder = getattr(engine, attribute)
-            states = (holder.optimizer if attribute == "_zero" else getattr(holder, "optim", holder)).state
-            return sum(
-                t.nbytes
-                for state in states.values()
-                for kind, t in state.items()
-                if isinstance(t, Tensor) and kind in ("exp_avg", "exp_avg_sq")
-            )
-    raise AssertionError
+    holder = next(getattr(engine, name) for name in ("_zero", "_oss", "_optimizer") if hasattr(engine, name))
+    states = (holder.optimizer if hasattr(engine, "_zero") else getattr(holder, "optim", holder)).state
+    moments = (state.get(kind) for state in states.values() for kind in ("exp_avg", "exp_avg_sq"))
+    return sum(moment.nbytes for moment in moments if isinstance(moment, Tensor))
 
 
 @pytest.fixture(

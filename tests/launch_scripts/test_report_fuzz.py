@@ -57,9 +57,9 @@ def reported(folder: Path) -> str | None:
     return said.line
 
 
-def search(original: Path, tmp_path: Path, seeds: range) -> None:
+def test_a_disturbed_folder_ends_in_a_card_or_in_one_line(original: Path, tmp_path: Path, quick: None) -> None:
     ends = set()
-    for seed in seeds:
+    for seed in range(10):
         folder = tmp_path / str(seed)
         shutil.copytree(original, folder)
         disturb(folder, random.Random(seed))
@@ -69,10 +69,6 @@ def search(original: Path, tmp_path: Path, seeds: range) -> None:
             raise AssertionError(f"seed {seed}: {folder}") from error
         shutil.rmtree(folder)
     assert ends == {True, False}
-
-
-def test_a_disturbed_folder_ends_in_a_card_or_in_one_line(original: Path, tmp_path: Path, quick: None) -> None:
-    search(original, tmp_path, range(10))
 
 
 LOUD = "\x1b]0;t\x07\x1b[2Ja\r\nverify: consistent\n\x00\x7f\x9b1m\u0085\u061c\u200b\u202e\u2028\u2066\U000e0041[red]\ud800"
@@ -124,11 +120,8 @@ def test_no_text_of_the_other_files_reaches_the_console_raw(
     manifest = folder / "checkpoints/step-00000004/manifest.json"
     manifest.write_text(json.dumps(next(with_loud_texts(json.loads(manifest.read_text())))))
     require_quiet(said_of(folder, capsys, monkeypatch), folder)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["report.py", "--run_dir", str(folder), "--publish", str(tmp_path / f"out{loud}"), "--no_checkpoints"],
-    )
+    published = ["--publish", str(tmp_path / f"out{loud}"), "--no_checkpoints"]
+    monkeypatch.setattr(sys, "argv", ["report.py", "--run_dir", str(folder), *published])
     with pytest.raises(SystemExit):
         run_command(report.main)
     shown = capsys.readouterr()

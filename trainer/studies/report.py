@@ -90,9 +90,9 @@ def collect(folder: StudyFolder, planned: Sequence[Point]) -> tuple[list[Result]
             claims[known] = claim_of(folder.run(one.name), state)
         found = read_utility(folder.run(one.name)).heldout_loss
         losses = {point.step: point.loss for point in found if point.loss is not None}
-        last = (found[-1].blind_loss, found[-1].shuffled_loss) if found else (None, None)
-        claim = claims[known] or (None, None)
-        results.append(Result(one, progress, state.plan, state.num_charged, *claim, losses, *last))
+        epsilon, delta = claims[known] or (None, None)
+        blind, shuffled = (found[-1].blind_loss, found[-1].shuffled_loss) if found else (None, None)
+        results.append(Result(one, progress, state.plan, state.num_charged, epsilon, delta, losses, blind, shuffled))
     return results, missing
 
 
