@@ -83,17 +83,17 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
     if run_dir.resolve() in (target.resolve(), *target.resolve().parents):
         raise ConfigError(f"{target} lies in the run folder that is to be published; give a folder elsewhere")
     found = survey(run_dir)
-    checkpoint = _newest_whole(run_dir) if checkpoints else None
+    step, parts = (_newest_whole(run_dir) if checkpoints else None) or ("", [])
     names, latest, size = list(found.public), f"checkpoints/{LATEST}", 0
-    if checkpoint is not None:
-        names += [latest, *(f"checkpoints/{checkpoint[0]}/{part}" for part in checkpoint[1])]
+    if step:
+        names += [latest, *(f"checkpoints/{step}/{part}" for part in parts)]
     with new_folder(target) as folder:
         for name in sorted(names):
             copy = folder / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             with copy.open("xb") as file:
-                if checkpoint is not None and name == latest:
-                    file.write(f"{checkpoint[0]}\n".encode())
+                if name == latest:
+                    file.write(f"{step}\n".encode())
                 else:
                     with open_public(run_dir, name) as source:
                         if name == "config.toml":
@@ -107,9 +107,9 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
             raise ConfigError(
                 f"{run_dir} is being trained: its ledger grew since the card was made; publish when it stands still"
             )
-        if checkpoint is not None:
+        if step:
             try:
-                require_recorded(folder / "checkpoints" / checkpoint[0], copied.state)
+                require_recorded(folder / "checkpoints" / step, copied.state)
             except NotRecorded as error:
                 place = str(error).replace(str(folder), str(run_dir))
                 raise NotRecorded(f"{place}; --no_checkpoints publishes the other files") from error
@@ -118,10 +118,10 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
             os.utime(path, (FIXED_TIME, FIXED_TIME))
     lines = [f"published: {target} ({len(names)} files, {size:,} bytes)"]
     lines += [f"left out: {printable(name)}: {reason}" for name, reason in sorted(found.left_out.items())]
-    if checkpoint is None:
+    if not step:
         lines.append(f"left out: checkpoints: {'there is no whole one' if checkpoints else '--no_checkpoints says so'}")
     else:
-        lines.append(f"left out: checkpoints: all but the newest whole one, {checkpoint[0]}")
+        lines.append(f"left out: checkpoints: all but the newest whole one, {step}")
     return [*lines, "left out: private"]
 
 

@@ -305,7 +305,7 @@ def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str
         what = "time.sleep(60)" if name == "sleep" else f"print('error: no'); sys.exit({name.removeprefix('exit-')})"
         return [sys.executable, "-c", f"import sys, time; {what}"]
 
-    monkeypatch.setattr(executors, "training", stub)
+    monkeypatch.setattr(executors, "train_command", stub)
     study, folder = study_of(tmp_path, STUDY), StudyFolder(tmp_path)
     folder.logs.mkdir(parents=True)
     return lambda said, names: executors.run_local(folder, study, names, 2, said.append)

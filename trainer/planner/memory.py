@@ -121,8 +121,10 @@ def rank_memory(
         grid: of the clipper.
         on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`privacy.step.collectives.reduce_scatter_sum`).
     """
-    shapes, total, whole = trained_shapes(model), trained_count(model), sum(p.numel() for p in model.parameters())
-    frozen, buffers = whole - total, sum(b.numel() for b in model.buffers() if b.is_floating_point())
+    shapes, whole = trained_shapes(model), sum(p.numel() for p in model.parameters())
+    sizes = [shape.numel() for shape in shapes.values()]
+    total, frozen = sum(sizes), whole - sum(sizes)
+    buffers = sum(b.numel() for b in model.buffers() if b.is_floating_point())
     layout = layout_of(engine, shapes, optimizer, machine, world_size)
     owned = max(layout.count(rank) for rank in range(world_size))
 
@@ -147,17 +149,15 @@ def rank_memory(
             zero = machine.raw["zero_optimization"]
             persistent = zero.get("stage3_param_persistence_threshold", PERSISTENT)
             live = zero.get("stage3_max_live_parameters", LIVE)
-            gathered = min(
-                total, live + sum(size for size in coordinates([[name] for name in shapes]) if size <= persistent)
-            )
+            gathered = min(total, live + sum(size for size in sizes if size <= persistent))
             stepped, weights, masters = owned, owned + -(-frozen // world_size), owned
         case "deepspeed":
-            sizes = coordinates(group_names(shapes, shapes, optimizer).values())
-            stepped = masters = sum(flat_partition(size, world_size) for size in sizes)
+            groups = coordinates(group_names(shapes, shapes, optimizer).values())
+            stepped = masters = sum(flat_partition(size, world_size) for size in groups)
             weights, gathered = whole, 0
     compute = machine.compute_dtype.itemsize
     if accumulation == "local":
-        sums, bucket = sum(num_bytes(s.numel(), grid.layout_of(s.numel())) for s in shapes.values()), 0
+        sums, bucket = sum(num_bytes(size, grid.layout_of(size)) for size in sizes), 0
     else:  # a bucket, and this rank's part of what it is reduced to
         parts = [-(-size // world_size) for size in coordinates(bucket_names(shapes))]
         sums, bucket = FP64 * sum(parts), max(part * (world_size + 1) * FP64 for part in parts)

@@ -28,7 +28,7 @@ _ENDINGS = {
 }
 
 
-def training(folder: StudyFolder, study: StudyConfig, name: str) -> list[str]:
+def train_command(folder: StudyFolder, study: StudyConfig, name: str) -> list[str]:
     """The command that trains one point."""
     return [
         sys.executable, "launch_scripts/train.py", "--ds_config", study.ds_config, "--engine", study.engine,
@@ -67,7 +67,7 @@ def run_local(
         say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
         with folder.log(name).open("ab") as log:
             running[name] = process = subprocess.Popen(
-                training(folder, study, name),
+                train_command(folder, study, name),
                 cwd=ROOT,
                 env={"OMP_NUM_THREADS": threads, **os.environ},
                 stdin=subprocess.DEVNULL,
