@@ -12,7 +12,6 @@ micro-batch, FLOP, time with failures, price (--gpu_price) and reads (docs/plann
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -31,8 +30,8 @@ from pydantic import Field, model_validator
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import PrivacyConfigError, printable, say
 from privacy.plan_request import PlanRequest
-from trainer.config.cli import Parser, run_command
-from trainer.config.options import Options, Shown, add_options, parse_options
+from trainer.config.cli import run_command
+from trainer.config.options import Options, Shown, options_of
 from trainer.config.recipe import EngineName
 from trainer.progress import working
 
@@ -109,11 +108,7 @@ class PlanOptions(PrivacyPart):
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
     """The command line; a bad argument is a ConfigError (exit 2)."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, PlanOptions)
-    options = parse_options(parser, arguments, intermixed=True)
-    assert isinstance(options, PlanOptions)
-    return options
+    return options_of(__doc__, PlanOptions, arguments, intermixed=True)
 
 
 _RECIPE_KEYS = {
