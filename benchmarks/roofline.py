@@ -31,7 +31,7 @@ from trainer.config.recipe import load_config  # noqa: E402
 from trainer.engines.blocks import checkpoint_blocks  # noqa: E402
 from trainer.engines.layouts import layout_of  # noqa: E402
 from trainer.planner.hardware import GPUS, Gpu  # noqa: E402
-from trainer.planner.memory import Trainable  # noqa: E402
+from trainer.planner.memory import trained_shapes  # noqa: E402
 from trainer.planner.probe import META  # noqa: E402
 from trainer.planner.resources import micro_batches, planning_task  # noqa: E402
 from trainer.planner.roofline import Row, count_operations, roofline  # noqa: E402
@@ -81,14 +81,14 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
     config = load_config(path, overrides)
     checkpointed = replace(machine, activation_checkpointing=True)
     ms = {name: of_recipe(path, overrides, gpu, m) for name, m in (("kept", machine), ("recomputed", checkpointed))}
-    trainable = Trainable.of(planning_task(config, ROOT)[0].skeleton())
-    cap, count = usual_cap(config.privacy.expected_batch_size), trainable.count
+    shapes = trained_shapes(planning_task(config, ROOT)[0].skeleton())
+    cap, count = usual_cap(config.privacy.expected_batch_size), sum(shape.numel() for shape in shapes.values())
     noise = count_operations(lambda: box_muller(_words, 1 << 22, META), gpu=gpu).total("seconds") / (1 << 22)
     found = {}
     for world_size in (8, 64):
         for name in ("zero1_bf16", "zero3_bf16", "zero3_offload_bf16"):
             machine = load_machine_settings(ROOT / f"ds_configs/{name}.json")
-            layout = layout_of("deepspeed", trainable.shapes, config.optimizer, machine, world_size)
+            layout = layout_of("deepspeed", shapes, config.optimizer, machine, world_size)
             owned = max(layout.count(rank) for rank in range(world_size))
             wire, others = (WIRE if world_size <= gpu.gpus_per_node else LINK), count * (world_size - 1) / world_size
             number = micro_batches(config, cap, world_size, gpu.gpus_per_node)

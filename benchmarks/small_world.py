@@ -126,13 +126,6 @@ CLAIMS = {
     "g": ("dpcap", "dpcap_published", "non_private"),
 }  # fmt: skip
 SHORT = ("untrained", "start", "dpcap_ledger", "non_private")
-CONTROLS = ("pixels", "hog", "colours", "hog and colours", "convolutions 64", "convolutions 256")
-PAIRS = (
-    *(("dpcap", worse) for worse in ("untrained", *CONTROLS, "start", "dpcap_random", "vip")), ("vip", "start"),
-    ("dpcap_published", "untrained"), ("dpcap_published", "non_private"), ("non_private", "dpcap"), ("dpcap_ledger", "dpcap"),
-    *(("long_published", worse) for worse in CONTROLS), ("dpcap_random", "width_32"), ("width_96", "dpcap_random"),
-    ("dpcap", "epsilon_1"),
-)  # fmt: skip
 
 
 def normalised(images_BCHW: Tensor) -> Tensor:
@@ -441,19 +434,23 @@ def convolutions(x: Tensor, filters: int) -> Tensor:
     return torch.cat([describe(part) for part in x.split(250)])
 
 
-def of_control(name: str) -> Describe:
-    """Hand-crafted features."""
-    made = {
-        "pixels": lambda x: x.flatten(1) / 255, "hog": gradients, "colours": colours,
-        "hog and colours": lambda x: torch.cat([gradients(x), colours(x)], 1),
-        "convolutions 64": lambda x: convolutions(x, 64), "convolutions 256": lambda x: convolutions(x, 256),
-    }  # fmt: skip
+CONTROLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pixels": lambda x: x.flatten(1) / 255, "hog": gradients, "colours": colours,
+    "hog and colours": lambda x: torch.cat([gradients(x), colours(x)], 1),
+    "convolutions 64": lambda x: convolutions(x, 64), "convolutions 256": lambda x: convolutions(x, 256),
+}  # fmt: skip
+"""Hand-crafted features."""
+PAIRS = (
+    *(("dpcap", worse) for worse in ("untrained", *CONTROLS, "start", "dpcap_random", "vip")), ("vip", "start"),
+    ("dpcap_published", "untrained"), ("dpcap_published", "non_private"), ("non_private", "dpcap"), ("dpcap_ledger", "dpcap"),
+    *(("long_published", worse) for worse in CONTROLS), ("dpcap_random", "width_32"), ("width_96", "dpcap_random"),
+    ("dpcap", "epsilon_1"),
+)  # fmt: skip
 
-    def describe(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        values = made[name](x).numpy()
-        return values, values
 
-    return describe
+def of_control(features: Callable[[Tensor], Tensor]) -> Describe:
+    """The same for both probes."""
+    return lambda x: ((values := features(x).numpy()), values)
 
 
 def run_arm(name: str, seed: int, world: Scenes, output: Path, sets: Callable[[], Any]) -> dict[str, Any]:
@@ -464,7 +461,7 @@ def run_arm(name: str, seed: int, world: Scenes, output: Path, sets: Callable[[]
     began, result = sum(os.times()[:4]), dict[str, Any]()
     if name in CONTROLS:
         result |= {"heldout_loss": None, "epsilon": None}
-        describe = of_control(name)
+        describe = of_control(CONTROLS[name])
     else:
         arm = ARMS[name]
         if arm.starts:
@@ -545,7 +542,7 @@ def main() -> None:
         [*options.arms, *(SHORT if options.short else ()), *(name for claim in options.claim for name in CLAIMS[claim])]
     )
     if options.short or options.claim:  # 4,608 numbers take a linear probe a minute
-        wanted |= dict.fromkeys(CONTROLS[:-1] if options.short and not options.claim else CONTROLS)
+        wanted |= dict.fromkeys(list(CONTROLS)[:-1] if options.short and not options.claim else CONTROLS)
     with contextlib.redirect_stdout(sys.stderr):
         for seed in options.seeds:
             sets = cache(lambda seed=seed: judges(world, seed))

@@ -83,13 +83,11 @@ class Workload:
     rounds: int
     size: str | None = None
 
-    def meta_model(self) -> nn.Module:
-        """Shapes without values, for counting."""
-        with torch.device("meta"):
-            return Classifier() if self.size is None else Captioner(captioner_config(self.size))
-
-    def model(self) -> nn.Module:
-        """The model with weights drawn from seed 0."""
+    def model(self, device: torch.device) -> nn.Module:
+        """The model with weights drawn from seed 0; on the meta device shapes without values, for counting."""
+        if device.type == "meta":
+            with device:
+                return Classifier() if self.size is None else Captioner(captioner_config(self.size))
         if self.size is not None:
             return build_captioner(captioner_config(self.size), generator=torch.Generator().manual_seed(0))
         torch.manual_seed(0)
@@ -102,19 +100,12 @@ class Workload:
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """Random images with labels or captions."""
         generator = torch.Generator().manual_seed(0)
-        images = torch.randn(self.batch_size, 3, 224, 224, generator=generator)
+        inputs = {"images_BCHW": torch.randn(self.batch_size, 3, 224, 224, generator=generator)}
         if self.size is None:
-            inputs = {
-                "images_BCHW": images,
-                "labels_B": torch.randint(0, 1000, (self.batch_size,), generator=generator),
-            }
+            inputs["labels_B"] = torch.randint(0, 1000, (self.batch_size,), generator=generator)
         else:
             tokens = torch.randint(0, 30522, (self.batch_size, 40), generator=generator)
-            inputs = {
-                "images_BCHW": images,
-                "tokens_BL": tokens,
-                "token_mask_BL": torch.ones_like(tokens, dtype=torch.bool),
-            }
+            inputs |= {"tokens_BL": tokens, "token_mask_BL": torch.ones_like(tokens, dtype=torch.bool)}
         return {name: value.to(device) for name, value in inputs.items()}
 
 
@@ -124,8 +115,7 @@ CUDA_WORKLOADS = {"dpcap_large": Workload("dpcap_large", 64, 5, "dpcap_large")}
 
 def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> Step:
     """One micro-batch in the given mode, after which the clipped sum (or the gradient) is ready."""
-    on_meta = device.type == "meta"
-    model = (workload.meta_model() if on_meta else workload.model()).to(device, dtype)
+    model = workload.model(device).to(device, dtype)
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in workload.inputs(device).items()}
     if mode in BASELINES:
 
@@ -267,17 +257,12 @@ def _timed(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def flops(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> int:
-    """FLOPs of matrix products and attention in one step, as torch counts them; on the meta device nothing is computed."""
-    return count_flops(make_step(mode, workload, device, dtype))
-
-
 def flop_ratios(workload: Workload, device: torch.device, dtype: torch.dtype, modes: Sequence[str]) -> dict[str, float]:
-    """Against non-private. On CUDA ours are counted on the meta device."""
+    """FLOPs of matrix products and attention against non-private. On CUDA ours are counted on the meta device."""
     counted_on = torch.device("meta") if device.type == "cuda" else device
-    whole = {on: flops("non_private", workload, on, dtype) for on in {counted_on, device}}
+    whole = {on: count_flops(make_step("non_private", workload, on, dtype)) for on in {counted_on, device}}
     on = {mode: counted_on if mode in OURS else device for mode in modes}
-    return {mode: flops(mode, workload, on[mode], dtype) / whole[on[mode]] for mode in modes}
+    return {mode: count_flops(make_step(mode, workload, on[mode], dtype)) / whole[on[mode]] for mode in modes}
 
 
 def peak_memory_ratios(workload: Workload) -> tuple[Ratios, Ratios]:
@@ -357,7 +342,7 @@ def compare(workload: Workload, device: torch.device, dtype: torch.dtype) -> dic
     measured["non_private_seconds"] = seconds
     measured["largest_micro_batch"] = None
     if device.type == "cuda":
-        peak, useful = matrix_peak(dtype), flops("non_private", workload, torch.device("meta"), dtype)
+        useful, peak = count_flops(make_step("non_private", workload, torch.device("meta"), dtype)), matrix_peak(dtype)
         slower = {"non_private": 1.0, **measured["time_ratio"]}
         measured |= {
             "examples_per_second": {mode: workload.batch_size / (seconds * ratio) for mode, ratio in slower.items()},

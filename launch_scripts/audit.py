@@ -19,12 +19,7 @@ An audit refutes a claim or fails to; it proves none. Exit codes: 0 consistent, 
 privacy state is refused.
 """
 
-import argparse
-import hashlib
-import json
 import sys
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,15 +30,15 @@ require_packages()
 
 from pydantic import Field
 
-from privacy.errors import printable
-from trainer.config.cli import Parser, run_command
-from trainer.config.options import Options, add_options, parse_options, require_folders
+from privacy.command.main import conclude
+from trainer.config.cli import run_command
+from trainer.config.options import Options, options_of, require_folders
 from trainer.config.recipe import EngineName
 from trainer.progress import working
 
 
 class LedgerOptions(Options):
-    """Options of `ledger`."""
+    """Recomputes every epsilon from the ledger alone."""
 
     run_dir: Path
     """run folder that holds ledger.jsonl"""
@@ -52,11 +47,11 @@ class LedgerOptions(Options):
 
 
 class ScheduleOptions(LedgerOptions):
-    """Options of `schedule`."""
+    """Draws the members of every batch again."""
 
 
 class MechanismOptions(LedgerOptions):
-    """Options of `mechanism`."""
+    """Trains shortly on canaries, with the settings of the run."""
 
     engine: EngineName = "deepspeed"
     ds_config: Path | None = None
@@ -66,7 +61,7 @@ class MechanismOptions(LedgerOptions):
 
 
 class RunOptions(LedgerOptions):
-    """Options of `run`."""
+    """Asks the losses of a checkpoint whether they betray the coins."""
 
     canaries: Path
     """folder that `audit.py canaries` wrote"""
@@ -75,7 +70,7 @@ class RunOptions(LedgerOptions):
 
 
 class CanariesOptions(Options):
-    """Options of `canaries`."""
+    """Writes shards with canaries that are in the data or not."""
 
     output: Path
     """new folder for shards and secret coins"""
@@ -89,16 +84,11 @@ class CanariesOptions(Options):
 
 def parse_args(arguments: list[str] | None = None) -> LedgerOptions | CanariesOptions:
     """The options of the chosen audit; a bad argument is a ConfigError (exit 2)."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = parser.add_subparsers(required=True, metavar="ledger/schedule/mechanism/canaries/run")
-    for name, model in (
-        ("ledger", LedgerOptions), ("schedule", ScheduleOptions), ("mechanism", MechanismOptions), ("run", RunOptions),
-        ("canaries", CanariesOptions),
-    ):  # fmt: skip
-        add_options(kinds.add_parser(name), model)
-    options = parse_options(parser, arguments)
-    assert isinstance(options, LedgerOptions | CanariesOptions)
-    return options
+    kinds: dict[str, type[LedgerOptions | CanariesOptions]] = {
+        "ledger": LedgerOptions, "schedule": ScheduleOptions, "mechanism": MechanismOptions, "canaries": CanariesOptions,
+        "run": RunOptions,
+    }  # fmt: skip
+    return options_of(__doc__, kinds, arguments)
 
 
 def main() -> int:
@@ -131,12 +121,7 @@ def main() -> int:
                 report = ledger_audit(run_dir, ExampleTable.open(index, run_dir, check_shards=False).manifest_digest())
             else:
                 report = ledger_audit(run_dir)
-    # The date and the ledger that was looked at: an audit of another ledger says nothing about this one.
-    digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
-    report = replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
-    print(printable(json.dumps(report.to_json(), allow_nan=False)) if options.as_json else report.to_text())
-    return report.exit_code
+    return conclude(report, run_dir, as_json=options.as_json)
 
 
 if __name__ == "__main__":

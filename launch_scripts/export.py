@@ -13,7 +13,6 @@ FILE may be a folder, too: of DeepSpeed's zero_to_fp32.py, or weights in parts w
 Exit codes: 0 done, 2 bad input.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -31,8 +30,8 @@ from models.config import Foreign
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import say
 from privacy.files.toml_text import toml_value
-from trainer.config.cli import Parser, run_command
-from trainer.config.options import Options, Shown, add_options, parse_options, require_folders
+from trainer.config.cli import run_command
+from trainer.config.options import Options, Shown, options_of, require_folders
 from trainer.progress import working
 from trainer.weights import Format, Provenance
 
@@ -96,12 +95,8 @@ class ExchangeOptions(ExportPart, ImportPart):
 
 
 def parse_args(arguments: list[str] | None = None) -> ExchangeOptions:
-    """The options of the command line; a bad argument is a ConfigError (exit 2)."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, ExchangeOptions)
-    options = parse_options(parser, arguments)
-    assert isinstance(options, ExchangeOptions)
-    return options
+    """The command line; a bad argument is a ConfigError (exit 2)."""
+    return options_of(__doc__, ExchangeOptions, arguments)
 
 
 def main() -> int:

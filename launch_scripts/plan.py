@@ -12,7 +12,6 @@ micro-batch, FLOP, time with failures, price (--gpu_price) and reads (docs/plann
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -31,8 +30,8 @@ from pydantic import Field, model_validator
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import PrivacyConfigError, printable, say
 from privacy.plan_request import PlanRequest
-from trainer.config.cli import Parser, run_command
-from trainer.config.options import Options, Shown, add_options, parse_options
+from trainer.config.cli import run_command
+from trainer.config.options import Options, Shown, options_of
 from trainer.config.recipe import EngineName
 from trainer.progress import working
 
@@ -109,11 +108,7 @@ class PlanOptions(PrivacyPart):
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
     """The command line; a bad argument is a ConfigError (exit 2)."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, PlanOptions)
-    options = parse_options(parser, arguments, intermixed=True)
-    assert isinstance(options, PlanOptions)
-    return options
+    return options_of(__doc__, PlanOptions, arguments, intermixed=True)
 
 
 _RECIPE_KEYS = {
@@ -175,7 +170,7 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.config.recipe import load_config
     from trainer.planner.hardware import find_gpu
-    from trainer.planner.memory import Trainable
+    from trainer.planner.memory import trained_count
     from trainer.planner.resources import GPU_MTBF_HOURS, Cluster, allocation, plan_resources, planning_task
     from trainer.planner.resources import examples as known_examples
     from trainer.planner.signal import NoiseToSignal, choose
@@ -211,7 +206,7 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
             )
             request = replace(request, expected_batch_size=num_examples, num_steps=steps)
     planned, result = _privacy(request, options, config.privacy.max_examples_per_owner)
-    parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
+    parameters, kind = trained_count(planning_task(config, ROOT)[0].skeleton()), config.model.kind
     if options.choose:
         if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
             request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)

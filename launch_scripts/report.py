@@ -8,7 +8,6 @@ included, without the times of files, names what it leaves out, and prints two v
 RFC 3161 authority sign them. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +20,8 @@ require_packages()
 
 from pydantic import Field
 
-from trainer.config.cli import Parser, run_command
-from trainer.config.options import Options, add_options, parse_options, require_folders
+from trainer.config.cli import run_command
+from trainer.config.options import Options, options_of, require_folders
 from trainer.progress import working
 
 if TYPE_CHECKING:
@@ -91,11 +90,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
 
 def parse_args(arguments: list[str] | None = None) -> ReportOptions:
     """The command line; a bad argument is a ConfigError (exit 2)."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, ReportOptions)
-    options = parse_options(parser, arguments)
-    assert isinstance(options, ReportOptions)
-    return options
+    return options_of(__doc__, ReportOptions, arguments)
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ A run joins with privacy.shared_ledger=PATH and reserves its whole budget before
 other runs; exit 2: the run would not fit even alone; exit 4: the file is refused.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -21,13 +20,13 @@ require_packages()
 from pydantic import Field
 
 from privacy.errors import say
-from trainer.config.cli import Parser, run_command
-from trainer.config.options import Options, Shown, add_options, parse_options
+from trainer.config.cli import run_command
+from trainer.config.options import Options, Shown, options_of
 from trainer.errors import ConfigError
 
 
 class CreateOptions(Options):
-    """Options of `create`."""
+    """Writes the first line: the total budget."""
 
     path: Annotated[Path, Shown("PATH", is_positional=True)]
     """new file for the ledger"""
@@ -42,7 +41,7 @@ class CreateOptions(Options):
 
 
 class ShowOptions(Options):
-    """Options of `show`."""
+    """Verifies the ledger and lists the runs."""
 
     path: Annotated[Path, Shown("PATH", is_positional=True)]
     """the ledger"""
@@ -88,13 +87,8 @@ def show(options: ShowOptions) -> None:
 
 def parse_args(arguments: list[str] | None = None) -> CreateOptions | ShowOptions:
     """The options of the chosen command; a bad argument is a ConfigError (exit 2)."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="create/show")
-    add_options(commands.add_parser("create", help="write the first line: the total budget"), CreateOptions)
-    add_options(commands.add_parser("show", help="verify it and list the runs"), ShowOptions)
-    options = parse_options(parser, arguments)
-    assert isinstance(options, CreateOptions | ShowOptions)
-    return options
+    commands: dict[str, type[CreateOptions | ShowOptions]] = {"create": CreateOptions, "show": ShowOptions}
+    return options_of(__doc__, commands, arguments)
 
 
 def main() -> None:

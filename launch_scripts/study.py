@@ -8,7 +8,6 @@ Every point is an ordinary run folder that launch_scripts/train.py trains. Exit 
 7 stopped on request, resumable; otherwise the code of the first run that failed.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,15 +21,15 @@ require_packages()
 from pydantic import Field, model_validator
 
 from privacy.errors import say
-from trainer.config.cli import Parser, run_command
-from trainer.config.options import Options, Shown, add_options, parse_options
+from trainer.config.cli import run_command
+from trainer.config.options import Options, Shown, options_of
 
 ALLOCATION = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node")
 """Options of sbatch for each point of an array job."""
 
 
 class RunOptions(Options):
-    """Options of `run`."""
+    """Trains all points that are not done."""
 
     study: Annotated[Path, Shown("STUDY.toml", is_positional=True)]
     """recipe, axes, seeds; see docs/studies.md"""
@@ -58,7 +57,7 @@ class RunOptions(Options):
 
 
 class ReportOptions(Options):
-    """Options of `report`."""
+    """Writes study_dir/report/ from what the runs left behind, finished or not."""
 
     study_dir: Annotated[Path, Shown("DIR")]
     """folder of the study"""
@@ -66,7 +65,7 @@ class ReportOptions(Options):
 
 def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
-    from trainer.studies.executors import Trainer, exit_code, run_local, submit_array
+    from trainer.studies.executors import exit_code, run_local, submit_array
     from trainer.studies.folder import StudyFolder
     from trainer.studies.grid import load_study, plan_points, require_useful_starts
 
@@ -74,7 +73,6 @@ def run(options: RunOptions) -> int:
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
     planned = plan_points(study, f"study {options.study}", ROOT)
     require_useful_starts(planned, ROOT)
-    trainer = Trainer(ROOT, study.ds_config, study.engine)
     with folder.locked():
         late = folder.prepare(study, options.study.read_text(), planned)
         count = sum(one.config.privacy.simulation for one in planned)
@@ -85,11 +83,11 @@ def run(options: RunOptions) -> int:
         names = [one.name for one in planned]
         if options.executor == "slurm-array":
             allocation = {name: getattr(options, name) for name in ALLOCATION}
-            for line in submit_array(folder, trainer, names, options.workers, allocation):
+            for line in submit_array(folder, study, names, options.workers, allocation):
                 say(line)
             return 0
         before = sum(folder.progress(name) == "finished" for name in names)
-        codes = run_local(folder, trainer, names, options.workers, say)
+        codes = run_local(folder, study, names, options.workers, say)
     done = sum(code == 0 for code in codes.values())
     earlier = f" ({before} were done before)" if before else ""
     rest = "" if done == len(names) else "; the same command goes on with the rest"
@@ -114,15 +112,8 @@ def report(options: ReportOptions) -> int:
 
 def parse_args(arguments: list[str] | None = None) -> RunOptions | ReportOptions:
     """The command line; a bad argument is a ConfigError (exit 2)."""
-    parser = Parser(prog="study.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    sub = commands.add_parser("run", help="train all points that are not done", description=run.__doc__)
-    add_options(sub, RunOptions)
-    sub = commands.add_parser("report", help="tables and plots of what was trained", description=report.__doc__)
-    add_options(sub, ReportOptions)
-    options = parse_options(parser, arguments)
-    assert isinstance(options, RunOptions | ReportOptions)
-    return options
+    commands: dict[str, type[RunOptions | ReportOptions]] = {"run": RunOptions, "report": ReportOptions}
+    return options_of(__doc__, commands, arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,17 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    *(
-        "README.md",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "docs/*.md",
-        "examples/*.md",
-        "recipes/*.md",
-        "ds_configs/*.md",
-    ),
-    *("data/*/*.md", "benchmarks/*.md", "benchmarks/results/**/*.md", "tests/records/*.md", "privacy/README.md"),
+    *("*.md", "docs/*.md", "examples/*.md", "recipes/*.md", "ds_configs/*.md", "data/*/*.md", "privacy/README.md"),
+    *("benchmarks/*.md", "benchmarks/results/**/*.md", "tests/records/*.md"),
 )
 API = {
     "loop": ("A loop of your own", "privacy.loop privacy.loop.hugging_face privacy.loop.trainer"),

@@ -8,7 +8,6 @@ import re
 import stat
 import urllib.request
 from pathlib import Path
-from typing import NamedTuple
 
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
@@ -16,7 +15,6 @@ from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint, require_recor
 from privacy.errors import NotRecorded, printable
 from privacy.files.public import open_public, read_public, survey, without_folders
 from privacy.ledger.durable import replace_file
-from privacy.ledger.records import LedgerState
 from trainer.errors import ConfigError
 from trainer.weights import new_folder
 
@@ -85,22 +83,17 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
     if run_dir.resolve() in (target.resolve(), *target.resolve().parents):
         raise ConfigError(f"{target} lies in the run folder that is to be published; give a folder elsewhere")
     found = survey(run_dir)
-    checkpoint = _newest_whole(run_dir) if checkpoints else None
-    names = found.public
-    if checkpoint is not None:
-        names = [
-            *names,
-            f"checkpoints/{LATEST}",
-            *(f"checkpoints/{checkpoint.name}/{part}" for part in checkpoint.files),
-        ]
-    size = 0
+    step, parts = (_newest_whole(run_dir) if checkpoints else None) or ("", [])
+    names, latest, size = list(found.public), f"checkpoints/{LATEST}", 0
+    if step:
+        names += [latest, *(f"checkpoints/{step}/{part}" for part in parts)]
     with new_folder(target) as folder:
         for name in sorted(names):
             copy = folder / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             with copy.open("xb") as file:
-                if checkpoint is not None and name == f"checkpoints/{LATEST}":
-                    file.write(f"{checkpoint.name}\n".encode())
+                if name == latest:
+                    file.write(f"{step}\n".encode())
                 else:
                     with open_public(run_dir, name) as source:
                         if name == "config.toml":
@@ -114,38 +107,26 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
             raise ConfigError(
                 f"{run_dir} is being trained: its ledger grew since the card was made; publish when it stands still"
             )
-        if checkpoint is not None:
-            _require_recorded(run_dir, folder, checkpoint.name, copied.state)
+        if step:
+            try:
+                require_recorded(folder / "checkpoints" / step, copied.state)
+            except NotRecorded as error:
+                place = str(error).replace(str(folder), str(run_dir))
+                raise NotRecorded(f"{place}; --no_checkpoints publishes the other files") from error
         for path in (*folder.rglob("*"), folder):
             path.chmod(0o755 if path.is_dir() else 0o644)
             os.utime(path, (FIXED_TIME, FIXED_TIME))
     lines = [f"published: {target} ({len(names)} files, {size:,} bytes)"]
     lines += [f"left out: {printable(name)}: {reason}" for name, reason in sorted(found.left_out.items())]
-    if checkpoint is None:
+    if not step:
         lines.append(f"left out: checkpoints: {'there is no whole one' if checkpoints else '--no_checkpoints says so'}")
     else:
-        lines.append(f"left out: checkpoints: all but the newest whole one, {checkpoint.name}")
+        lines.append(f"left out: checkpoints: all but the newest whole one, {step}")
     return [*lines, "left out: private"]
 
 
-def _require_recorded(run_dir: Path, folder: Path, name: str, state: LedgerState) -> None:
-    """Holds the copied checkpoint against the copied ledger; what is said names the run folder."""
-    try:
-        require_recorded(folder / "checkpoints" / name, state)
-    except NotRecorded as error:
-        place = str(error).replace(str(folder), str(run_dir))
-        raise NotRecorded(f"{place}; --no_checkpoints publishes the other files") from error
-
-
-class _Chosen(NamedTuple):
-    """A checkpoint's folder, and the names of its files."""
-
-    name: str
-    files: list[str]
-
-
-def _newest_whole(run_dir: Path) -> _Chosen | None:
-    """The newest checkpoint that is what its manifest says, of regular files with the names that checkpoints have."""
+def _newest_whole(run_dir: Path) -> tuple[str, list[str]] | None:
+    """(folder, files) of the newest checkpoint that is what its manifest says, all of them regular and named as they must be."""
     folder = run_dir / "checkpoints"
     if folder.is_symlink() or not folder.is_dir():
         return None
@@ -160,5 +141,5 @@ def _newest_whole(run_dir: Path) -> _Chosen | None:
         except ConfigError:
             continue  # damaged, or half removed: an older one may be whole
         if named == {name for name in files if name != MANIFEST}:
-            return _Chosen(path.name, files)
+            return path.name, files
     return None

@@ -11,9 +11,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import ConfigError, in_one_line, printable, say
+
+if TYPE_CHECKING:
+    from ..audit.report import AuditReport
 
 OF_THE_TRAINER = ("run", "canaries")
 SIZES, NOISE = ("num_examples", "expected_batch_size", "num_steps"), ("target_epsilon", "noise_multiplier")
@@ -88,10 +91,15 @@ def audit(options: argparse.Namespace) -> int:
         from ..audit.folder import ledger_audit, schedule_audit
 
         made = (schedule_audit if options.kind == "schedule" else ledger_audit)(options.run_dir)
-    ledger = sha256((options.run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    date = datetime.now(UTC).date().isoformat()
-    made = replace(made, facts={**made.facts, "date_utc": date, "ledger_sha256": ledger})
-    print(printable(json.dumps(made.to_json(), allow_nan=False)) if options.json else made.to_text())
+    return conclude(made, options.run_dir, as_json=options.json)
+
+
+def conclude(made: "AuditReport", run_dir: Path, *, as_json: bool) -> int:
+    """Prints an audit with its date and the ledger that was looked at, of another of which it says nothing; its exit code."""
+    ledger = sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
+    today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
+    made = replace(made, facts={**made.facts, "date_utc": today, "ledger_sha256": ledger})
+    print(printable(json.dumps(made.to_json(), allow_nan=False)) if as_json else made.to_text())
     return made.exit_code
 
 

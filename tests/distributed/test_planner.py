@@ -17,7 +17,7 @@ from tests.distributed.ranks import ROOT, run_ranks
 from tests.distributed.test_engines import OPTIMIZER, fresh_captioner
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.engines import build_engine
-from trainer.planner.memory import FP32, FP64, Trainable, rank_memory
+from trainer.planner.memory import FP32, FP64, rank_memory, trained_count
 from trainer.run.memory_estimate import MemoryTimeline
 
 CASES = [
@@ -70,17 +70,10 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
 
 def _states(engine: Any) -> int:
     """Bytes of the optimizer's moments on this rank."""
-    for attribute in ("_zero", "_oss", "_optimizer"):
-        if hasattr(engine, attribute):
-            holder = getattr(engine, attribute)
-            states = (holder.optimizer if attribute == "_zero" else getattr(holder, "optim", holder)).state
-            return sum(
-                t.nbytes
-                for state in states.values()
-                for kind, t in state.items()
-                if isinstance(t, Tensor) and kind in ("exp_avg", "exp_avg_sq")
-            )
-    raise AssertionError
+    holder = next(getattr(engine, name) for name in ("_zero", "_oss", "_optimizer") if hasattr(engine, name))
+    states = (holder.optimizer if hasattr(engine, "_zero") else getattr(holder, "optim", holder)).state
+    moments = (state.get(kind) for state in states.values() for kind in ("exp_avg", "exp_avg_sq"))
+    return sum(moment.nbytes for moment in moments if isinstance(moment, Tensor))
 
 
 @pytest.fixture(
@@ -98,16 +91,16 @@ def test_planned_is_what_engines_do(found: tuple[str, list[list[Found]]], index:
     engine, name = CASES[index]
     accumulation, ranks = found
     machine, world_size = settings(name), len(ranks)
-    trainable = Trainable.of(fresh_captioner())
-    grid = Grid.of(trainable.count, torch.float32, CAP, CAP)
+    model = fresh_captioner()
+    grid = Grid.of(trained_count(model), torch.float32, CAP, CAP)
     assert grid.layout == "int32+int16"
     memory = rank_memory(
-        trainable, engine, machine, OPTIMIZER,  # type: ignore[arg-type]
+        model, engine, machine, OPTIMIZER,  # type: ignore[arg-type]
         accumulation=accumulation, world_size=world_size, on_cpu=True, grid=grid,
     )  # fmt: skip
     real = [rank[index] for rank in ranks]
     assert max(one["owned"] for one in real) == memory.owned
-    assert sum(one["owned"] for one in real) == trainable.count
+    assert sum(one["owned"] for one in real) == trained_count(model)
     assert {one["sums"] for one in real} == {memory.sums}
     assert max(one["states"] for one in real) == memory.moments
     # Sums travel in fp64: to the owners, whose noised gradients the others need in fp32 where every rank steps all (local).

@@ -1,16 +1,13 @@
 """Whether a command of the documentation would be accepted: its script's own parser, the trainer's own loaders, no run."""
 
-import argparse
 import ast
 import contextlib
-import functools
 import importlib
 import io
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from privacy import verify
@@ -43,15 +40,10 @@ def check(command: Command) -> None:
     Raises:
         Refused: naming page, line and reason.
     """
+    words = [one for word in command.words for one in (PLACEHOLDERS[word].split() if word in PLACEHOLDERS else [word])]
     try:
         with contextlib.chdir(ROOT):
-            _check(
-                [
-                    part
-                    for word in command.words
-                    for part in (PLACEHOLDERS[word].split() if word in PLACEHOLDERS else [word])
-                ]
-            )
+            _check(words)
     except (Refused, Exception) as error:
         raise Refused(f"{command}: {error}") from error
 
@@ -63,25 +55,36 @@ def _check(words: list[str]) -> None:
     if not words:
         return
     place = next((n for n, word in enumerate(words) if _SCRIPT.fullmatch(word) or _BATCH.fullmatch(word)), None)
+    name = Path(words[0]).name
     if place is not None:
         _check_start(words[:place])
-        added = ["--local_rank=0"] if words[0] == "deepspeed" else []  # by the launcher, before everything else
         script, rest = words[place], words[place + 1 :]
-        _check_variables(variables, script)
-        _check_batch(script, rest) if _BATCH.fullmatch(script) else check_script(script, [*added, *rest])
+        source = (ROOT / script).read_text() + (ROOT / "trainer/ranks/discovery.py").read_text()
+        if unread := [name for name in variables if not re.search(rf"\b{name}\b", source)]:
+            raise Refused(f"{script} does not read {unread[0]}")
+        if _BATCH.fullmatch(
+            script
+        ):  # executable unless sbatch reads it; behind its own arguments stand those of train.py
+            if script.endswith(".sh") and not os.access(ROOT / script, os.X_OK):
+                raise Refused(f"{script} is not executable, or not there")
+            own = {"openmpi.sh": 1, "slurm_array.sbatch": 2}.get(Path(script).name, 0)
+            if len(rest) < own:
+                raise Refused(f"{script} takes {own} arguments before those of train.py")
+            script, rest = ("launch_scripts/train.py" if "cluster/" in script else ""), rest[own:]
+        added = ["--local_rank=0"] if words[0] == "deepspeed" else []  # by the launcher, before everything else
+        if script:
+            check_script(script, [*added, *rest])
     elif words[0] == "make":
-        _check_make(words[1:])
+        known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        if missing := [target for target in words[1:] if "=" not in target and target not in known]:
+            raise Refused(f"the Makefile has no target {missing[0]}")
     elif words[:2] == ["pip", "install"]:
         if "-r" in words and not (ROOT / words[words.index("-r") + 1]).is_file():
             raise Refused("no such requirements")
-    elif Path(words[0]).name == "python" and words[1] == "-m":
+    elif name == "python" and words[1] == "-m":
         importlib.import_module(words[2])
-    elif (
-        Path(words[0]).name == "python" and words[1] == "-I" and Path(words[2]).name == "verify.py"
-    ):  # it lies in run folders
-        verify.parse_args(words[3:])
-    elif words[0] == "python" and Path(words[1]).name == "verify.py":
-        verify.parse_args(words[2:])
+    elif name == "python" and (at := [n for n, word in enumerate(words[:3]) if Path(word).name == "verify.py"]):
+        verify.parse_args(words[at[0] + 1 :])  # it lies in run folders
     elif words[0] == "auditable-dp":
         verify.parse_args(words[2:]) if words[1] == "verify" else library._parser().parse_args(words[1:])
     elif words[0] == "python" and words[1].startswith("examples/"):
@@ -95,74 +98,37 @@ def _check(words: list[str]) -> None:
 def _check_start(words: Sequence[str]) -> None:
     """What starts a script: nothing, an interpreter, a launcher with its options, and combinations of them."""
     if words and words[0] == "sbatch":
-        wrong = next((word for word in words[1:] if not re.fullmatch(r"--[a-z-]+(=.+)?", word)), None)
-        if wrong:
-            raise Refused(f"sbatch: {wrong}")
+        if wrong := [word for word in words[1:] if not re.fullmatch(r"--[a-z-]+(=.+)?", word)]:
+            raise Refused(f"sbatch: {wrong[0]}")
         return
-    program = ""
-    rest = list(words)
+    program, rest = "", list(words)
     while rest:
         word = rest.pop(0)
-        name = Path(word).name
-        if name in FLAGS and not word.startswith("-"):
-            program = name
+        if Path(word).name in FLAGS and not word.startswith("-"):
+            program = Path(word).name
         elif word in TAKES_A_VALUE.get(program, ()):
             rest.pop(0)
         elif word not in FLAGS.get(program, ()) and word.split("=")[0] not in TAKES_A_VALUE.get(program, ()):
             raise Refused(f"{program or 'this command'} is not known to take {word}")
 
 
-def _check_variables(names: Sequence[str], script: str) -> None:
-    source = (ROOT / script).read_text() + (ROOT / "trainer/ranks/discovery.py").read_text()
-    for name in names:
-        if not re.search(rf"\b{name}\b", source):
-            raise Refused(f"{script} does not read {name}")
-
-
-def _check_batch(script: str, rest: list[str]) -> None:
-    """Shell scripts: executable unless sbatch reads them, and what follows their own arguments is train.py's."""
-    if script.endswith(".sh") and not os.access(ROOT / script, os.X_OK):
-        raise Refused(f"{script} is not executable, or not there")
-    own = {"openmpi.sh": 1, "slurm_array.sbatch": 2}.get(Path(script).name, 0)
-    if len(rest) < own:
-        raise Refused(f"{script} takes {own} arguments before those of train.py")
-    if "cluster/" in script:
-        check_script("launch_scripts/train.py", rest[own:])
-
-
-def _check_make(targets: Sequence[str]) -> None:
-    known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    for target in targets:
-        if "=" not in target and target not in known:
-            raise Refused(f"the Makefile has no target {target}")
-
-
 def check_script(script: str, arguments: Sequence[str]) -> None:
-    """The script's own parser takes the arguments, and the loaders what these name."""
+    """The script's own parser takes the arguments, and the trainer's loaders the recipe, ds_config or study that they name."""
     if script.startswith("benchmarks/"):  # their parsers are made where they run
         assert (ROOT / script).is_file(), f"there is no {script}"
         return
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            options = _module(script).parse_args(list(arguments))
+            module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            options = module.parse_args(list(arguments))
     except SystemExit:  # --help
         return
-    _check_values(Path(script).stem, options)
-
-
-@functools.cache
-def _module(script: str) -> ModuleType:
-    return importlib.import_module(script.removesuffix(".py").replace("/", "."))
-
-
-def _check_values(name: str, options: argparse.Namespace) -> None:
-    """Recipes with their overrides, ds_configs and studies go through the trainer's own loaders."""
     given: dict[str, Any] = vars(options)
-    if name == "study" and "study" in given:
+    if "study" in given:
         check_study(options.study)
     if given.get("overrides") and given.get("recipe", True) is None:
         raise Refused("overrides without a recipe")
-    recipe = Path("recipes/quickstart.toml") if name == "quickstart" else given.get("recipe")
+    recipe = Path("recipes/quickstart.toml") if "quickstart" in script else given.get("recipe")
     if recipe is None:
         return
     from trainer.config.machine import load_machine_settings, resolve
@@ -181,5 +147,4 @@ def check_study(path: Path) -> int:
     """The number of its points; each has a recipe that trains."""
     from trainer.studies.grid import load_study, plan_points
 
-    study = load_study(path)
-    return len(plan_points(study, "study", ROOT))
+    return len(plan_points(load_study(path), "study", ROOT))

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.docs.pages import ROOT
@@ -47,21 +46,13 @@ def trained(folder: Path) -> Path:
     return folder
 
 
-def runs(trained_runs: Path) -> Callable[[Path], None]:
-    """Puts copies of trained runs into a project."""
-
-    def put(project: Path) -> None:
-        for name in ("dpcap_base", "vip_base", "synthetic_shapes"):
-            shutil.copytree(trained_runs / name, project / "runs" / name)
-
-    return put
-
-
-def latest(trained_runs: Path) -> Callable[[Path], None]:
-    """What `make quickstart` leaves behind for the commands after it: runs/latest leads to a run of that day."""
-
-    def put(project: Path) -> None:
+def put(page: str, project: Path, trained_runs: Path) -> None:
+    """What the commands of a page find in a project: runs, what `make quickstart` leaves behind, or a small study."""
+    if page == "README.md":  # runs/latest leads to a run of that day
         shutil.copytree(trained_runs / "dpcap_base", project / "runs" / "quickstart-20261125-120000")
         (project / "runs" / "latest").symlink_to("quickstart-20261125-120000")
-
-    return put
+    elif page in ("docs/guarantee.md", "docs/run_folder.md"):
+        for name in ("dpcap_base", "vip_base", "synthetic_shapes"):
+            shutil.copytree(trained_runs / name, project / "runs" / name)
+    elif page == "docs/studies.md":
+        small_study(project)

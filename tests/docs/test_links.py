@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, project_files, prose, read, spans
+from trainer.config.optimizer import key_lines
 from trainer.config.options import Options
+from trainer.config.recipe import RunConfig
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SUFFIXES = "safetensors|pth|py|md|toml|json|jsonl|sh|sbatch|txt|html|png|npz|npy|csv|example"
@@ -109,31 +111,9 @@ def test_named_tests_exist(page: str) -> None:
 
 @functools.cache
 def recipe_keys() -> frozenset[str]:
-    """section.key of everything that a recipe may hold."""
-    from pydantic import BaseModel
-
-    from trainer.config.recipe import RunConfig
-
-    found: set[str] = set()
-
-    def walk(kind: type[BaseModel], prefix: str) -> None:
-        for name, field in kind.model_fields.items():
-            found.add(prefix + name)
-            for part in _models_in(field.annotation):
-                walk(part, f"{prefix}{name}.")
-
-    walk(RunConfig, "")
-    return frozenset(found)
-
-
-def _models_in(annotation: object) -> list[type]:
-    from typing import get_args
-
-    from pydantic import BaseModel
-
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [part for argument in get_args(annotation) for part in _models_in(argument)]
+    """section.key of everything that a recipe may hold, and its sections."""
+    leaves = [line.split(" ")[0].split(".") for line in key_lines(RunConfig)]
+    return frozenset(".".join(parts[:number]) for parts in leaves for number in range(1, len(parts) + 1))
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -158,11 +138,8 @@ def is_module(dotted: str) -> bool:
 @functools.cache
 def known_options() -> frozenset[str]:
     """Every option of a command's model, every string that begins with -- in our programs, and launchers' options."""
-    sources = [
-        n
-        for n in project_files()
-        if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks|privacy|examples)/.*\.(py|s\w+)$", n)
-    ]
+    rooms = r"(launch_scripts|evaluation|data|trainer|benchmarks|privacy|examples)/.*\.(py|s\w+)$"
+    sources = [name for name in project_files() if re.match(rooms, name)]
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
     foreign |= {

@@ -54,18 +54,8 @@ def test_the_site_has_every_page_and_every_module_that_it_names(tmp_path: Path) 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="the extra docs is not installed")
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     build(ROOT / "runs/site-pages")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--config-file",
-        "docs/mkdocs.yml",
-        "--site-dir",
-        str(tmp_path / "site"),
-    ]
+    options = ["--strict", "--quiet", "--config-file", "docs/mkdocs.yml", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "site/search/search_index.json").read_text())

@@ -83,15 +83,11 @@ def test_a_python_without_the_packages_says_how_to_get_them(script: str) -> None
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "make venv" in done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_imports_nothing_that_takes_seconds(script: str, said: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("script", [*SCRIPTS, "wrong"])
+def test_help_and_a_wrong_recipe_key_import_nothing_that_takes_seconds(script: str, said: dict[str, list[str]]) -> None:
     *lines, ending = said[script]
-    assert ending == "exit code 0; imported: set()" and script in "\n".join(lines)
-
-
-def test_a_wrong_recipe_key_is_answered_before_anything_heavy_is_imported(said: dict[str, list[str]]) -> None:
-    *lines, ending = said["wrong"]
-    assert ending == "exit code 2; imported: set()" and "did you mean num_steps?" in "\n".join(lines)
+    code, words = (2, "did you mean num_steps?") if script == "wrong" else (0, script)
+    assert ending == f"exit code {code}; imported: set()" and words in "\n".join(lines)
 
 
 @pytest.mark.parametrize("command", MISSING)

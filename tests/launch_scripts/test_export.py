@@ -395,7 +395,8 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
     broken = tmp_path / "broken.pth"
     torch.save({"model": {k: v for k, v in vip_file().items() if k != "norm.bias"}}, broken)
     out = tmp_path / "out"
-    hf = ("--checkpoint", captioner, "--format", "hf")
+    hf, nano = ("--checkpoint", captioner, "--format", "hf"), ("--import", "vip", broken, out, "--size", "vip_nano")
+    none, full = tmp_path / "none", tmp_path / "full"
     for line, told in {
         "one of the arguments --checkpoint --import is required": (out,),
         "--checkpoint needs --format, one of hf, peft, safetensors, timm": ("--checkpoint", captioner, out),
@@ -405,29 +406,14 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
         "--provenance is for --import": (*hf, "--provenance", "public", out),
         "--format is for --checkpoint": ("--import", "vip", "--format", "hf", broken, out),
         "model size 'vip_huge'": ("--import", "vip", broken, out, "--size", "vip_huge"),
-        "unknown model field 'heads'": ("--import", "vip", broken, out, "--size", "vip_nano", "--override", "heads=2"),
-        "depth must be a int, got ''": (
-            "--import",
-            "vip",
-            broken,
-            out,
-            "--size",
-            "vip_nano",
-            "--override",
-            "encoder_depth",
-        ),
-        "is there and not empty": (*hf, tmp_path / "full"),
-        "neither a checkpoint nor a run folder": ("--checkpoint", tmp_path / "none", "--format", "hf", out),
-        "holds no model.safetensors or pytorch_model.bin": (
-            "--import",
-            "vip",
-            tmp_path / "full",
-            out,
-            *arguments("vip"),
-        ),
-        "there is no weight file": ("--import", "vip", tmp_path / "none", out, *arguments("vip")),
-        "is no folder that transformers saved": ("--import", "hf", tmp_path / "full", out),
-        "is no exported model": ("--import", "safetensors", tmp_path / "full", out),
+        "unknown model field 'heads'": (*nano, "--override", "heads=2"),
+        "depth must be a int, got ''": (*nano, "--override", "encoder_depth"),
+        "is there and not empty": (*hf, full),
+        "neither a checkpoint nor a run folder": ("--checkpoint", none, "--format", "hf", out),
+        "holds no model.safetensors or pytorch_model.bin": ("--import", "vip", full, out, *arguments("vip")),
+        "there is no weight file": ("--import", "vip", none, out, *arguments("vip")),
+        "is no folder that transformers saved": ("--import", "hf", full, out),
+        "is no exported model": ("--import", "safetensors", full, out),
         "lacks norm.bias": ("--import", "vip", broken, out, *arguments("vip")),
         "give --size, which states what no tensor tells": ("--import", "vip", broken, out),
     }.items():

@@ -6,6 +6,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from launch_scripts.prepare import (
     main,
     synthetic,
     verify,
-)  # fmt: skip
+)
 from trainer.config.cli import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,15 +78,8 @@ def test_every_command_is_a_function(tmp_path: Path, capsys: pytest.CaptureFixtu
     synthetic(SyntheticOptions(output=shards, num_examples=12, image_size=24, image_format="png", workers=1))
     with tarfile.open(next(shards.glob("*.tar"))) as tar:
         tar.extractall(tmp_path / "pictures", filter="data")
-    report = import_pairs(
-        ImportOptions(
-            source=str(tmp_path / "pictures"),
-            source_format="folder",
-            output=clean,
-            keep_near_duplicates=True,
-            workers=1,
-        )
-    )
+    pictures: dict[str, Any] = {"source": str(tmp_path / "pictures"), "source_format": "folder"}
+    report = import_pairs(ImportOptions(**pictures, output=clean, keep_near_duplicates=True, workers=1))
     assert report is not None and report["read"] == 12
     table = index(IndexOptions(shards=str(clean), workers=1))
     assert table is not None and len(table) == report["written"]

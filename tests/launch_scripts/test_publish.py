@@ -224,14 +224,16 @@ def test_links_are_not_read_for_the_card_and_are_named(run: Path, tmp_path: Path
     (run / "private/heldout.jsonl").write_text(json.dumps({"step": 1, "loss": int(SECRET)}))
     (run / "private/audit.json").write_text(json.dumps({"audit": SECRET, "verdict": "consistent"}))
     linked = {"evaluation/heldout.jsonl": "heldout.jsonl", "report/audit-run.json": "audit.json"}
-    linked |= {"evaluation/samples-00000009.png": "metrics.jsonl", "config.toml": "metrics.jsonl"}
+    others = ("evaluation/samples-00000009.png", "config.toml", "behind/ledger-1.jsonl", WHOLE[0])
+    linked |= dict.fromkeys(others, "metrics.jsonl")
+    (run / "behind").mkdir()
     for name, goal in linked.items():
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(run / "private" / goal)
     card = build_card(run)
     pages = [path.read_text() for path in write_card(run, card)]
     assert not [page for page in pages if SECRET in page or "metrics.jsonl" in page]
-    for name in linked:
+    for name in linked.keys() - {WHOLE[0]}:  # checkpoints are chosen apart
         assert [line for line in card.warnings if f"does not read {name}: it is a symbolic link" in line]
     (run / "evaluation/heldout.jsonl").unlink()
     os.mkfifo(run / "evaluation/heldout.jsonl")
@@ -240,6 +242,10 @@ def test_links_are_not_read_for_the_card_and_are_named(run: Path, tmp_path: Path
     (run / "report").symlink_to(run / "private")
     with pytest.raises(ConfigError, match="symbolic link"):
         write_card(run, build_card(run))
+    shutil.move(run / "ledger.jsonl", run / "private/ledger.jsonl")
+    (run / "ledger.jsonl").symlink_to(run / "private/ledger.jsonl")
+    with pytest.raises(Exception, match="no link is followed"):
+        build_card(run)
 
 
 @pytest.mark.parametrize(

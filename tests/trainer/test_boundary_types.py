@@ -25,7 +25,6 @@ READS_A_CLOCK = {
     "data/reading/storage.py": "whether a shard is still the one that was indexed",
     "evaluation/results.py": "the day of an evaluation",
     "evaluation/sources.py": "a fingerprint of public files",
-    "launch_scripts/audit.py": "the day of an audit",
     "launch_scripts/prepare.py": "the console",
     "launch_scripts/quickstart.py": "the name of a new folder, before any data are read; the console",
     "privacy/command/main.py": "the date of an audit, after the run",
@@ -87,14 +86,9 @@ def test_types_refuse_private_values_and_clocks_in_public_writers(tmp_path: Path
     """mypy names every line of `PLANTED` that is marked, and no other."""
     (tmp_path / "planted.py").write_text(PLANTED)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "planted.py"]
-    done = subprocess.run(
-        [*command, "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"],
-        cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command += ["--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     refused = {int(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("planted.py:")}
     marked = {number for number, line in enumerate(PLANTED.splitlines(), 1) if "# refused" in line}
     assert done.returncode == 1 and refused == marked, done.stdout + done.stderr

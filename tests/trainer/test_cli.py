@@ -19,17 +19,8 @@ from trainer.errors import ConfigError, RemoteError, in_one_line
 from trainer.planner.tables import _empty_table
 
 
-def too_much_memory() -> None:
-    torch.empty(2**60)
-
-
 def too_deep() -> None:
     too_deep()
-
-
-def onto_a_full_disk() -> None:
-    with open("/dev/full", "w") as file:
-        file.write("x")
 
 
 @pytest.mark.parametrize(
@@ -38,9 +29,9 @@ def onto_a_full_disk() -> None:
         (lambda: Path("/nowhere/file").read_text(), 2, ["/nowhere/file", "No such file"]),
         (lambda: Path("x" * 3000).mkdir(), 2, ["File name too long", "..."]),
         (lambda: Path("/dev/null/inside").write_text("x"), 2, ["Not a directory"]),
-        (onto_a_full_disk, 1, ["No space left"]),
+        (lambda: Path("/dev/full").write_text("x"), 1, ["No space left"]),
         (lambda: bytearray(2**62), 1, ["memory"]),
-        (too_much_memory, 1, ["memory"]),
+        (lambda: torch.empty(2**60), 1, ["memory"]),
         (too_deep, 2, ["nested"]),
         (lambda: (_ for _ in ()).throw(RuntimeError("can't start new thread")), 1, ["threads"]),
         (lambda: (_ for _ in ()).throw(RuntimeError("could not create a primitive")), 1, ["memory"]),
@@ -93,13 +84,8 @@ def test_what_is_said_of_files_is_printable(capsys: pytest.CaptureFixture[str]) 
     table = _empty_table("")
     table.add_row("note", LOUD, LOUD)
     Console(width=200).print(table)
-    publish(
-        Results("captions", {}, (), table=[{LOUD: LOUD}], notes=[LOUD]),
-        output=None,
-        data_is_public=False,
-        as_json=False,
-        arguments=[],
-    )
+    results = Results("captions", {}, (), table=[{LOUD: LOUD}], notes=[LOUD])
+    publish(results, output=None, data_is_public=False, as_json=False, arguments=[])
     shown = capsys.readouterr().out
     assert all(letter.isprintable() or letter == "\n" for letter in shown) and shown.count("[/red]") >= 6
     assert "verify: consistent" not in [line[: len("verify: consistent")] for line in shown.splitlines()]

@@ -1,6 +1,5 @@
 """What is counted of tensors, and what is read of the machine's limits; test_planner.py has the kernel's own count."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,13 +8,6 @@ from torch import Tensor
 from trainer.run.memory_estimate import MemoryTimeline, available_memory
 
 CPU = torch.device("cpu")
-
-
-def live(work: Callable[[], object]) -> list[int]:
-    with MemoryTimeline() as timeline:
-        kept = work()
-    del kept
-    return timeline.live_bytes
 
 
 def test_every_tensor_is_counted_from_birth_to_death() -> None:
@@ -29,7 +21,10 @@ def test_every_tensor_is_counted_from_birth_to_death() -> None:
         before.add_(1)  # in place, and not ours
         return y * 2  # the square and the view are gone: 4 + 4
 
-    assert live(work) == [4000, 4000, 8000, 8004, 4, 8]
+    with MemoryTimeline() as timeline:
+        kept = work()
+    del kept
+    assert timeline.live_bytes == [4000, 4000, 8000, 8004, 4, 8]
 
 
 # What the machine says

@@ -33,11 +33,8 @@ def test_what_is_slow_says_what_it_does_and_for_how_long(capsys: pytest.CaptureF
         time.sleep(0.5)
     time.sleep(0.2)
     first, *others = capsys.readouterr().err.splitlines()
-    assert (
-        first == "counting ..."
-        and 2 <= len(others) <= 4
-        and set(others) <= {"counting: 0 s so far", "counting: 1 s so far"}
-    )
+    assert first == "counting ..." and 2 <= len(others) <= 4
+    assert set(others) <= {"counting: 0 s so far", "counting: 1 s so far"}
 
 
 class Terminal(io.StringIO):
@@ -45,16 +42,8 @@ class Terminal(io.StringIO):
         return True
 
 
-FACTS = {"eps": "4.792", "loss": "0.361", "lr": "5.9e-03", "ex/s": "166", "data": "32%"}
-FACTS |= {
-    "gradients": "91%",
-    "intent": "1%",
-    "reduction": "2%",
-    "noise": "3%",
-    "update": "3%",
-    "TFLOP/s": "0.0009",
-    "mem": "0.4G",
-}
+FACTS = {"eps": "4.792", "loss": "0.361", "lr": "5.9e-03", "ex/s": "166", "data": "32%", "gradients": "91%"}
+FACTS |= {"intent": "1%", "reduction": "2%", "noise": "3%", "update": "3%", "TFLOP/s": "0.0009", "mem": "0.4G"}
 
 
 @pytest.mark.parametrize(("width", "seen"), [(40, ()), (80, ("eta", "loss", "lr")), (240, ("eta", *FACTS))])

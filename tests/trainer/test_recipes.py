@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,18 +150,6 @@ def test_every_stage_one_has_a_stage_two() -> None:
     assert {f"runs/{path.stem}" for path in STAGE_ONE} == {initialised(path) for path in STAGE_TWO}
 
 
-def test_cappa_is_dpcap_base_but_for_its_share() -> None:
-    def rest(name: str) -> dict[str, object]:
-        tree = load_config(ROOT / f"recipes/{name}.toml").model_dump()
-        del tree["name"], tree["model"]["overrides"], tree["init"]
-        return tree
-
-    cappa = load_config(ROOT / "recipes/dpcap_cappa_base.toml")
-    base = load_config(ROOT / "recipes/dpcap_base.toml")
-    assert rest("dpcap_cappa_base") == rest("dpcap_base")
-    assert cappa.model.overrides == {**base.model.overrides, "parallel_share": 0.75}
-
-
 RANKS = (8, 16, 32, 64, 128)
 MOST_RANKS = {
     **dict.fromkeys(("finetune_vit_base", "finetune_vit_base_lora"), 64),
@@ -179,10 +168,17 @@ def test_little_of_a_logical_batch_is_padding(path: Path) -> None:
         assert padding(count, ranks, size) <= 0.05 and padding_note(count, ranks, size) is None
 
 
-def test_the_four_differ_in_size_only() -> None:
-    def rest(path: Path) -> dict[str, object]:
-        tree = load_config(path).model_dump()
-        del tree["name"], tree["model"]["size"], tree["train"]["micro_batch_size"], tree["init"]
-        return tree
+def test_recipes_of_captioners_differ_in_size_only_and_cappa_in_its_share() -> None:
+    def rest(stem: str, *others: str) -> tuple[dict[str, object], dict[str, Any]]:
+        """All but name, start and what else is said, and the model's overrides."""
+        tree = load_config(ROOT / f"recipes/{stem}.toml").model_dump()
+        overrides = tree["model"].pop("overrides")
+        for key in ("name", "init", *others):
+            *sections, last = key.split(".")
+            del (tree[sections[0]] if sections else tree)[last]
+        return tree, overrides
 
-    assert all(rest(path) == rest(DPCAP[0]) for path in DPCAP)
+    sizes = ("model.size", "train.micro_batch_size")
+    assert all(rest(path.stem, *sizes) == rest("dpcap_base", *sizes) for path in DPCAP)
+    (cappa, own), (base, overrides) = rest("dpcap_cappa_base"), rest("dpcap_base")
+    assert cappa == base and own == {**overrides, "parallel_share": 0.75}

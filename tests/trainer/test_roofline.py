@@ -88,10 +88,8 @@ def test_a_compiled_function_is_as_many_kernels_as_inductor_makes_of_it_for_cuda
         [torch.empty(n, device=META)] * 2,
         (torch.empty(n, device=META, dtype=d) for d in (torch.int32, torch.int16)),
     )
-    one = kernels_of(add_rounded, (parts, *sums, 2.0**20))
-    assert (one.launches, one.moved) == (1, n * (2 * 4 + 2 * 4 + 2 * 2)), (
-        "one pass: what meets, low and high read and written"
-    )
+    one = kernels_of(add_rounded, (parts, *sums, 2.0**20))  # one pass: what meets, low and high read and written
+    assert (one.launches, one.moved) == (1, n * (2 * 4 + 2 * 4 + 2 * 2))
     assert "tl.float64" in one.code and "cpp_fused" not in one.code
     x = torch.empty(16, 197, 1024, device=META, dtype=torch.bfloat16)
     two = kernels_of(layer_norm, (x, x))

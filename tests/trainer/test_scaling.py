@@ -22,8 +22,8 @@ from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
+from trainer.studies import executors
 from trainer.studies import folder as study_folder
-from trainer.studies.executors import Trainer, exit_code, run_local
 from trainer.studies.folder import StudyFolder
 from trainer.studies.grid import Point, StudyConfig, load_study, plan_points, require_useful_starts, trained_keys
 from trainer.studies.report import Result, write_report
@@ -58,12 +58,8 @@ def planned_of(tmp_path: Path, text: str) -> list[Point]:
 
 def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
     points = planned_of(tmp_path, STUDY)
-    assert [point.name for point in points] == [
-        f"batch-{batch}_start-{start}_seed-{seed}"
-        for batch in (8, 24)
-        for start in ("small", "large")
-        for seed in (0, 1)
-    ]
+    crossed = itertools.product((8, 24), ("small", "large"), (0, 1))
+    assert [point.name for point in points] == [f"batch-{b}_start-{start}_seed-{seed}" for b, start, seed in crossed]
     last = points[-1]
     assert last.labels == {"batch": 24, "start": "large"} and last.seed == 1
     # And what a point trains is what its overrides say.
@@ -301,61 +297,48 @@ def test_a_study_that_is_interrupted_at_any_write_goes_on(tmp_path: Path, monkey
 # Running the points
 
 
-class Stub(Trainer):
-    """Ends as its point's name says: exit-3 with code 3; sleep not at all by itself."""
+@pytest.fixture
+def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], list[str]], dict[str, int]]:
+    """Runs points that end as their names say: exit-3 with code 3; sleep not at all by itself."""
 
-    def command(self, folder: StudyFolder, name: str) -> list[str]:
+    def stub(folder: StudyFolder, study: StudyConfig, name: str) -> list[str]:
         what = "time.sleep(60)" if name == "sleep" else f"print('error: no'); sys.exit({name.removeprefix('exit-')})"
         return [sys.executable, "-c", f"import sys, time; {what}"]
 
-
-def codes(tmp_path: Path, said: list[str], names: list[str]) -> dict[str, int]:
-    folder = StudyFolder(tmp_path)
+    monkeypatch.setattr(executors, "train_command", stub)
+    study, folder = study_of(tmp_path, STUDY), StudyFolder(tmp_path)
     folder.logs.mkdir(parents=True)
-    return run_local(folder, Stub(ROOT, "", "local"), names, 2, said.append)
+    return lambda said, names: executors.run_local(folder, study, names, 2, said.append)
 
 
 @pytest.mark.parametrize(
     ("names", "code"),
     [(["exit-0"], 0), (["exit-3", "exit-0"], 3), (["exit-3", "exit-7"], 7), (["exit-7", "exit-4", "exit-3"], 4)],
 )
-def test_exit_codes_of_the_runs_become_the_study_s(tmp_path: Path, names: list[str], code: int) -> None:
+def test_exit_codes_of_the_runs_become_the_study_s(names: list[str], code: int, codes: Any) -> None:
     said: list[str] = []
-    found = codes(tmp_path, said, names)
+    found = codes(said, names)
     assert found == {name: int(name[-1]) for name in names}
-    assert exit_code(found) == code
+    assert executors.exit_code(found) == code
     assert ("exit-4: failed with exit code 4: error: no" in "\n".join(said)) == ("exit-4" in names)
 
 
-def test_sigterm_stops_the_runs_and_the_study_exits_with_7(tmp_path: Path) -> None:
+def test_sigterm_stops_the_runs_and_the_study_exits_with_7(codes: Any) -> None:
     timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
-    found = codes(tmp_path, [], ["sleep", "exit-0", "exit-3"])
-    assert exit_code(found) == 7
-    assert found["sleep"] == 7
+    found = codes([], ["sleep", "exit-0", "exit-3"])
+    assert executors.exit_code(found) == found["sleep"] == 7
 
 
 def result(batch: int, seed: int, blind: float | None = 2.0, **plan: Any) -> Result:
-    made = make_plan(
-        PlanRequest(
-            num_examples=1000, expected_batch_size=batch, num_steps=4, noise_multiplier=1.0, target_delta=1e-5, **plan
-        )
-    )
-    return Result(
-        name=f"batch-{batch}_seed-{seed}",
-        labels={"batch": batch},
-        seed=seed,
-        kind="captioner",
-        progress="finished",
-        simulation=not made.formal_guarantee,
-        plan=made,
-        charged=4,
-        epsilon=batch / 10 if made.formal_guarantee else None,
-        delta=made.target_delta if made.formal_guarantee else None,
-        losses={0: 3.0, 2: 2.5 + seed / 10, 4: 2.0 - seed / 10 - batch / 1000},
-        blind_loss=blind,
-        shuffled_loss=3.5,
-    )
+    sizes = {"num_examples": 1000, "expected_batch_size": batch, "num_steps": 4, "target_delta": 1e-5}
+    made = make_plan(PlanRequest(**sizes, noise_multiplier=1.0, **plan))
+    claim = (batch / 10, made.target_delta) if made.formal_guarantee else (None, None)
+    losses = {0: 3.0, 2: 2.5 + seed / 10, 4: 2.0 - seed / 10 - batch / 1000}
+    simulation = str(not made.formal_guarantee).lower()
+    config = load_config(ROOT / "recipes/tiny.toml", [f"privacy.simulation={simulation}"])
+    point = Point(f"batch-{batch}_seed-{seed}", {"batch": batch}, seed, config)
+    return Result(point, "finished", made, 4, *claim, losses, blind, shuffled_loss=3.5)
 
 
 def reported(tmp_path: Path, results: list[Result], missing: tuple[str, ...] = ()) -> tuple[StudyFolder, str]:
@@ -371,11 +354,8 @@ def test_a_report_shows_epsilon_of_runs_that_claim_one_and_of_no_other(tmp_path:
     results += [result(5, seed, informal_reasons=("a TAN simulation",)) for seed in (0, 1)]
     folder, page = reported(tmp_path, results, missing=("batch-40_seed-0",))
     groups = table_rows(page)
-    assert [groups[batch]["epsilon"] for batch in ("10", "20", "5")] == [
-        "1.000",
-        "2.000",
-        "none (simulation, not private)",
-    ]
+    said = {batch: row["epsilon"] for batch, row in groups.items()}
+    assert said == {"10": "1.000", "20": "2.000", "5": "none (simulation, not private)"}
     assert [groups["10"][name] for name in ("held-out loss", "least", "largest")] == ["1.9400", "1.8900", "1.9900"]
     assert "not done: batch-40_seed-0" in page
     with (folder.report / "points.csv").open() as file:
@@ -406,13 +386,7 @@ def test_every_group_is_compared_with_the_blind_line(tmp_path: Path) -> None:
         point = next(csv.DictReader(file))
     assert (point["blind_loss"], point["shuffled_loss"]) == ("1.93", "3.5")
     assert (point["max_grad_norm"], point["attempts_charged"]) == ("1.0", "4")
-    for blind, below, words in (
-        (
-            1.95,
-            "0.0100 (1 of 2 seeds above it)",
-            "All 1 groups that are done lie below it",
-        ),  # seeds end at 1.99 and 1.89
-        (None, "", "No blind line is known"),
-    ):
+    seeds_end_at_199_and_189 = (1.95, "0.0100 (1 of 2 seeds above it)", "All 1 groups that are done lie below it")
+    for blind, below, words in (seeds_end_at_199_and_189, (None, "", "No blind line is known")):
         _, page = reported(tmp_path / str(blind), [result(10, seed, blind=blind) for seed in (0, 1)])
         assert table_rows(page)["10"]["below the blind line by"] == below and words in page

@@ -13,16 +13,17 @@ one, or one without a name that has a default, takes none, too.
 
 import argparse
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from privacy.files.public import require_ledger
+from trainer.config.cli import Parser
 from trainer.errors import ConfigError
 
 
@@ -62,6 +63,9 @@ class Options(BaseModel):
             flags = [f"--{type(self).model_fields[name].alias or name}" for name in self.ONE_OF]
             raise ValueError(f"give exactly one of {' and '.join(flags)}")
         return self
+
+
+Chosen = TypeVar("Chosen", bound=Options)
 
 
 def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
@@ -126,6 +130,29 @@ def parse_options(
             raise ConfigError(str(first["ctx"]["error"])) from error
         option = f"--{first['loc'][0]} " if first["loc"] else ""
         raise ConfigError(option + in_plain_words(first)) from error
+
+
+def options_of(
+    description: str | None,
+    models: type[Chosen] | Mapping[str, type[Chosen]],
+    arguments: Sequence[str] | None = None,
+    *,
+    intermixed: bool = False,
+) -> Chosen:
+    """The options of a whole command line, by one model or by that of the subcommand that it names; see `parse_options`.
+
+    Args:
+        description: of the command. That of a subcommand is its model's docstring.
+    """
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if isinstance(models, Mapping):
+        commands = parser.add_subparsers(required=True, metavar="/".join(models))
+        for name, model in models.items():
+            text = inspect.getdoc(model)
+            add_options(commands.add_parser(name, help=text, description=text), model)
+    else:
+        add_options(parser, models)
+    return cast(Chosen, parse_options(parser, arguments, intermixed=intermixed))
 
 
 def require_folders(options: Options) -> None:

@@ -58,17 +58,14 @@ def kernels_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Kern
         arguments: tensors of any device, and other hashable values, in lists and tuples; shapes are taken as fixed.
     """
     leaves, tree = tree_flatten(arguments)
-    return _kernels(function, tree, tuple(_Shape.of(x) if isinstance(x, Tensor) else x for x in leaves))
+    shapes = (_Shape(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    return _kernels(function, tree, tuple(shapes))
 
 
 class _Shape(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: Tensor) -> "_Shape":
-        return cls(tuple(x.shape), x.stride(), x.dtype)
 
 
 @functools.cache
@@ -99,8 +96,9 @@ def _kernels(function: Callable[..., Any], tree: TreeSpec, leaves: tuple[Any, ..
 
     # Inductor calls what torch will rename.
     with ExitStack() as stack, torch.no_grad(), warnings.catch_warnings(action="ignore", category=FutureWarning):
-        for target, name, value in _as_if_there_was_a_gpu():
-            stack.enter_context(mock.patch.object(target, name, value))
+        for target, answers in _as_if_there_was_a_gpu().items():
+            for name, answer in answers.items():
+                stack.enter_context(mock.patch(f"{target}.{name}", answer))
         stack.enter_context(mock.patch.object(GraphLowering, "_compile_to_module", stop))
         stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, joint_graph_constant_folding=False))
         stack.enter_context(FakeTensorMode())
@@ -114,33 +112,26 @@ def _kernels(function: Callable[..., Any], tree: TreeSpec, leaves: tuple[Any, ..
     return found[0]
 
 
-def _as_if_there_was_a_gpu() -> list[tuple[Any, str, Any]]:
-    """What inductor asks a GPU, as patches: (owner, name, what stands there)."""
-    import torch._inductor.fx_passes.joint_graph as joint_graph
-    import torch._inductor.scheduler as scheduler
-    import torch.utils._triton as triton
-    from torch._dynamo.device_interface import CudaInterface
-
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: H100(),
+def _as_if_there_was_a_gpu() -> dict[str, dict[str, Callable[..., Any]]]:
+    """What inductor asks a GPU: where it asks, by what names, and the answers."""
+    return {
+        "torch.cuda": {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "get_device_properties": lambda device=None: H100(),
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": lambda state: None,
+            "_exchange_device": lambda device: 0,
+            "_maybe_exchange_device": lambda device: 0,
+        },
+        "torch._dynamo.device_interface.CudaInterface": {
+            "get_device_properties": staticmethod(lambda device=None: H100()),
+            "get_compute_capability": staticmethod(lambda device=None: 90),
+        },
+        "torch._inductor.scheduler": {"has_triton": lambda: True},
+        "torch.utils._triton": {"triton_hash_with_backend": lambda: ""},
+        # Patterns of attention, for which it makes real tensors.
+        "torch._inductor.fx_passes.joint_graph": {"lazy_init": lambda device=None: None},
     }
-    return [
-        *((torch.cuda, name, answer) for name, answer in answers.items()),
-        *((CudaInterface, name, staticmethod(answer)) for name, answer in answers.items()),
-        *(
-            (CudaInterface.Worker, name, staticmethod(answers[name]))
-            for name in ("current_device", "get_device_properties")
-        ),
-        (CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90)),
-        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
-        (torch.cuda, "get_rng_state", lambda: torch.zeros(16, dtype=torch.uint8)),
-        (torch.cuda, "set_rng_state", lambda state: None),
-        (torch.cuda, "_exchange_device", lambda device: 0),
-        (torch.cuda, "_maybe_exchange_device", lambda device: 0),
-        (scheduler, "has_triton", lambda: True),
-        (triton, "triton_hash_with_backend", lambda: ""),
-        (joint_graph, "lazy_init", lambda device=None: None),  # patterns of attention, for which it makes real tensors
-    ]

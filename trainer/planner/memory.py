@@ -6,7 +6,7 @@ Who owns which coordinate is the engines' own answer (trainer/engines/layouts.py
 """
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,40 +34,14 @@ LIVE = 1_000_000_000
 """DeepSpeed's default of stage3_max_live_parameters: gathered parameters are given up above this number only."""
 
 
-@dataclass(frozen=True)
-class Trainable:
-    """The trainable parameters of a model.
+def trained_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Full shapes of the trainable parameters of an unsharded model, on any device, in its order."""
+    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
-    Attributes:
-        shapes: full shapes by name, in the model's order.
-        blocks: parameters of each repeated unit, as numbers of coordinates.
-        frozen: coordinates of parameters that are not trained.
-        buffers: coordinates of floating-point buffers.
-    """
 
-    shapes: Mapping[str, torch.Size]
-    blocks: Sequence[int]
-    frozen: int
-    buffers: int
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "Trainable":
-        """The trainable parameters of an unsharded model on any device."""
-        return cls(
-            {name: p.shape for name, p in model.named_parameters() if p.requires_grad},
-            [sum(p.numel() for p in unit.parameters()) for unit in repeated_blocks(model)],
-            sum(p.numel() for p in model.parameters() if not p.requires_grad),
-            sum(b.numel() for b in model.buffers() if b.is_floating_point()),
-        )
-
-    @property
-    def count(self) -> int:
-        """P: trainable coordinates."""
-        return sum(self.sizes)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [shape.numel() for shape in self.shapes.values()]
+def trained_count(model: nn.Module) -> int:
+    """P: trainable coordinates."""
+    return sum(shape.numel() for shape in trained_shapes(model).values())
 
 
 @dataclass(frozen=True)
@@ -129,7 +103,7 @@ class RankMemory:
 
 
 def rank_memory(
-    trainable: Trainable,
+    model: nn.Module,
     engine: EngineName,
     machine: MachineSettings,
     optimizer: OptimizerSection,
@@ -143,12 +117,20 @@ def rank_memory(
     """Everything but the activations, on the rank that has the most.
 
     Args:
+        model: whole, on any device.
         grid: of the clipper.
         on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`privacy.step.collectives.reduce_scatter_sum`).
     """
-    layout = layout_of(engine, trainable.shapes, optimizer, machine, world_size)
+    shapes, whole = trained_shapes(model), sum(p.numel() for p in model.parameters())
+    sizes = [shape.numel() for shape in shapes.values()]
+    total, frozen = sum(sizes), whole - sum(sizes)
+    buffers = sum(b.numel() for b in model.buffers() if b.is_floating_point())
+    layout = layout_of(engine, shapes, optimizer, machine, world_size)
     owned = max(layout.count(rank) for rank in range(world_size))
-    total, whole = trainable.count, trainable.count + trainable.frozen
+
+    def coordinates(groups: Iterable[Sequence[str]]) -> list[int]:
+        return [sum(shapes[name].numel() for name in names) for names in groups]
+
     # Coordinates: whose optimizer states it holds, padding included; the copy in the compute dtype; fp32 masters; gathered.
     match engine:
         case "local":
@@ -159,27 +141,25 @@ def rank_memory(
         case "fsdp":  # the replicas of a shard own it together, and each steps all of it
             ranks = machine.shard_group_size or world_size
             stepped = sum(layout.count(rank) for rank in range(0, world_size, ranks))
-            weights, masters = 0, stepped + -(-trainable.frozen // ranks)
-            blocks = trainable.blocks
+            weights, masters = 0, stepped + -(-frozen // ranks)
+            blocks = [sum(p.numel() for p in unit.parameters()) for unit in repeated_blocks(model)]
             # At stage 3 one block computes while another one is fetched ahead.
             gathered = whole - sum(blocks) + (2 * max(blocks, default=0) if machine.stage == 3 else sum(blocks))
         case "deepspeed" if machine.stage == 3:  # small parameters stay gathered, and large ones are given up late
             zero = machine.raw["zero_optimization"]
             persistent = zero.get("stage3_param_persistence_threshold", PERSISTENT)
             live = zero.get("stage3_max_live_parameters", LIVE)
-            gathered = min(total, live + sum(size for size in trainable.sizes if size <= persistent))
-            stepped, weights, masters = owned, owned + -(-trainable.frozen // world_size), owned
+            gathered = min(total, live + sum(size for size in sizes if size <= persistent))
+            stepped, weights, masters = owned, owned + -(-frozen // world_size), owned
         case "deepspeed":
-            groups = group_names(trainable.shapes, trainable.shapes, optimizer).values()
-            sizes = [sum(trainable.shapes[name].numel() for name in names) for names in groups]
-            stepped = masters = sum(flat_partition(size, world_size) for size in sizes)
+            groups = coordinates(group_names(shapes, shapes, optimizer).values())
+            stepped = masters = sum(flat_partition(size, world_size) for size in groups)
             weights, gathered = whole, 0
     compute = machine.compute_dtype.itemsize
     if accumulation == "local":
-        sums, bucket = sum(num_bytes(size, grid.layout_of(size)) for size in trainable.sizes), 0
+        sums, bucket = sum(num_bytes(size, grid.layout_of(size)) for size in sizes), 0
     else:  # a bucket, and this rank's part of what it is reduced to
-        buckets = [sum(trainable.shapes[name].numel() for name in names) for names in bucket_names(trainable.shapes)]
-        parts = [-(-size // world_size) for size in buckets]
+        parts = [-(-size // world_size) for size in coordinates(bucket_names(shapes))]
         sums, bucket = FP64 * sum(parts), max(part * (world_size + 1) * FP64 for part in parts)
     keeps_gradients = engine == "deepspeed" and (machine.stage == 3 or machine.offload_optimizer)
     states = {
@@ -209,7 +189,7 @@ def rank_memory(
         stepping = FP64 * owned
     return RankMemory(
         owned=owned,
-        weights=kept + compute * trainable.buffers,
+        weights=kept + compute * buffers,
         **states,
         sums=sums,
         bucket=copies * bucket,

@@ -22,21 +22,14 @@ def summarise(
         extras: also what the guarantee means to other neighbours and to an attacker (slower).
         max_examples_per_owner: adds the epsilon of an owner of this many examples.
     """
-    result: dict[str, Any] = {
-        "num_examples": plan.num_examples,
-        "expected_batch_size": plan.expected_batch_size,
-        "num_steps": plan.num_steps,
-        "reserved_attempts": plan.reserved_attempts,
-        "cap": plan.cap,
-        "sample_rate": plan.sample_rate,
-        "noise_multiplier": plan.noise_multiplier,
+    own = (
+        *("num_examples", "expected_batch_size", "num_steps", "reserved_attempts", "cap", "sample_rate", "noise_multiplier"),
+        *("arithmetic", "noise_tail_delta", "target_epsilon", "formal_guarantee"),
+    )  # fmt: skip
+    result: dict[str, Any] = {name: getattr(plan, name) for name in own} | {
         "delta": plan.target_delta,
-        "arithmetic": plan.arithmetic,
         "options": [list(row) for option in plan.options.values() for row in option.rows(plan)],
         "lattice_exponent": None if plan.lattice is None else plan.lattice.exponent,
-        "noise_tail_delta": plan.noise_tail_delta,
-        "target_epsilon": plan.target_epsilon,
-        "formal_guarantee": plan.formal_guarantee,
         "reasons": list(plan.reasons),
         "warnings": list(plan.warnings),
         "accountant": accounting.accountant_version(),

@@ -50,19 +50,16 @@ def with_fused_attention() -> AbstractContextManager[object]:
 
     (A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed blocks run again.)
     """
-    return mock.patch.object(F, "scaled_dot_product_attention", _fused_attention)
 
+    def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Any:
+        """The kernel that takes every dtype and mask, by its own name: it has a formula for its FLOPs too."""
+        if attn_mask is not None:
+            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype).expand(*query.shape[:-1], key.shape[-2])
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, 0.0, is_causal
+        )[0]
 
-def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    """The kernel that takes every dtype and mask, by its own name: it has a formula for its FLOPs too."""
-    bias = None
-    if attn_mask is not None:
-        bias = torch.empty_like(attn_mask, dtype=query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    out: Tensor = kernel(query, key, value, bias, True, 0.0, is_causal)[0]
-    return out
+    return mock.patch.object(F, "scaled_dot_product_attention", fused)
 
 
 class Probe:
@@ -92,7 +89,7 @@ class Probe:
         self.clipped = plan.clipped_sum(self.module, accumulator=unlimited, rows=rows, self_check=False)
         if weights_of_one_pass:
             self.clipped._keeps_graph = False  # two passes take two forwards
-        self.peak = cache(self._peak)
+        self.peak = cache(self._peak)  # it is asked again for the same size
 
     def inputs(self, size: int) -> dict[str, Tensor]:
         """Inputs of `size` examples on the meta device."""
@@ -128,19 +125,16 @@ class Probe:
         self.clipped.zero_()
         return counted // parts[0]
 
-    def plain_flops(self, size: int) -> int:
-        """Forward and backward of a non-private micro-batch without checkpointing."""
-        inputs = {n: x.float() if x.is_floating_point() else x for n, x in self.inputs(size).items()}
-        return _plain_flops(self.model, inputs)
-
 
 def flops_of_an_example(task: TrainingTask) -> int:
     """Operations of one example's forward and backward without privacy, as model FLOPs utilisation counts them."""
     inputs = {name: torch.empty_like(x, device=META) for name, x in task.synthetic_inputs(1).items()}
-    return _plain_flops(task.skeleton(), inputs)
+    return plain_flops(task.skeleton(), inputs)
 
 
-def _plain_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+def plain_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Forward and backward of a non-private micro-batch in fp32, without checkpointing."""
+    inputs = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     with with_fused_attention():
         return count_flops(lambda: torch.autograd.grad(model(**inputs).sum(), trained, allow_unused=True))

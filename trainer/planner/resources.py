@@ -30,8 +30,8 @@ from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
 from trainer.optimizers import moments
 from trainer.planner.hardware import Gpu
-from trainer.planner.memory import RankMemory, Trainable, better_mode, largest_that_fits, rank_memory
-from trainer.planner.probe import Probe
+from trainer.planner.memory import RankMemory, better_mode, largest_that_fits, rank_memory, trained_count
+from trainer.planner.probe import Probe, plain_flops
 from trainer.planner.roofline import roofline
 from trainer.tasks import CaptioningTask, TrainingTask, make_task
 
@@ -194,9 +194,8 @@ def plan_resources(
         ConfigError: the engine cannot do what the ds_config says, or the accelerator cannot compute in its dtype.
         ModelConfigError, DataError: the recipe's model or data are wrong.
     """
-    engine, world_size, accumulation = cluster.engine, cluster.world_size, config.train.accumulation
+    engine, world_size, gpu = cluster.engine, cluster.world_size, cluster.gpu
     require_supported(engine, machine, world_size)
-    peak_rate = cluster.gpu.peak(machine.compute_dtype) if cluster.gpu is not None else None
     task, notes = planning_task(config, root)
     if config.train.compile:
         notes.append("train.compile: planned without it; compiled blocks keep less and run faster")
@@ -207,22 +206,19 @@ def plan_resources(
     size, expected = config.train.micro_batch_size, config.privacy.expected_batch_size
     count = plan.max_batch_size if plan.enabled else expected
     number = micro_batches(config, count, world_size, cluster.ranks_per_node)
-    on_cpu = cluster.gpu is not None and cluster.gpu.name == "cpu"
+    on_cpu = gpu is not None and gpu.name == "cpu"
     probe, memory = probed(
         config, machine, engine, task, plan, rows=2 * number * size, world_size=world_size, on_cpu=on_cpu
     )
-    trainable = Trainable.of(probe.model)
-    note = padding_note(count, world_size, size)
-    notes += [] if note is None else [note]
-    available = free = None
-    if cluster.gpu is not None:
-        available = cluster.gpu.memory_per_rank(cluster.ranks_per_node)
-        free = memory.room(available)
-    mode: Mode = "certified" if config.privacy.arithmetic == "certified" else "bookkeeping"
-    if mode != "certified" and config.privacy.clipping_mode != "auto":
-        mode = config.privacy.clipping_mode
-    elif mode != "certified" and free is not None:  # as a start would choose
-        top = memory.on_top
+    parameters = trained_count(probe.model)
+    if (note := padding_note(count, world_size, size)) is not None:
+        notes.append(note)
+    available = 0 if gpu is None else gpu.memory_per_rank(cluster.ranks_per_node)
+    free, top = memory.room(available), memory.on_top
+    mode: Mode = "bookkeeping" if config.privacy.clipping_mode == "auto" else config.privacy.clipping_mode
+    if config.privacy.arithmetic == "certified":
+        mode = "certified"
+    elif config.privacy.clipping_mode == "auto" and gpu is not None:  # as a start would choose
         mode, _ = better_mode(probe.peak(mode, size) + top, free + top, lambda: probe.peak("two_pass", size) + top)
     activations, flops = probe.peak(mode, size), probe.flops(mode, size)
     memory = replace(memory, activations=activations)
@@ -232,11 +228,11 @@ def plan_resources(
         "zero_stage": machine.stage,
         "dtype": str(machine.compute_dtype).removeprefix("torch."),
         "world_size": world_size,
-        "gpu": cluster.gpu.name if cluster.gpu is not None else None,
-        "parameters": trainable.count,
-        "frozen_parameters": trainable.frozen,
+        "gpu": None if gpu is None else gpu.name,
+        "parameters": parameters,
+        "frozen_parameters": sum(p.numel() for p in probe.model.parameters()) - parameters,
         "clipping_mode": mode,
-        "accumulation": accumulation,
+        "accumulation": config.train.accumulation,
         "batch": {
             "expected_batch_size": expected,
             "micro_batch_size": size,
@@ -247,7 +243,7 @@ def plan_resources(
         "memory": {name: size for name, size in asdict(memory).items() if name != "owned"} | {"peak": memory.peak},
         "compute": {
             "flop_per_example": flops,
-            "clipping_flop_ratio": flops * sample / probe.plain_flops(sample),
+            "clipping_flop_ratio": flops * sample / plain_flops(probe.model, probe.inputs(sample)),
             "flop_per_step": flops * number * size * world_size,
         },
         "reading": {
@@ -258,7 +254,7 @@ def plan_resources(
         },
         "notes": notes,
     }
-    if cluster.gpu is None or peak_rate is None or available is None or free is None:
+    if gpu is None:
         return result
     result["memory"] |= {
         "device": available,
@@ -266,14 +262,13 @@ def plan_resources(
         "fits": activations <= free,
         "largest_micro_batch": largest_that_fits(lambda n: probe.peak(mode, n), free) if whole else None,
     }
-    if whole and cluster.gpu.name != "cpu" and mode != "certified":
+    if whole and not on_cpu and mode != "certified":
         probe.clipped.mode = mode
         part = probe.inputs(min(size, EXAMPLES_PER_PART))
-        private, plain = roofline(probe.clipped, probe.module, part, cluster.gpu)
+        private, plain = roofline(probe.clipped, probe.module, part, gpu)
         result["compute"]["clipping_ratio"] = private.total("seconds") / plain.total("seconds")
-    lattice = 0.0
-    if mode == "certified":
-        lattice = LATTICE_BYTES * trainable.count * number * size / cluster.gpu.memory_bandwidth
+    lattice = LATTICE_BYTES * parameters * number * size / gpu.memory_bandwidth if mode == "certified" else 0.0
+    peak_rate = gpu.peak(machine.compute_dtype)
     compute = flops * number * size / (peak_rate * cluster.efficiency)
     step = compute + lattice
     hours, per_second = step * config.train.num_steps / 3600, expected / step
@@ -310,7 +305,7 @@ def probed(
     one_pass = engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3)
     probe = Probe(task, machine, plan, rows=rows, weights_of_one_pass=one_pass)
     memory = rank_memory(
-        Trainable.of(probe.model), engine, machine, config.optimizer, accumulation=config.train.accumulation,
+        probe.model, engine, machine, config.optimizer, accumulation=config.train.accumulation,
         world_size=world_size, grid=probe.clipped.grid, average=config.train.ema_decay is not None, on_cpu=on_cpu,
     )  # fmt: skip
     return probe, memory

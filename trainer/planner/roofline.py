@@ -139,21 +139,18 @@ def moved_bytes(read: list[Tensor], written: Any) -> int:
     return sum(map(size, {place(x): x for x in read}.values())) + sum(map(size, made.values()))
 
 
-class _Blanking:
-    """Stands in for the Triton kernel that blanks excluded rows: nothing runs. Rows are seldom excluded: it reads a byte each."""
-
-    def __init__(self, counter: OperationCounter) -> None:
-        self._counter = counter
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *_, **__: self._counter.add("zero_excluded_rows", [], grid[0])
-
-
 @contextmanager
 def as_on_cuda(counter: OperationCounter) -> Iterator[None]:
     """Tensors of the meta device take the way of CUDA's: products of bf16 in fp32, compiled functions, rows blanked unseen."""
+
+    class Blanking:
+        """Stands in for the Triton kernel that blanks excluded rows, which are seldom: it reads a byte each."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: counter.add("zero_excluded_rows", [], grid[0])
+
     kernels = ModuleType("privacy.clipping.kernels")
-    vars(kernels).update(zero_excluded_rows=_Blanking(counter), ROW_BLOCK=1024)
+    vars(kernels).update(zero_excluded_rows=Blanking(), ROW_BLOCK=1024)
     contributions = importlib.import_module("privacy.clipping.contributions")
     seams: dict[str, Any] = {
         "contributions._has_bf16_units": lambda device: True,
@@ -187,30 +184,27 @@ def count_operations(
         clipped: what the step adds to, whose parts are then told apart: the model, the norms layer by layer, the sums.
     """
     counter = OperationCounter(gpu)
-    with with_fused_attention(), as_on_cuda(counter) if on_cuda else nullcontext():
+    with with_fused_attention(), as_on_cuda(counter) if on_cuda else nullcontext(), ExitStack() as stack:
         step()
         counter.rows.clear()
-        with _parts(counter, clipped) if clipped is not None else nullcontext(), counter:
+        if clipped is not None:
+            recorder, factors = clipped._record(), clipped._factors
+            report = recorder.report
+
+            def reporting(call: Any) -> None:
+                before, counter.part = counter.part, "norms"
+                report(call)
+                counter.part = before
+
+            def from_here(*arguments: Any) -> Any:
+                counter.part = "sums"
+                return factors(*arguments)
+
+            stack.enter_context(mock.patch.object(recorder, "report", reporting))
+            stack.enter_context(mock.patch.object(clipped, "_factors", from_here))
+        with counter:
             step()
     return counter
-
-
-@contextmanager
-def _parts(counter: OperationCounter, clipped: ClippedSum) -> Iterator[None]:
-    recorder, factors = clipped._record(), clipped._factors
-    report = recorder.report
-
-    def reporting(call: Any) -> None:
-        before, counter.part = counter.part, "norms"
-        report(call)
-        counter.part = before
-
-    def from_here(*arguments: Any) -> Any:
-        counter.part = "sums"
-        return factors(*arguments)
-
-    with mock.patch.object(recorder, "report", reporting), mock.patch.object(clipped, "_factors", from_here):
-        yield
 
 
 def roofline(

@@ -27,7 +27,8 @@ from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 
 LARGEST_THAT_LEARNS: Mapping[str, float] = {"captioner": 0.25, "masked_autoencoder": 0.1, "classifier": 0.8}
-"""Accumulated, by kind of model; calibrated on the grid of benchmarks/results/2026-11-22-noise-to-signal."""
+"""Accumulated, by kind of model: what separates small runs that learned from the others best; calibrated on the grid of
+benchmarks/results/2026-11-22-noise-to-signal."""
 PUBLISHED: Mapping[str, tuple[str, float, float]] = {
     "captioner": ("DP-Cap Base", 0.0077, 0.0001),
     "masked_autoencoder": ("ViP Base", 0.049, 0.00063),
@@ -80,31 +81,27 @@ class NoiseToSignal:
         return self.per_step / math.sqrt(self.num_steps)
 
     @property
-    def threshold(self) -> float:
-        """The accumulated ratio that separates small runs that learned from the others best."""
-        return LARGEST_THAT_LEARNS[self.kind]
-
-    @property
     def learns(self) -> bool | None:
         """Whether runs with as much noise learned, given enough steps; None where runs do not tell."""
-        if self.accumulated <= self.threshold / 2 and self.per_step <= MOST_PER_STEP:
+        threshold = LARGEST_THAT_LEARNS[self.kind]
+        if self.accumulated <= threshold / 2 and self.per_step <= MOST_PER_STEP:
             return True
-        return None if self.accumulated <= 2 * self.threshold else False
+        return None if self.accumulated <= 2 * threshold else False
 
     @property
     def sentence(self) -> str:
         """What to expect, and from what evidence; more noise never has a better one."""
-        name, per_step, accumulated = PUBLISHED[self.kind]
+        (name, per_step, accumulated), threshold = PUBLISHED[self.kind], LARGEST_THAT_LEARNS[self.kind]
         if self.per_step <= 2 * per_step and self.accumulated <= 2 * accumulated:
             return f"as published runs, within a factor of two ({name}: {per_step} per step, {accumulated} accumulated)"
         if self.learns:
-            return f"as small runs that learned (threshold {self.threshold})"
+            return f"as small runs that learned (threshold {threshold})"
         if self.learns is None:
-            if self.accumulated <= self.threshold / 2:
+            if self.accumulated <= threshold / 2:
                 return f"open: more than {MOST_PER_STEP:g} per step was not tried with so little accumulated"
-            return f"open: small runs at this noise sometimes learned, sometimes not (threshold {self.threshold})"
+            return f"open: small runs at this noise sometimes learned, sometimes not (threshold {threshold})"
         return (
-            f"as runs that learned nothing (threshold {self.threshold}): take more examples, or train few parameters on an "
+            f"as runs that learned nothing (threshold {threshold}): take more examples, or train few parameters on an "
             "encoder (docs/own_pictures.md)"
         )
 
@@ -118,8 +115,8 @@ class NoiseToSignal:
 
     def as_json(self) -> dict[str, Any]:
         """What `plan.py --json` has under `noise_to_signal`."""
-        ratios = {"per_step": self.per_step, "accumulated": self.accumulated, "threshold": self.threshold}
-        return {**asdict(self), **ratios, "learns": self.learns, "sentence": self.sentence}
+        found = {name: getattr(self, name) for name in ("per_step", "accumulated", "learns", "sentence")}
+        return {**asdict(self), **found, "threshold": LARGEST_THAT_LEARNS[self.kind]}
 
 
 def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") -> dict[str, Any]:

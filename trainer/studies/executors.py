@@ -9,17 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
 from data.files import write_durably
 from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY
+from trainer.config.environment import ROOT
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.studies.folder import StudyFolder
+from trainer.studies.grid import StudyConfig
 
 _POLL_SECONDS = 0.2
 _ARRAY_JOB = "launch_scripts/cluster/slurm_array.sbatch"
+_NOT_STARTED = {"finished": DONE, "budget spent": BUDGET_SPENT}
 _ENDINGS = {
     DONE: "done",
     BUDGET_SPENT: "stopped, its budget is spent and steps remain",
@@ -27,26 +28,16 @@ _ENDINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Trainer:
+def train_command(folder: StudyFolder, study: StudyConfig, name: str) -> list[str]:
     """The command that trains one point."""
-
-    root: Path
-    ds_config: str
-    engine: str
-
-    def command(self, folder: StudyFolder, name: str) -> list[str]:
-        return [
-            sys.executable, str(self.root / "launch_scripts" / "train.py"),
-            "--ds_config", str(self.root / self.ds_config),
-            "--recipe", str(folder.recipe(name)),
-            "--engine", self.engine,
-            "--run_dir", str(folder.run(name)),
-        ]  # fmt: skip
+    return [
+        sys.executable, "launch_scripts/train.py", "--ds_config", study.ds_config, "--engine", study.engine,
+        "--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name)),
+    ]  # fmt: skip
 
 
 def run_local(
-    folder: StudyFolder, trainer: Trainer, names: Sequence[str], workers: int, say: Callable[[str], None]
+    folder: StudyFolder, study: StudyConfig, names: Sequence[str], workers: int, say: Callable[[str], None]
 ) -> dict[str, int]:
     """Trains the points here, `workers` at a time. SIGTERM and Ctrl-C stop the runs, which save; the same command resumes.
 
@@ -68,18 +59,16 @@ def run_local(
             say(f"{name}: another trainer has it; waiting for its end")
         while folder.in_use(name) and not stopped:
             time.sleep(_POLL_SECONDS)
-        if (progress := folder.progress(name)) == "finished":
-            return DONE
+        progress = folder.progress(name)
         if progress == "budget spent":
             say(f"{name}: the budget is spent and steps remain; not started again")
-            return BUDGET_SPENT
-        if stopped:
-            return STOPPED_EARLY
+        if stopped or progress in _NOT_STARTED:
+            return _NOT_STARTED.get(progress, STOPPED_EARLY)
         say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
         with folder.log(name).open("ab") as log:
             running[name] = process = subprocess.Popen(
-                trainer.command(folder, name),
-                cwd=trainer.root,
+                train_command(folder, study, name),
+                cwd=ROOT,
                 env={"OMP_NUM_THREADS": threads, **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -119,7 +108,7 @@ def exit_code(codes: Mapping[str, int]) -> int:
 
 
 def submit_array(
-    folder: StudyFolder, trainer: Trainer, names: Sequence[str], at_once: int, allocation: Mapping[str, int | None]
+    folder: StudyFolder, study: StudyConfig, names: Sequence[str], at_once: int, allocation: Mapping[str, int | None]
 ) -> list[str]:
     """Submits an array job over the points that are neither done nor queued; returns what to say.
 
@@ -140,7 +129,7 @@ def submit_array(
 
     def slurm(*command: str) -> str:
         try:
-            done = subprocess.run(command, cwd=trainer.root, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         except FileNotFoundError as error:
             raise ConfigError(f"there is no {command[0]} here: submit from a login node of the cluster") from error
         if done.returncode != 0:
@@ -176,6 +165,6 @@ def submit_array(
         "sbatch", f"--job-name={job_name}",
         *(f"--{key.replace('_', '-')}={value}" for key, value in wanted.items() if value is not None),
         f"--array={','.join(task[name] for name in left)}%{at_once}", f"--output={folder.logs}/slurm-%A_%a.log",
-        _ARRAY_JOB, str(points), str(folder.runs), "--ds_config", trainer.ds_config, "--engine", trainer.engine,
+        _ARRAY_JOB, str(points), str(folder.runs), "--ds_config", study.ds_config, "--engine", study.engine,
     )  # fmt: skip
     return [*said, submitted.strip()]

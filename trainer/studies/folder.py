@@ -12,6 +12,8 @@ the points of that very grid, each once, are charged as fixed in advance. To lea
 which what is left was chosen too.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.step.folder import RunFolder, try_lock
 from trainer.config.recipe import to_toml
 from trainer.errors import ConfigError
-from trainer.studies.grid import Point, StudyConfig, recipe_digest, trained_keys, with_privacy
+from trainer.studies.grid import Point, StudyConfig, trained_keys, with_privacy
 
 Progress = Literal["new", "begun", "finished", "budget spent"]
 
@@ -76,8 +78,9 @@ class StudyFolder:
             ConfigError: the recipe of a point that began has changed (exit 2).
             PrivacyStateRefused: the shared ledger, or that of a run, is missing or broken (exit 4).
         """
+        new = {one.name for one in planned if self.progress(one.name) == "new"}
         for one in planned:
-            if self.progress(one.name) == "new":
+            if one.name in new:
                 continue
             recipe = self.recipe(one.name)
             try:
@@ -88,18 +91,31 @@ class StudyFolder:
                 raise ConfigError(
                     f"point {one.name} of {self.root} began with another {changed[0]}; set it back, or choose another --study_dir"
                 )
-        new = {one.name for one in planned if self.progress(one.name) == "new"}
-        begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
-        fixed = fixed_in_advance(study, planned, new, begun=begun)
-        for folder in (self.recipes, self.runs, self.private):
+        sharing: dict[str, list[Point]] = {}
+        for one in planned:
+            if one.config.privacy.shared_ledger is not None:
+                sharing.setdefault(one.config.privacy.shared_ledger, []).append(one)
+        for path in sharing:
+            SharedLedger(path).read()  # all of them, before a grid is written into one
+        # Of the points whose owner says so, those of the grid that is frozen in their ledger once a run has begun.
+        begun, fixed = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl")), set[str]()
+        for path, group in sharing.items():
+            if not any(one.config.privacy.fixed_in_advance for one in group):
+                continue
+            keys = {one.name: json.dumps(trained_keys(to_toml(one.config)), sort_keys=True) for one in group}
+            points = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in keys.items()}
+            shared = SharedLedger(path)
+            frozen = shared.freeze_grid(study.name, points, begun=begun)
+            if all(points.get(name) == digest for name, digest in frozen.items()):
+                fixed |= frozen.keys() - (shared.read().names & new)
+        for folder in (self.recipes, self.runs, self.logs):
             self._make(folder)
         self.private.chmod(0o700)
-        self._make(self.logs)
         late = []
         for one in planned:
+            config = one.config
             if one.name not in new:
                 continue
-            config = one.config
             if config.privacy.fixed_in_advance and one.name not in fixed:
                 late.append(one.name)
                 config = with_privacy(config, {"fixed_in_advance": False})
@@ -132,30 +148,3 @@ class StudyFolder:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"study folder {folder}: {error.strerror}") from error
-
-
-def fixed_in_advance(study: StudyConfig, planned: Sequence[Point], new: set[str], *, begun: bool) -> set[str]:
-    """The points that are charged as fixed in advance, of those whose owner says so (`privacy.fixed_in_advance`).
-
-    Their grid is frozen in their shared ledger until a run has begun.
-
-    Args:
-        new: points without a ledger of their own.
-        begun: whether any run of the study has a ledger.
-    """
-    groups: dict[str, list[Point]] = {}
-    for one in planned:
-        if one.config.privacy.shared_ledger is not None:
-            groups.setdefault(one.config.privacy.shared_ledger, []).append(one)
-    for path in groups:
-        SharedLedger(path).read()  # all of them, before a grid is written into one
-    fixed: set[str] = set()
-    for path, group in groups.items():
-        if not any(one.config.privacy.fixed_in_advance for one in group):
-            continue
-        points = {one.name: recipe_digest(one.config) for one in group}
-        shared = SharedLedger(path)
-        frozen = shared.freeze_grid(study.name, points, begun=begun)
-        if all(points.get(name) == digest for name, digest in frozen.items()):
-            fixed |= frozen.keys() - (shared.read().names & new)
-    return fixed

@@ -14,7 +14,6 @@ init.checkpoint = "runs/synthetic"
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -101,13 +100,6 @@ class Point:
     seed: int
     config: RunConfig
 
-    @property
-    def claims(self) -> bool:
-        """Whether the run can have a guarantee; what the run's own plan says decides in the end."""
-        privacy = self.config.privacy
-        is_private = privacy.enabled and not privacy.simulation and privacy.noise_multiplier != 0
-        return is_private and privacy.sampling == "poisson"
-
 
 def load_study(path: Path) -> StudyConfig:
     """Reads a study's file.
@@ -167,8 +159,11 @@ def plan_points(study: StudyConfig, where: str, root: Path) -> list[Point]:
                     "data.provenance"
                 )
             points[name] = Point(name, labels, seed, config)
-    # What the privacy card needs to know: siblings and tuning on the same data.
-    informal = sum(not one.claims for one in points.values())
+    # What the privacy card needs to know: siblings and tuning on the same data. The run's own plan decides in the end.
+    sections = [one.config.privacy for one in points.values()]
+    informal = sum(
+        not p.enabled or p.simulation or p.noise_multiplier == 0 or p.sampling != "poisson" for p in sections
+    )
     words = (
         f"one of {len(points)} runs of study {study.name}; {len(points) - informal} claim a guarantee of their own, "
         f"{informal} have none (TAN simulations, or privacy.enabled = false) and are charged nowhere; "
@@ -284,8 +279,3 @@ def trained_keys(recipe: str) -> dict[str, Any]:
     """Dotted keys of a resolved recipe, without what it says of other points."""
     leaves = flat(tomllib.loads(recipe), "recipe")
     return {key: value for key, value in leaves.items() if key not in _OF_OTHERS}
-
-
-def recipe_digest(config: RunConfig) -> str:
-    """SHA-256 of everything that a point trains, in hex."""
-    return hashlib.sha256(json.dumps(trained_keys(to_toml(config)), sort_keys=True).encode()).hexdigest()

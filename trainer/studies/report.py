@@ -36,11 +36,9 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One point.
+    """What one point that began shows.
 
     Attributes:
-        labels: axis -> value.
-        kind: what the model does, by its name in recipes.
         plan: frozen in the run's ledger.
         epsilon, delta: what the weights carry for everything charged so far, private runs that they started from included; None
             without a formal guarantee, whatever the recipe says.
@@ -49,12 +47,8 @@ class Result:
         shuffled_loss: the last held-out loss with another example's picture for every caption; captioners only.
     """
 
-    name: str
-    labels: dict[str, Label]
-    seed: int
-    kind: str
+    point: Point
     progress: Progress
-    simulation: bool
     plan: PrivacyPlan
     charged: int
     epsilon: float | None
@@ -68,31 +62,15 @@ class Result:
         """Held-out loss after the last step; None for a run that is not done."""
         return self.losses.get(self.plan.num_steps) if self.progress == "finished" else None
 
-    def row(self) -> dict[str, Any]:
-        """A row of a table. Without a formal guarantee it holds neither epsilon nor delta."""
-        names = ("num_examples", "expected_batch_size", "num_steps", "noise_multiplier", "max_grad_norm")
-        return {
-            "point": self.name,
-            **axis_columns(self.labels),
-            "seed": self.seed,
-            "status": self.progress,
-            "formal_guarantee": self.plan.formal_guarantee,
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "why_no_guarantee": "; ".join(self.plan.reasons),
-            "attempts_charged": self.charged,
-            **{name: getattr(self.plan, name) for name in names},
-            "noise_over_batch": self.plan.noise_multiplier / self.plan.expected_batch_size,
-            "first_heldout_loss": self.losses.get(0),
-            "final_heldout_loss": self.final_loss,
-            "blind_loss": self.blind_loss,
-            "shuffled_loss": self.shuffled_loss,
-        }
+    @property
+    def is_simulated(self) -> bool:
+        return self.point.config.privacy.simulation
 
-
-def axis_columns(labels: Mapping[str, Label]) -> dict[str, Label]:
-    """Labels as columns of a table: an axis called epsilon is not the epsilon that was spent."""
-    return {f"axis/{name}": label for name, label in labels.items()}
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What every row of a table begins with; an axis called epsilon is not the epsilon that was spent."""
+        axes = {f"axis/{name}": label for name, label in self.point.labels.items()}
+        return {"point": self.point.name, **axes, "seed": self.point.seed}
 
 
 def collect(folder: StudyFolder, planned: Sequence[Point]) -> tuple[list[Result], list[str]]:
@@ -110,25 +88,11 @@ def collect(folder: StudyFolder, planned: Sequence[Point]) -> tuple[list[Result]
         known = repr((state.charged_groups(), state.plan.target_delta, state.plan.accounted_delta, before))
         if known not in claims:
             claims[known] = claim_of(folder.run(one.name), state)
-        losses = read_utility(folder.run(one.name)).heldout_loss
+        found = read_utility(folder.run(one.name)).heldout_loss
+        losses = {point.step: point.loss for point in found if point.loss is not None}
         epsilon, delta = claims[known] or (None, None)
-        results.append(
-            Result(
-                name=one.name,
-                labels=dict(one.labels),
-                seed=one.seed,
-                kind=one.config.model.kind,
-                progress=progress,
-                simulation=one.config.privacy.simulation,
-                plan=state.plan,
-                charged=state.num_charged,
-                epsilon=epsilon,
-                delta=delta,
-                losses={point.step: point.loss for point in losses if point.loss is not None},
-                blind_loss=losses[-1].blind_loss if losses else None,
-                shuffled_loss=losses[-1].shuffled_loss if losses else None,
-            )
-        )
+        blind, shuffled = (found[-1].blind_loss, found[-1].shuffled_loss) if found else (None, None)
+        results.append(Result(one, progress, state.plan, state.num_charged, epsilon, delta, losses, blind, shuffled))
     return results, missing
 
 
@@ -136,8 +100,11 @@ def collect(folder: StudyFolder, planned: Sequence[Point]) -> tuple[list[Result]
 class Group:
     """All seeds of one combination of values."""
 
-    labels: dict[str, Label]
     results: list[Result]
+
+    @property
+    def labels(self) -> Mapping[str, Label]:
+        return self.results[0].point.labels
 
     @property
     def final_losses(self) -> list[float]:
@@ -160,7 +127,7 @@ class Group:
         losses, plan, below = self.final_losses, self.results[0].plan, ""
         epsilons = [result.epsilon for result in self.results if result.epsilon is not None]
         spent = rounded_up(max(epsilons)) if len(epsilons) == len(self.results) else "none (no guarantee)"
-        if any(result.simulation for result in self.results):  # then nothing of the group is private
+        if any(result.is_simulated for result in self.results):  # then nothing of the group is private
             spent = "none (simulation, not private)"
         if self.blind_loss is not None and self.below_blind is not None:
             above = sum(loss >= self.blind_loss for loss in losses)
@@ -190,7 +157,7 @@ class Group:
     def words(self, color: str | None) -> str:
         """The values of the axes that have no colour, and whether the group is private."""
         rest = [f"{name} {label}" for name, label in self.labels.items() if name != color]
-        is_simulated = any(result.simulation for result in self.results)
+        is_simulated = any(result.is_simulated for result in self.results)
         return ", ".join([*rest, *(["simulated, not private"] if is_simulated else [])])
 
 
@@ -208,16 +175,35 @@ def write_report(folder: StudyFolder, study: StudyConfig, results: Sequence[Resu
         raise ConfigError(f"study folder {folder.root}: no point has begun; start it with study.py run")
     together: dict[tuple[Label, ...], list[Result]] = {}
     for result in results:
-        together.setdefault(tuple(result.labels.values()), []).append(result)
-    groups, target = [Group(of_seeds[0].labels, of_seeds) for of_seeds in together.values()], folder.report
+        together.setdefault(tuple(result.point.labels.values()), []).append(result)
+    groups, target = [Group(of_seeds) for of_seeds in together.values()], folder.report
+    of_plan = ("num_examples", "expected_batch_size", "num_steps", "noise_multiplier", "max_grad_norm")
+    points = [
+        {
+            **result.columns,
+            "status": result.progress,
+            "formal_guarantee": result.plan.formal_guarantee,
+            "epsilon": result.epsilon,
+            "delta": result.delta,
+            "why_no_guarantee": "; ".join(result.plan.reasons),
+            "attempts_charged": result.charged,
+            **{name: getattr(result.plan, name) for name in of_plan},
+            "noise_over_batch": result.plan.noise_multiplier / result.plan.expected_batch_size,
+            "first_heldout_loss": result.losses.get(0),
+            "final_heldout_loss": result.final_loss,
+            "blind_loss": result.blind_loss,
+            "shuffled_loss": result.shuffled_loss,
+        }
+        for result in results
+    ]
     curves = [
-        {"point": result.name, **axis_columns(result.labels), "seed": result.seed, "step": step, "heldout_loss": loss}
+        {**result.columns, "step": step, "heldout_loss": loss}
         for result in results
         for step, loss in sorted(result.losses.items())
     ]
     try:
         target.mkdir(exist_ok=True)
-        for name, rows in (("points", [result.row() for result in results]), ("curves", curves)):
+        for name, rows in (("points", points), ("curves", curves)):
             with (target / f"{name}.csv").open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
                 writer.writeheader()
@@ -236,14 +222,14 @@ def _page(
     missing: Sequence[str],
     pictures: Mapping[str, str],
 ) -> str:
-    unfinished = [*(result.name for result in results if result.progress != "finished"), *missing]
+    unfinished = [*(result.point.name for result in results if result.progress != "finished"), *missing]
     count = len(results) + len(missing)
     state = f"{count - len(unfinished)} are done; not done: {', '.join(unfinished)}." if unfinished else "All are done."
     parts = [
         f"# {cell(study.title or study.name)}",
         f"Study `{study.name}`: {count} points, {len(study.seeds)} seeds. {state}",
     ]
-    if simulated := sum(result.simulation for result in results):
+    if simulated := sum(result.is_simulated for result in results):
         parts.append(
             f"**{simulated} of these runs are TAN simulations: they are not private.** Their noise over batch size is that of "
             "the reference batch, which predicts its curve and protects nobody; no epsilon is claimed for them."
@@ -260,7 +246,7 @@ def _page(
     parts += ["## Results", table_of([cell(name) for name in (*study.axis, *_COLUMNS)], [g.row() for g in groups])]
     # What the blind line is, and which groups say nothing about learning because they are not below it.
     if lines := sorted({round(group.blind_loss, 4) for group in groups if group.blind_loss is not None}):
-        kinds = dict.fromkeys(BLIND_LINE[group.results[0].kind] for group in groups)
+        kinds = dict.fromkeys(BLIND_LINE[group.results[0].point.config.model.kind] for group in groups)
         known = [group for group in groups if group.below_blind is not None]
         above_it = [group for group in known if (group.below_blind or 0) <= 0]
         names = "; ".join(", ".join(f"{axis} {label}" for axis, label in group.labels.items()) for group in above_it)
