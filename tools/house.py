@@ -4,7 +4,7 @@
 
 Source is every Python file outside tests/, programs beside records included; templates, shell scripts and notebooks count
 beside it. Functions are counted with their nested ones; the length of a function is its lines of code without docstring,
-comments and blank lines, its signature included.
+comments and blank lines, its signature included. `tools/life_cycle.py` measures which statements a run executes.
 """
 
 import argparse

@@ -51,14 +51,6 @@ def test_the_packages_of_the_image_install_from_what_was_copied_before(tmp_path:
     assert ("USER", "1000") in instructions(), "no container trains as root"
 
 
-def test_the_apptainer_definition_installs_what_the_image_has() -> None:
-    runs = [re.sub(r"\s+", " ", rest) for word, rest in instructions() if word == "RUN"]
-    text = re.sub(r"\s*\\?\n\s*", " ", (ROOT / "launch_scripts/cluster/apptainer.def").read_text())
-    packages = re.search(r"--no-install-recommends (.*?) && rm", runs[0])
-    assert packages is not None and f"--no-install-recommends {packages[1]} && rm" in text
-    assert "make venv" in text and "make quickstart" in text
-
-
 def test_the_workflow_calls_what_a_reader_is_told() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     called = [shlex.split(step["run"]) for job in jobs.values() for step in job["steps"] if "run" in step]

@@ -1,0 +1,98 @@
+"""Measures which statements of the rooms one private training executes, and which a whole life cycle does. Prints JSON.
+
+    python tools/life_cycle.py [--root OTHER_CHECKOUT]
+
+The training is recipes/tiny.toml on one rank of the plain engine, from the shards to its last checkpoint. The life cycle adds a
+stop and a resume, the plan, the card, two audits, the verifier and a loop of one's own. It needs coverage (the extra `dev`)
+and writes into a temporary folder. `--root` measures another checkout with this Python.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOMS = ("privacy", "trainer", "data", "models", "evaluation", "launch_scripts")
+OWN_LOOP = """
+import torch, torch.nn.functional as F
+from privacy.loop import PrivateLoop, floats, integers
+
+x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+model = torch.nn.Linear(4, 2)
+with PrivateLoop(
+    model, torch.optim.Adam(model.parameters(), lr=0.01), torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()),
+    example=(floats(4), integers(2)), loss=lambda x, y: F.cross_entropy(model(x), y, reduction="none"),
+    run_dir={run_dir!r}, expected_batch_size=20, num_steps=3, noise_multiplier=4.0,
+) as loop:
+    for step in loop:
+        print(step.number, step.epsilon)
+    print(loop.claim)
+    loop.write_card()
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures which statements runs execute and prints JSON.")
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout; this one by default"
+    )
+    root = parser.parse_args().root.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        loop = work / "own_loop.py"
+        loop.write_text(OWN_LOOP.format(run_dir=str(work / "mine")))
+        settings = work / "coverage.ini"
+        settings.write_text(
+            f"[run]\nsource = {','.join(ROOMS)}\nparallel = true\npatch = subprocess, _exit\n"
+            f"concurrency = multiprocessing, thread\ndata_file = {work}/data\n[report]\n"
+            "exclude_also =\n    if TYPE_CHECKING:\n    @overload\n    : \\.\\.\\.$\n"
+        )
+        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COVERAGE_RCFILE": str(settings)}
+
+        def run(*command: object, exit_code: int = 0) -> None:
+            """One command of the project under coverage; what it prints is shown if it ends otherwise than it should."""
+            print("running", *command, file=sys.stderr)
+            words = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", *map(str, command)]
+            done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+            if done.returncode != exit_code:
+                sys.exit(f"exit code {done.returncode}, not {exit_code}:\n{done.stdout}{done.stderr}")
+
+        def share() -> dict[str, float]:
+            """Statements executed so far, in all rooms together and in each."""
+            options = [f"--rcfile={settings}", f"--data-file={work}/whole"]
+            for task in (
+                ["combine", "--keep", *options, *work.glob("data.*")],
+                ["json", *options, "-o", work / "report.json"],
+            ):
+                words = [sys.executable, "-m", "coverage", *map(str, task)]
+                subprocess.run(words, cwd=root, check=True, capture_output=True)
+            files = json.loads((work / "report.json").read_text())["files"]
+            shares: dict[str, float] = {}
+            for name, prefix in {"all": "", **{room: f"{room}/" for room in ROOMS}}.items():
+                summaries = [file["summary"] for path, file in files.items() if path.startswith(prefix)]
+                counted = sum(one["num_statements"] for one in summaries)
+                shares[name] = round(sum(one["covered_lines"] for one in summaries) / counted, 3)
+                shares[f"{name}_statements"] = counted
+            return shares
+
+        settings_of_run = ("--ds_config", "ds_configs/zero3.json", "--recipe", "recipes/tiny.toml", "--engine", "local")
+        train = ("launch_scripts/train.py", *settings_of_run)
+        run(*train, "--run_dir", work / "run")
+        training = share()
+        (work / "run2").mkdir()
+        run(*train, "--run_dir", work / "run2", "train.max_minutes=0.0001", exit_code=7)
+        run(*train, "--run_dir", work / "run2")
+        run("launch_scripts/plan.py", "--recipe", "recipes/tiny.toml", "data.num_examples=1000")
+        run("launch_scripts/report.py", "--run_dir", work / "run")
+        run("launch_scripts/audit.py", "ledger", "--run_dir", work / "run")
+        run("launch_scripts/audit.py", "schedule", "--run_dir", work / "run")
+        run(work / "run/verify.py")
+        run(loop)
+        print(json.dumps({"training": training, "life_cycle": share()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
