@@ -76,6 +76,7 @@ def test_contract_2_the_cap_is_charged_and_eight_deviations_are_free():
     assert epsilon_pld([tight], DELTA, 1e-2) > 50
 
 
+@pytest.mark.full
 def test_groups_compose():
     one, two = ReleaseGroup(0.05, 1.0, 40), ReleaseGroup(0.05, 1.0, 60)
     whole = epsilon_pld([ReleaseGroup(0.05, 1.0, 100)], 1e-6)
@@ -139,6 +140,7 @@ def test_contract_10_between_two_counts_of_the_table_the_larger_one_is_stated(mo
     assert table.epsilon(20) < table.epsilon(21) == table.epsilon(29) == table.epsilon(30)
 
 
+@pytest.mark.full
 def test_table_uses_the_capped_distribution_where_overflow_is_not_negligible(monkeypatch):
     monkeypatch.setattr(accounting, "_TABLE_POINTS", 3)
     group = ReleaseGroup(0.05, 2.0, 1, 3000, 185)  # about three deviations

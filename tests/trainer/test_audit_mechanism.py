@@ -126,7 +126,7 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("steps", "changed"),
     [
-        pytest.param(10, {"clipping_function": "automatic"}, id="automatic"),
+        pytest.param(10, {"clipping_function": "automatic"}, id="automatic", marks=FULL),
         pytest.param(10, {"clipping_function": "per_layer"}, id="per layer", marks=FULL),
         pytest.param(10, {"clipping_function": "grouped"}, id="grouped", marks=FULL),
         pytest.param(10, {"noise_multiplier": 0.5, "max_grad_norm": 0.1}, id="small C", marks=FULL),

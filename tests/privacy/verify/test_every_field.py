@@ -125,7 +125,7 @@ FULL = [pytest.param(name, 1.0, marks=pytest.mark.full) for name in ("plain", "a
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("name", "share"), [("plain", 0.06), ("adaptive", 0.06), *FULL])
+@pytest.mark.parametrize(("name", "share"), [("plain", 0.06), *FULL])
 def test_a_change_of_a_ledger_is_violated_or_named(
     name: str, share: float, copied: Callable[[str], Path], judge: Judge
 ) -> None:
