@@ -141,20 +141,22 @@ def test_a_state_that_is_changed_in_place_loaded_or_stepped_elsewhere_is_found(t
         "emptied": lambda o, _: o.state.clear(),
         "loaded": loaded,
     }
+
+    def opened(name: str) -> Any:
+        model = net()
+        return make(tmp_path / name, model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1), save_every=1)
+
     with quick():
         for name, change in changes.items():
-            model = net()
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-            with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
+            with opened(name) as loop:
+                optimizer = loop._engine.optimizer
                 before = optimizer.state_dict()
                 loop.step()
                 change(optimizer, before)
                 with pytest.raises(PrivacyConfigError, match="optimizer's state"):
                     loop.step()
-            model = net()  # the checkpoint goes on, and is watched as well
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-            with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
-                next(iter(optimizer.state.values()))["exp_avg"].add_(1)
+            with opened(name) as loop:  # the checkpoint goes on, and is watched as well
+                next(iter(loop._engine.optimizer.state.values()))["exp_avg"].add_(1)
                 with pytest.raises(PrivacyConfigError, match="optimizer's state"):
                     loop.step()
 
