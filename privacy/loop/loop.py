@@ -347,13 +347,9 @@ class PrivateLoop:
 
     def write_card(self) -> Path:
         """Writes the privacy card of the run so far, as JSON, Markdown and one HTML page; returns its folder. Collective."""
+        from ..card.folder import build_card, write_card
 
-        def write() -> Path:
-            from ..card.folder import build_card, write_card
-
-            return write_card(self.run_dir, build_card(self.run_dir))[0].parent
-
-        return collectives.on_main(write)
+        return collectives.on_main(lambda: write_card(self.run_dir, build_card(self.run_dir))[0].parent)
 
     def close(self) -> None:
         """Gives model, optimizer and run folder back. Steps since the last checkpoint stay charged and are lost."""

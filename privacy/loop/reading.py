@@ -136,9 +136,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         if columns is not None and request:
             index_N, row_N = torch.tensor([(index, row) for index, _, row in request]).view(-1, 2).unbind(1)
             read = {name: column.detach()[index_N] for name, column in columns.items()}
-            is_usable_N = torch.ones(len(index_N), dtype=torch.bool)
-            for name, value in read.items():
-                is_usable_N &= self.example.fields[name].allows(value)
+            is_usable_N = torch.stack([self.example.fields[name].allows(value) for name, value in read.items()]).all(0)
             for name, value in read.items():
                 inputs[name][row_N[is_usable_N]] = value[is_usable_N]
             is_padding_B[row_N[is_usable_N]] = False
