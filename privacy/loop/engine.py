@@ -28,8 +28,6 @@ from .weights import fingerprint, fixed_tensors, require_rows, switch_reduction
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
-
-
 LOOKED_OVER = 1 << 22
 """Words of frozen weights and buffers that are hashed before each step, in turn, whether torch has seen a write or not."""
 OF_TORCH = ("state", "param_groups", "_opt_called", "_need_device_dtype_check_for_fused")
@@ -59,7 +57,7 @@ class OwnEngine:
         self._is_stepping = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._rates, self._is_resumed = list[float](), False
-        self._seen, fixed = self.fingerprint(), fixed_tensors(model)
+        self._seen, fixed = fingerprint(trainable), fixed_tensors(model)
         self._fixed = dict(zip(fixed, zip(_marks(fixed).values(), fingerprint(fixed), strict=True), strict=True))
         self._in_turn = deque(fixed)
 
@@ -84,8 +82,7 @@ class OwnEngine:
         finally:
             self._is_stepping = False
         _clear_gradients(self.module, self.optimizer)
-        self._left = _kept(self.optimizer.state)
-        self._seen = self.fingerprint()
+        self._seen, self._left = fingerprint(self._trainable), _kept(self.optimizer.state)
 
     def _gradients(self, shards: list[GradShard]) -> dict[str, Tensor]:
         """Noised gradients by name: whole ones, or in the shards of their parameters."""
@@ -109,32 +106,17 @@ class OwnEngine:
                 "parameters were frozen, unfrozen or exchanged since the loop was made: make a new PrivateLoop with another run "
                 "folder"
             )
-        self._require_fixed()
-        if self._is_resumed and not self.sets_rate and (now_is := _rates(self.optimizer)) != self._rates:
-            collectives.say(  # schedulers of torch begin again with their program
-                f"the run goes on with the learning rate {now_is}, and its last step took {self._rates}; give a scheduler of "
-                "torch to loop.register(scheduler), which forwards it"
-            )
-        return self.require_all_noised()
-
-    def _require_fixed(self) -> None:
-        """Hashes the frozen weights and buffers that were written to or exchanged, and some of the others in turn.
-
-        What is written through `.data` moves no count of torch. So all are gone through, LOOKED_OVER words before a step.
-
-        Raises:
-            PrivacyConfigError: one has changed.
-        """
-        now = fixed_tensors(self.module)
-        marks, changed = _marks(now), sorted(now.keys() ^ self._fixed.keys())
+        # Frozen weights and buffers are hashed where torch has seen a write or an exchange. What is written through `.data`
+        # moves no count of torch, so all the others are gone through in turn, LOOKED_OVER words before a step.
+        fixed = fixed_tensors(self.module)
+        marks, changed = _marks(fixed), sorted(fixed.keys() ^ self._fixed.keys())
         if not changed:
-            looked_at = {name for name in now if marks[name] != self._fixed[name][0]}
-            words = 0
-            while words < LOOKED_OVER and len(looked_at) < len(now):
-                words += now[self._in_turn[0]].numel()
+            looked_at, words = {name for name in fixed if marks[name] != self._fixed[name][0]}, 0
+            while words < LOOKED_OVER and len(looked_at) < len(fixed):
+                words += fixed[self._in_turn[0]].numel()
                 looked_at.add(self._in_turn[0])
                 self._in_turn.rotate(-1)
-            numbers = dict(zip(looked_at, fingerprint({name: now[name] for name in looked_at}), strict=True))
+            numbers = dict(zip(looked_at, fingerprint({name: fixed[name] for name in looked_at}), strict=True))
             changed = [name for name, number in numbers.items() if number != self._fixed[name][1]]
         if changed:
             raise PrivacyConfigError(
@@ -142,6 +124,12 @@ class OwnEngine:
                 "they may hold nothing of private data, and no checkpoint keeps them; change a copy of the model"
             )
         self._fixed |= {name: (marks[name], number) for name, number in numbers.items()}
+        if self._is_resumed and not self.sets_rate and (now_is := _rates(self.optimizer)) != self._rates:
+            collectives.say(  # schedulers of torch begin again with their program
+                f"the run goes on with the learning rate {now_is}, and its last step took {self._rates}; give a scheduler of "
+                "torch to loop.register(scheduler), which forwards it"
+            )
+        return self.require_all_noised()
 
     def require_all_noised(self) -> object:
         """Checks that only the loop's own steps have changed weights or gradients; returns what `require_unchanged` returns.
@@ -173,7 +161,7 @@ class OwnEngine:
             PrivacyConfigError: something else wrote to them.
         """
         put_away(self.module)
-        now = self.fingerprint()
+        now = fingerprint(self._trainable)
         if now != self._seen:
             raise PrivacyConfigError(
                 "the weights changed since the loop's last step: something else writes to them (another optimizer, another "
@@ -195,10 +183,6 @@ class OwnEngine:
                 "optimizer.step() was called by hand: the private loop takes the steps, and no other one is noised or charged; "
                 "remove the call, or give it an optimizer of its own"
             )
-
-    def fingerprint(self) -> list[int]:
-        """A hash of the weights that are trained, in parts; of shards, those of this rank."""
-        return fingerprint(self._trainable)
 
     def facts(self) -> dict[str, Any]:
         """The optimizer as a checkpoint's manifest describes it."""
@@ -255,7 +239,7 @@ class OwnEngine:
                 p = self._trainable[piece.name]
                 for key, values in tensors.items():
                     own_part(p if key == "param" else self.optimizer.state[p][key], piece).copy_(values)
-        self._seen, self._left = self.fingerprint(), _kept(self.optimizer.state)
+        self._seen, self._left = fingerprint(self._trainable), _kept(self.optimizer.state)
 
 
 def require_alike(check: Callable[[], object]) -> None:
@@ -307,11 +291,8 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     foreign = [p for p in held if id(p) not in names and p.requires_grad]
     missing = names.keys() - {id(p) for p in held}
     if foreign or missing:
-        what = (
-            f"lacks {names[min(missing)]}"
-            if missing
-            else f"holds a parameter of shape {tuple(foreign[0].shape)} besides"
-        )
+        besides = f"holds a parameter of shape {tuple(foreign[0].shape)} besides" if foreign else ""
+        what = f"lacks {names[min(missing)]}" if missing else besides
         raise PrivacyConfigError(
             f"the optimizer has to hold the model's trainable parameters, and it {what}: make it of "
             "[p for p in model.parameters() if p.requires_grad]"
@@ -412,10 +393,8 @@ def _probe(
     kind = type(optimizer)
     smallest: dict[tuple[int, int], nn.Parameter] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            place = number, p.dim()
-            if p.requires_grad and (place not in smallest or p.numel() < smallest[place].numel()):
-                smallest[place] = p
+        for p in sorted((p for p in group["params"] if p.requires_grad), key=Tensor.numel):
+            smallest.setdefault((number, p.dim()), p)
     twins = {place: nn.Parameter(p.detach().clone()) for place, p in smallest.items()}
     for twin in twins.values():
         twin.grad = torch.ones_like(twin)
@@ -428,7 +407,12 @@ def _probe(
         {**group, "params": [twin for (of, _), twin in twins.items() if of == number]}
         for number, group in enumerate(optimizer.param_groups)
     ]
-    before = settings(probe) | _attributes(probe)
+
+    def outside() -> dict[str, str]:
+        attributes = {f"attribute {key}": repr(value) for key, value in vars(probe).items() if key not in OF_TORCH}
+        return settings(probe) | attributes
+
+    before = outside()
     try:
         kind.step(probe)
     except Exception as error:  # whatever an optimizer raises that wants a closure, a scaler or a wrapper
@@ -436,7 +420,7 @@ def _probe(
             f"{kind.__name__} takes no step from gradients alone ({type(error).__name__}: {error}): the loop has no loss to "
             "evaluate again; take SGD, Adam, AdamW or another optimizer whose step() needs no closure"
         ) from error
-    after = settings(probe) | _attributes(probe)
+    after = outside()
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed := [*changed, *(f"state of {key!r}" for key in probe.state if not isinstance(key, Tensor))]:
         raise PrivacyConfigError(
@@ -446,14 +430,10 @@ def _probe(
     moments, numbers = dict[str, None](), dict[str, Any]()
     for twin in twins.values():
         for key, value in probe.state[twin].items():
-            if (
-                isinstance(value, Tensor)
-                and value.shape == twin.shape
-                and value.dtype == twin.dtype
-                and value.dim() > 0
-            ):
+            is_tensor = isinstance(value, Tensor)
+            if is_tensor and value.dim() > 0 and (value.shape, value.dtype) == (twin.shape, twin.dtype):
                 moments[key] = None
-            elif (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
+            elif (is_tensor and value.numel() == 1) or isinstance(value, int | float):
                 numbers[key] = value
             elif value is not None:
                 raise PrivacyConfigError(
@@ -471,8 +451,3 @@ def settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         for key, value in group.items()
         if key != "params"
     }
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What an optimizer keeps as attributes, as text."""
-    return {f"attribute {key}": repr(value) for key, value in vars(optimizer).items() if key not in OF_TORCH}

@@ -42,13 +42,9 @@ def fix(
                 parent, _, name = path.rpartition(".")
                 setattr(model.get_submodule(parent), name, norm)
                 kept = (
-                    ""
-                    if module.running_mean is None
-                    else (
-                        "; statistics of its pre-training are gone, so what follows sees other numbers: train it on, or keep the "
-                        "BatchNorm frozen and in eval mode instead"
-                    )
-                )
+                    "; statistics of its pre-training are gone, so what follows sees other numbers: train it on, or keep the "
+                    "BatchNorm frozen and in eval mode instead"
+                ) * (module.running_mean is not None)
                 lines.append(f"{path}: {type(module).__name__} became GroupNorm of {norm.num_groups} groups{kept}")
             case nn.modules.dropout._DropoutNd() if module.p > 0:
                 module.p, module.inplace = 0.0, False

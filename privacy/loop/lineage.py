@@ -39,10 +39,8 @@ sys.addaudithook(_note_read)
 
 
 def _run_folders(file: Path) -> list[Path]:
-    """The run folders around a file or folder."""
-    return [
-        folder for folder in file.absolute().parents[:4] if os.path.exists(folder / "ledger.jsonl")
-    ]  # it never raises
+    """The run folders around a file or folder; os.path never raises."""
+    return [folder for folder in file.absolute().parents[:4] if os.path.exists(folder / "ledger.jsonl")]
 
 
 def stated(starts_from: StartsFrom) -> list[Path] | None:

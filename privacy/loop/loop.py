@@ -14,7 +14,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -38,7 +38,7 @@ from . import lineage
 from .engine import OwnEngine, require_alike
 from .fields import Example, Field
 from .opening import OwnStart
-from .reading import Items, Reader, require_items
+from .reading import Items, Reader
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class PrivateLoop:
         starts_from: lineage.StartsFrom = None,
         restart_from_step_0: bool = False,
     ) -> None:
-        require_items(dataset)
+        reader = Reader(dataset, Example(example), micro_batch_size)
         counts = micro_batch_size, 1 if save_every is None else save_every, num_workers + 1
         if not all(isinstance(count, int) and count >= 1 for count in counts):
             raise PrivacyConfigError(
@@ -170,19 +170,17 @@ class PrivateLoop:
             sensitivity_slack=SENSITIVITY_SLACK,
         )
         start = OwnStart(
-            model=model, optimizer=optimizer, reader=Reader(dataset, Example(example), micro_batch_size), loss=loss,
-            folder=RunFolder(self.run_dir), request=request, made_up=made_up, fallback=fallback, learning_rate=learning_rate,
-            num_workers=num_workers, save_every=save_every, data_version=data_version,
-            mirror=None if ledger_mirror is None else Path(ledger_mirror), unit=unit, may_restart=restart_from_step_0,
-            starts_from=lineage.stated(starts_from),
+            model=model, optimizer=optimizer, reader=reader, loss=loss, folder=RunFolder(self.run_dir), request=request,
+            made_up=made_up, fallback=fallback, learning_rate=learning_rate, num_workers=num_workers, save_every=save_every,
+            data_version=data_version, mirror=None if ledger_mirror is None else Path(ledger_mirror), unit=unit,
+            may_restart=restart_from_step_0, starts_from=lineage.stated(starts_from),
         )  # fmt: skip
-        with ExitStack() as failing:
-            failing.callback(start.undone.close)
+        with start.undone:  # if anything fails
             opened = open_run(start)
             self._registered, self._resumed = start.registered, opened.resumed
             self._engine: OwnEngine = start.engine
             self._is_alone = start.starts_from is None and not opened.ledger.opened.get("behind")
-            self._open, self._ledger, self.plan = start.undone, opened.ledger, opened.ledger.plan
+            self._ledger, self.plan = opened.ledger, opened.ledger.plan
             self._charged = collectives.on_main(lambda: self._ledger.num_charged)
             self._run: Run | None = None
             self._steps: Generator[StepRecord, None, None] | None = None
@@ -192,10 +190,10 @@ class PrivateLoop:
                 )
             else:
                 self._run, self._steps = opened, opened.steps(start.registered)
-                self._open.callback(self._steps.close)
+                start.undone.callback(self._steps.close)
                 if opened.step == self.num_steps:
                     next(self._steps, None)  # a crash came between the last checkpoint and the run's end
-            failing.pop_all()
+            self._open = start.undone.pop_all()
 
     @property
     def num_steps(self) -> int:
@@ -349,13 +347,9 @@ class PrivateLoop:
 
     def write_card(self) -> Path:
         """Writes the privacy card of the run so far, as JSON, Markdown and one HTML page; returns its folder. Collective."""
+        from ..card.folder import build_card, write_card
 
-        def write() -> Path:
-            from ..card.folder import build_card, write_card
-
-            return write_card(self.run_dir, build_card(self.run_dir))[0].parent
-
-        return collectives.on_main(write)
+        return collectives.on_main(lambda: write_card(self.run_dir, build_card(self.run_dir))[0].parent)
 
     def close(self) -> None:
         """Gives model, optimizer and run folder back. Steps since the last checkpoint stay charged and are lost."""

@@ -31,7 +31,7 @@ from ..run.run import Parts, Stored, Watcher
 from ..step import collectives
 from ..step.averaging import WeightAverage
 from ..step.batches import Dealt, most_rows
-from ..step.engine import ShardState, require_neighbours_apart, to_device
+from ..step.engine import require_neighbours_apart, to_device
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
 from . import lineage
@@ -62,10 +62,6 @@ class Registered(Watcher):
         if self.average is not None:
             self.average.update(plan.step)
         return record
-
-    def states(self, engine: OwnEngine) -> Iterator[ShardState]:
-        """What a checkpoint holds of this rank."""
-        return engine.state() if self.average is None else self.average.states()
 
 
 @dataclass
@@ -119,8 +115,14 @@ class OwnStart:
 
         self.task = task
         # Ranks with other arguments or data would wait for one another or draw other coins; an example could count on two.
+        few_items = ""  # what they are, or why they cannot be used, for this comparison alone
+        if not collectives.is_alone():
+            try:
+                few_items = self.reader.digest(whole=False).hex()
+            except (PrivacyConfigError, ItemNotRead) as error:
+                few_items = str(error)
         asked = self.request, self.reader.micro_batch_size, self.save_every, self.folder.root.resolve()
-        mine = repr((asked, self.reader.example.fields, few_items(self.reader), settings(self.optimizer)))
+        mine = repr((asked, example.fields, few_items, settings(self.optimizer)))
         if len(set(collectives.gather_objects(mine))) > 1:
             raise PrivacyConfigError(
                 "ranks have another data set, plan, example, micro-batch, optimizer or run folder: make the same PrivateLoop on "
@@ -164,7 +166,21 @@ class OwnStart:
         check_at_size(self.model, items, size, self.task)
         require_neighbours_apart(self.engine, self.task, lambda count: made_up, size)
         put_away(self.model)
-        self.manifest = collectives.on_main(lambda: data_manifest(self.reader, self.data_version))
+        self.manifest = collectives.on_main(self._look_at_data)
+
+    def _look_at_data(self) -> bytes:
+        """What identifies the data; enters the ledger as HMAC under the sampling key only. On one rank.
+
+        Raises:
+            PrivacyConfigError: most items cannot be used, or an item depends on those before it.
+        """
+        reader, version = self.reader, self.data_version
+        digest = reader.digest(whole=version is None)
+        if reader.unusable:
+            collectives.say(reader.unusable)
+        fields = {name: repr(field) for name, field in reader.example.fields.items()}
+        data = digest.hex() if version is None else f"version {version}"
+        return json.dumps({"items": len(reader.dataset), "data": data, "fields": fields}, sort_keys=True).encode()
 
     def open_ledger(self) -> Opening:
         opening = open_ledger(
@@ -204,25 +220,21 @@ class OwnStart:
         checkpoint.restore(self.engine, self.engine.moments)
 
     def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
-        engine, name, optimizer = self.engine, self.folder.root.resolve().name, self.optimizer
+        engine = self.engine
         rows = most_rows(plan, self.reader.micro_batch_size)
         clipped = plan.clipped_sum(self.model, shapes=engine.shapes, rows=rows, device=engine.device)
         self.undone.callback(clipped.detach)
-        text = config_toml(
-            name, self.request, micro_batch_size=self.reader.micro_batch_size, optimizer=type(optimizer).__name__,
-            mirror=None if self.mirror is None else str(self.mirror), starts_from=self.starts_from,
-        )  # fmt: skip
         return Parts(
             engine=engine,
             task=self.task,
             clipped=clipped,
             noise=plan.noise(),
-            read=lambda plans: self.reader.steps(plans, self.num_workers, pin_memory=self.engine.device.type == "cuda"),
+            read=lambda plans: self.reader.steps(plans, self.num_workers, pin_memory=engine.device.type == "cuda"),
             micro_batch_size=self.reader.micro_batch_size,
-            learning_rate=self.learning_rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
+            learning_rate=self.learning_rate or (lambda step: float(self.optimizer.param_groups[0]["lr"])),
             note_charge=lambda _: engine.require_all_noised(),  # the caller's loss and items have run
             stored=self._stored,
-            configuration=(text, None, {}),
+            configuration=(self._configuration(), None, {}),
             retention=Retention(KEPT),
             save_every=self.save_every,
         )
@@ -231,66 +243,24 @@ class OwnStart:
         """Says what a checkpoint holds, and refuses one in which anything but the loop's own steps has written."""
         require_alike(self.engine.require_unchanged)
         facts = {**self.engine.facts(), "run": self.folder.root.resolve().name, "model": self.model_facts}
-        return Stored(self.registered.states(self.engine), self.engine.shapes, facts)
+        average = self.registered.average
+        return Stored(self.engine.state() if average is None else average.states(), self.engine.shapes, facts)
 
-
-def data_manifest(reader: Reader, data_version: str | None) -> bytes:
-    """What identifies the data; enters the ledger as HMAC under the sampling key only. On one rank.
-
-    Raises:
-        PrivacyConfigError: most items cannot be used, or an item depends on those before it.
-    """
-    if data_version is None:
-        named = reader.digest().hex()
-    else:
-        reader.digest(whole=False)
-        named = f"version {data_version}"
-    if reader.unusable:
-        collectives.say(reader.unusable)
-    fields = {name: repr(field) for name, field in reader.example.fields.items()}
-    return json.dumps({"items": len(reader.dataset), "data": named, "fields": fields}, sort_keys=True).encode()
-
-
-def few_items(reader: Reader) -> str:
-    """What a few items of this rank's data set are, or why they cannot be used; for comparison with the other ranks alone."""
-    if collectives.is_alone():
-        return ""
-    try:
-        return reader.digest(whole=False).hex()
-    except (PrivacyConfigError, ItemNotRead) as error:
-        return str(error)
-
-
-def config_toml(
-    name: str,
-    request: PlanRequest,
-    *,
-    micro_batch_size: int,
-    optimizer: str,
-    mirror: str | None,
-    starts_from: list[Path] | None = None,
-) -> str:
-    """The run's configuration in the trainer's words, which the card, the audit and verify.py compare with the ledger."""
-    asked = {
-        "expected_batch_size": request.expected_batch_size,
-        "noise_multiplier": request.noise_multiplier,
-        "target_epsilon": request.target_epsilon,
-        "target_delta": request.target_delta,
-        "max_grad_norm": request.max_grad_norm,
-        "ledger_mirror": mirror,
-    }
-    sections: dict[str, dict[str, Any]] = {
-        "data": {"num_examples": request.num_examples},
-        "privacy": asked,
-        "optimizer": {"name": optimizer},
-        "init": {} if starts_from is None else {"starts_from": [one.resolve().name for one in starts_from] or "public"},
-        "train": {"num_steps": request.num_steps, "micro_batch_size": micro_batch_size},
-    }
-    lines = [f"name = {written(name)}"]
-    for title, section in ((title, section) for title, section in sections.items() if section):
-        lines += [
-            "",
-            f"[{title}]",
-            *(f"{key} = {written(value)}" for key, value in section.items() if value is not None),
-        ]
-    return "\n".join(lines) + "\n"
+    def _configuration(self) -> str:
+        """The run's configuration in the trainer's words, which the card, the audit and verify.py compare with the ledger."""
+        request, behind, mirror = self.request, self.starts_from, self.mirror
+        asked = ("expected_batch_size", "noise_multiplier", "target_epsilon", "target_delta", "max_grad_norm")
+        sections: dict[str, dict[str, Any]] = {
+            "data": {"num_examples": request.num_examples},
+            "privacy": {name: getattr(request, name) for name in asked},
+            "optimizer": {"name": type(self.optimizer).__name__},
+            "init": {} if behind is None else {"starts_from": [one.resolve().name for one in behind] or "public"},
+            "train": {"num_steps": request.num_steps, "micro_batch_size": self.reader.micro_batch_size},
+        }
+        sections["privacy"]["ledger_mirror"] = None if mirror is None else str(mirror)
+        lines = [f"name = {written(self.folder.root.resolve().name)}"]
+        for title, section in sections.items():
+            if section:
+                lines += ["", f"[{title}]"]
+                lines += [f"{key} = {written(value)}" for key, value in section.items() if value is not None]
+        return "\n".join(lines) + "\n"

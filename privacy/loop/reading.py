@@ -56,26 +56,6 @@ Request = list[tuple[int, int, int]]
 """The items of one micro-batch: index, key and row of each."""
 
 
-def require_items(dataset: Any) -> None:
-    """Refuses what batches cannot be drawn from by coins.
-
-    Raises:
-        PrivacyConfigError: naming the replacement.
-    """
-    if isinstance(dataset, DataLoader):
-        raise PrivacyConfigError(
-            "give the data set, not a DataLoader: its batches are shuffled or in order, and the guarantee is for batches that "
-            "secret coins draw (Poisson sampling); the loop makes its own, with num_workers and micro_batch_size"
-        )
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise PrivacyConfigError(
-            f"{type(dataset).__name__} cannot be read item by item: Poisson sampling needs len(dataset) and dataset[i]; take a "
-            "map-style data set, in Hugging Face's datasets one that is loaded without streaming=True"
-        )
-    if len(dataset) < 1:
-        raise PrivacyConfigError("the data set is empty")
-
-
 @contextmanager
 def kept_random_numbers() -> Iterator[None]:
     """Restores the global random state afterwards, so that dropout does not depend on what items draw."""
@@ -88,19 +68,30 @@ def kept_random_numbers() -> Iterator[None]:
         torch.default_generator.set_state(states[2])
 
 
-def seed(key: int) -> None:
-    """Seeds the random numbers that a data set may draw."""
-    random.seed(key)
-    np.random.seed([key & 0xFFFFFFFF, key >> 32])
-    torch.default_generator.manual_seed(key & (2**63 - 1))
-
-
 class Reader(Dataset["MicroBatch | ItemNotRead"]):
-    """Request -> MicroBatch, in a worker or in this process."""
+    """Request -> MicroBatch, in a worker or in this process.
+
+    Raises:
+        PrivacyConfigError: batches cannot be drawn from the data set by coins; it names the replacement.
+    """
 
     unusable = ""  # how many items the last look found that count as zero, and why, for the console
 
     def __init__(self, dataset: Items, example: Example, micro_batch_size: int) -> None:
+        if isinstance(dataset, DataLoader):
+            raise PrivacyConfigError(
+                "give the data set, not a DataLoader: its batches are shuffled or in order, and the guarantee is for batches "
+                "that secret coins draw (Poisson sampling); the loop makes its own, with num_workers and micro_batch_size"
+            )
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
+            raise PrivacyConfigError(
+                f"{type(dataset).__name__} cannot be read item by item: Poisson sampling needs len(dataset) and dataset[i]; take "
+                "a map-style data set, in Hugging Face's datasets one that is loaded without streaming=True"
+            )
+        if len(dataset) < 1:
+            raise PrivacyConfigError("the data set is empty")
         self.dataset, self.example, self.micro_batch_size = dataset, example, micro_batch_size
 
     def item(self, index: int, key: int) -> dict[str, Tensor]:
@@ -110,7 +101,9 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
             Unusable: it counts as zero.
             ItemNotRead: the machine failed.
         """
-        seed(key)
+        random.seed(key)
+        np.random.seed([key & 0xFFFFFFFF, key >> 32])
+        torch.default_generator.manual_seed(key & (2**63 - 1))
         try:
             return self.example.read(self.dataset[index])
         except (Unusable, KeyboardInterrupt, SystemExit):  # the last two are how somebody ends the program
@@ -143,9 +136,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         if columns is not None and request:
             index_N, row_N = torch.tensor([(index, row) for index, _, row in request]).view(-1, 2).unbind(1)
             read = {name: column.detach()[index_N] for name, column in columns.items()}
-            is_usable_N = torch.ones(len(index_N), dtype=torch.bool)
-            for name, value in read.items():
-                is_usable_N &= self.example.fields[name].allows(value)
+            is_usable_N = torch.stack([self.example.fields[name].allows(value) for name, value in read.items()]).all(0)
             for name, value in read.items():
                 inputs[name][row_N[is_usable_N]] = value[is_usable_N]
             is_padding_B[row_N[is_usable_N]] = False

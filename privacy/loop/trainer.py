@@ -105,15 +105,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
                 "those of training, by eval_is_public=True"
             )
 
-    def _evaluate(self) -> None:
-        """Evaluates, and puts the model back as the self-check has seen it: transformers leaves marks on it."""
-        model, known = self.model, set(vars(self.model))
-        was_training = model.training
-        self.evaluate()
-        model.train(was_training)
-        for mark in set(vars(model)) - known:
-            delattr(model, mark)
-
     def train(self, resume_from_checkpoint: Any = None, **unused: Any) -> TrainOutput:
         """Trains to `args.max_steps`; the run folder says where it goes on."""
         if resume_from_checkpoint or any(value is not None for value in unused.values()):
@@ -142,7 +133,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
                 if self.control.should_log:
                     self.log({"epsilon": step.epsilon, "learning_rate": step.lr, "grad_norm": step.noised_grad_norm})
                 if self.control.should_evaluate:
-                    self._evaluate()
+                    known, was_training = set(vars(model)), model.training
+                    self.evaluate()
+                    model.train(was_training)  # as the self-check has seen it: transformers leaves marks on it
+                    for mark in set(vars(model)) - known:
+                        delattr(model, mark)
                 if self.control.should_save:
                     loop.save()
                 self.control.should_log = self.control.should_evaluate = self.control.should_save = False

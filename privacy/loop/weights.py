@@ -31,12 +31,9 @@ def fingerprint(tensors: Mapping[Any, Tensor]) -> list[int]:
     What is written through `.data` is found, too, which torch's own counts of writes do not see. Of a tensor in shards it is
     this rank's share of the number.
     """
-    rows = (own_rows(tensor) for tensor in tensors.values())
     totals = []
-    for (
-        local,
-        first,
-    ) in rows:  # of each a sum over its words of a function of the word and its place, `first` for the first one
+    for local, first in map(own_rows, tensors.values()):
+        # A sum over the words of a function of the word and its place, which is `first` for the first one.
         words, device = local.contiguous().view(-1).view(WORDS[local.element_size()]), local.device
         total, piece = torch.zeros((), dtype=torch.int64, device=device), PIECE[device.type]
         for start in range(first, first + len(words), piece):

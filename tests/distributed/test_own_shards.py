@@ -22,7 +22,6 @@ from privacy.ledger.records import read_ledger
 from privacy.loop import PrivateLoop, integers
 from privacy.noise import SystemNoise
 from privacy.plan import PrivacyPlan
-from privacy.sampling.keys import SamplingKey
 from tests.distributed.ranks import run_ranks
 from tests.docs.pages import blocks
 from tests.docs.test_library_example import installed
@@ -94,26 +93,20 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 def steps_of(model: nn.Module, run_dir: Path, leave_at: int | None = None) -> list[dict[str, Tensor]]:
     """Whole weights after each step without noise."""
     seen = []
-    with quick(silent=True) as patch:
-        for name in ("coin_key", "row_key", "example_key"):  # a session's own would draw other items
-            patch.setattr(SamplingKey, name, lambda *_: bytes(32))
-        with opened(model, run_dir, adam(model), save_every=3) as loop:
-            for step in loop:
-                seen.append(whole_weights(model))
-                model(torch.zeros(2, LENGTH, dtype=torch.int64))  # an evaluation gathers weights, and leaves some so
-                if step.number == leave_at:
-                    break
+    with quick(silent=True, same_coins=True), opened(model, run_dir, adam(model), save_every=3) as loop:
+        for step in loop:
+            seen.append(whole_weights(model))
+            model(torch.zeros(2, LENGTH, dtype=torch.int64))  # an evaluation gathers weights, and leaves some so
+            if step.number == leave_at:
+                break
     return seen
-
-
-def rank_steps(device: torch.device, folder: str) -> list[dict[str, Tensor]]:
-    run_dir = Path(folder) / "left"
-    return [*steps_of(sharded(), run_dir, leave_at=1), *steps_of(sharded(), run_dir)]
 
 
 def rank_all(device: torch.device, folder: str) -> Any:
     """One start of two processes for all tests, since the import of FSDP takes each of them seconds."""
-    return [rank_steps(device, folder), rank_noise(device, folder), rank_refusals(device, folder)]
+    left = Path(folder) / "left"
+    steps = [*steps_of(sharded(), left, leave_at=1), *steps_of(sharded(), left)]
+    return [steps, rank_noise(Path(folder)), rank_refusals(Path(folder))]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +149,7 @@ class Counting(SystemNoise):
 NOISY_STEPS = 20
 
 
-def rank_noise(device: torch.device, folder: str) -> Any:
+def rank_noise(folder: Path) -> Any:
     """With gradients that are nothing next to the noise, a step of SGD is the noise."""
     model, noise = sharded(), Counting()
     with quick() as patch:
@@ -164,7 +157,7 @@ def rank_noise(device: torch.device, folder: str) -> Any:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         steps, before = [], whole_weights(model)
         with opened(
-            model, Path(folder) / "noise", optimizer, num_steps=NOISY_STEPS, expected_batch_size=1, noise_multiplier=3.0,
+            model, folder / "noise", optimizer, num_steps=NOISY_STEPS, expected_batch_size=1, noise_multiplier=3.0,
             save_every=NOISY_STEPS, loss=lambda x, y: 1e-6 * loss_of(model)(x, y),
         ) as loop:  # fmt: skip
             owned = loop._engine.layout.count(dist.get_rank())
@@ -194,12 +187,6 @@ def test_each_coordinate_is_noised_once_by_one_owner_with_the_deviation_of_the_p
     assert float((correlated - correlated.diag().diag()).abs().max()) < 0.95  # no two share a draw
 
 
-def in_part() -> nn.Module:
-    model = Reader()
-    fully_shard(model.block)
-    return model
-
-
 def in_tensor_parallel() -> nn.Module:
     model, mesh = Reader(), init_device_mesh("cpu", (2,))
     for module in model.modules():
@@ -209,13 +196,11 @@ def in_tensor_parallel() -> nn.Module:
     return model
 
 
-def with_an_ignored_layer() -> nn.Module:
-    model = Reader()
-    return fully_shard(model, ignored_params=set(model.head.parameters()))
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "in part": (in_part, "call fully_shard(model) on the model itself"),
+    "in part": (
+        lambda: (model := Reader(), fully_shard(model.block))[0],
+        "call fully_shard(model) on the model itself",
+    ),
     "inside": (lambda: nn.Sequential(fully_shard(Reader())), "call fully_shard(model) on the model itself"),
     "HSDP": (
         lambda: sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))),
@@ -223,7 +208,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "reversed": (lambda: sharded(mesh=DeviceMesh("cpu", [1, 0])), "a loop takes all ranks in one dimension"),
     "tensor parallel": (in_tensor_parallel, "call fully_shard(model) on the model itself"),
-    "ignored": (with_an_ignored_layer, "without ignored_params"),
+    "ignored": (
+        lambda: fully_shard(model := Reader(), ignored_params=set(model.head.parameters())),
+        "without ignored_params",
+    ),
     "columns": (
         lambda: fully_shard(nn.Linear(4, WIDTH), shard_placement_fn=lambda p: Shard(p.dim() - 1)),
         "call fully_shard without shard_placement_fn",
@@ -235,36 +223,32 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def rank_refusals(device: torch.device, folder: str) -> Any:
+def rank_refusals(folder: Path) -> Any:
     said = {}
     with quick():
         for name, (made, _) in REFUSED.items():
             model = made()
             try:
-                opened(model, Path(folder) / "refused", adam(model)).close()
+                opened(model, folder / "refused", adam(model)).close()
             except PrivacyConfigError as error:
                 said[name] = str(error)
         model = sharded()
-        with opened(model, Path(folder) / "refused", adam(model)) as loop:
+        with opened(model, folder / "refused", adam(model)) as loop:
             loop.step()
             copied = Reader()
             copied.load_state_dict({name: p.float() for name, p in whole_weights(model).items()})
             try:
-                opened(copied, Path(folder) / "another", adam(copied), starts_from=None).close()
+                opened(copied, folder / "another", adam(copied), starts_from=None).close()
             except (PrivacyConfigError, RemoteError) as error:
                 said["copied"] = str(error)
-            said["meddled"] = {how.__name__: _after(how, loop) for how in (backward, write, change_rate)}
+            for meddle in (backward, write, change_rate):
+                undo = meddle(loop.module, loop._engine.optimizer)
+                try:
+                    loop.step()
+                except PrivacyConfigError as error:
+                    undo()
+                    said[meddle.__name__] = str(error)
     return said
-
-
-def _after(meddle: Callable[[nn.Module, torch.optim.Optimizer], Callable[[], None]], loop: PrivateLoop) -> str:
-    undo = meddle(loop.module, loop._engine.optimizer)
-    try:
-        loop.step()
-    except PrivacyConfigError as error:
-        undo()
-        return str(error)
-    return "nothing"
 
 
 def backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -299,9 +283,9 @@ def test_shards_that_a_loop_cannot_train_are_refused_and_so_is_a_hand_in_it(foun
             REFUSED, True
         ), said
         assert "has seen weights of the private run" in said["copied"]
-        assert "has a gradient that is not the loop's" in said["meddled"]["backward"]
-        assert "the weights changed" in said["meddled"]["write"]
-        assert "ranks hold different weights" in said["meddled"]["change_rate"]
+        assert "has a gradient that is not the loop's" in said["backward"]
+        assert "the weights changed" in said["write"]
+        assert "ranks hold different weights" in said["change_rate"]
     assert read_ledger(folder / "refused/ledger.jsonl").num_charged == 1
 
 

@@ -15,7 +15,6 @@ from data.reading.reader import RawExample
 from models.generation import beam_captions
 from tests.data.test_tokenizer import word_piece
 from tests.trainer.trained_runs import recipe, trained
-from trainer.config.recipe import RunConfig
 from trainer.weights.export import export
 from trainer.weights.import_weights import import_weights
 from trainer.weights.open_model import OpenedModel, open_model
@@ -35,11 +34,6 @@ class Exported(NamedTuple):
     tokenizer: Any
 
 
-def with_tokenizer(path: Path | str) -> RunConfig:
-    config = recipe()
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(path)})})
-
-
 @pytest.fixture(scope="module", params=["tokenizer", "shapes", "bert-base-uncased", "foreign"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """The foreign tokenizer has no start and end tokens of its own, cuts after three tokens and pads to fifty."""
@@ -47,7 +41,9 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     path = ROOT / f"data/tokenizer/{request.param}.json"
     if request.param == "foreign":
         path = word_piece(place / "words.json", ("[PAD]", "[CLS]", "[SEP]"))
-    trained(place / "run", with_tokenizer(path))
+    config = recipe()
+    data = config.data.model_copy(update={"tokenizer": str(path)})
+    trained(place / "run", config.model_copy(update={"data": data}))
     opened = open_model(place / "run")
     export(opened, "hf", place / "made")
     shutil.copytree(place / "made", place / "out")  # nothing of the place where it was made
@@ -119,20 +115,14 @@ def test_losses_and_captions_are_those_of_evaluation(exported: Exported, tmp_pat
         torch.testing.assert_close(exported.model(**pixels, **told).loss, expected, atol=1e-5, rtol=1e-5)
     for how in ({"num_beams": 1}, {"num_beams": 3, "length_penalty": 1.0}):
         found = exported.tokenizer.batch_decode(exported.model.generate(**pixels, **how), skip_special_tokens=True)
-        assert found == by_evaluation(exported, ours["images_CHW"].numpy(), **how)
+        written = beam_captions(exported.opened.model, ours["images_CHW"], max_tokens=NUM_TOKENS - 1, **how)  # type: ignore[arg-type]
+        assert found == [make_example.tokenizer.decode(row) for row in written.tokens_BL.tolist()]
         assert any(found) or "foreign" in str(exported.folder)
     bare = exported.tokenizer(["a red dog"], return_tensors="pt", add_special_tokens=False)
     config, one = exported.model.captioner.config, {"pixel_values": pixels["pixel_values"][:1]}
     for told in (bare, {"input_ids": torch.tensor([[config.pad_id, config.bos_id]])}):
         with pytest.raises(ValueError, match="must begin with the start token"):
             exported.model(**one, **told)
-
-
-def by_evaluation(exported: Exported, images_BCHW: np.ndarray, **how: Any) -> list[str]:
-    """What `evaluate.py captions` says."""
-    model, make_example = exported.opened.model, exported.opened.task.make_example(train=False)
-    written = beam_captions(model, torch.from_numpy(images_BCHW), max_tokens=NUM_TOKENS - 1, **how)  # type: ignore[arg-type]
-    return [make_example.tokenizer.decode(row) for row in written.tokens_BL.tolist()]  # type: ignore[attr-defined]
 
 
 def test_the_tokenizer_comes_back(exported: Exported, tmp_path: Path) -> None:

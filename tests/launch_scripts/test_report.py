@@ -11,6 +11,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.ledger_epsilon import recompute
+from tests.privacy.ledger_files import take_step
 from tests.privacy.published import config_of
 from tests.processes import run_python
 from trainer.report import build_card
@@ -49,8 +50,7 @@ def _write_ledger(run, manifest, fields=None, **changes):
     with Ledger.create(run / "ledger.jsonl", own | (fields or {})) as ledger:
         ledger.start_session({"commit": "c0ffee", "modified": False})
         for step in (1, 2):
-            ledger.intent(step, 0, [{"name": "gradient", "std": plan.noise_multiplier, "sensitivity": 1.0}])
-            ledger.done(step, 0)
+            take_step(ledger, step)
         ledger.checkpoint(2, "step-00000002", hashlib.sha256(manifest).hexdigest())
         ledger.close("finished")
     return plan

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,32 +74,6 @@ LOUD = "\x1b]0;t\x07\x1b[2Ja\r\nverify: consistent\n\x00\x7f\x9b1m\u0085\u061c\u
 """Escape sequences, ends of lines, NUL, DEL, C1, what turns or hides text, and half of a character."""
 
 
-def with_loud_texts(tree: Any) -> Iterator[Any]:
-    """The tree with each of its texts, one after the other, followed by what a console would obey."""
-    if isinstance(tree, str):
-        yield tree + LOUD
-    elif isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from ({**tree, name: changed} for changed in with_loud_texts(value))
-        yield {**tree, LOUD: LOUD}
-    elif isinstance(tree, list):
-        for place, value in enumerate(tree):
-            yield from ([*tree[:place], changed, *tree[place + 1 :]] for changed in with_loud_texts(value))
-
-
-def said_of(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What all commands say of a folder; the verifier's own numbers are not looked at here."""
-    for words in (["report.py"], ["report.py", "--json"], ["audit.py", "ledger"], ["audit.py", "ledger", "--json"]):
-        monkeypatch.setattr(sys, "argv", [*words, "--run_dir", str(folder)])
-        with pytest.raises(SystemExit):
-            run_command((report if words[0] == "report.py" else audit).main)
-    for command in ("report", "audit ledger", "verify"):
-        for more in ([], ["--json"]):
-            library.main([*command.split(), str(folder), *more])
-    shown = capsys.readouterr()
-    return shown.out + shown.err
-
-
 def require_quiet(shown: str, where: object) -> None:
     assert shown and all(letter.isprintable() or letter == "\n" for letter in shown), (where, shown)
     assert "\nverify: consistent\n" not in shown, where
@@ -118,12 +91,25 @@ def test_no_text_of_the_other_files_reaches_the_console_raw(
     config = (folder / "config.toml").read_text().replace('"private"', f'"{text}"')
     (folder / "config.toml").write_text(f'{config}\ndataset_name = "{text}"\n')
     manifest = folder / "checkpoints/step-00000004/manifest.json"
-    manifest.write_text(json.dumps(next(with_loud_texts(json.loads(manifest.read_text())))))
-    require_quiet(said_of(folder, capsys, monkeypatch), folder)
-    published = ["--publish", str(tmp_path / f"out{loud}"), "--no_checkpoints"]
-    monkeypatch.setattr(sys, "argv", ["report.py", "--run_dir", str(folder), *published])
-    with pytest.raises(SystemExit):
-        run_command(report.main)
-    shown = capsys.readouterr()
+    facts = json.loads(manifest.read_text())
+    facts |= {name: value + LOUD for name, value in facts.items() if isinstance(value, str)}
+    manifest.write_text(json.dumps(facts | {LOUD: LOUD}))
+
+    def said(script: Any, *words: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [*words, "--run_dir", str(folder)])
+        with pytest.raises(SystemExit):
+            run_command(script.main)
+        return capsys.readouterr()
+
+    for script, words in ((report, ["report.py"]), (audit, ["audit.py", "ledger"])):
+        for more in ([], ["--json"]):
+            shown = said(script, *words, *more)
+            require_quiet(shown.out + shown.err, words)
+    for command in ("report", "audit ledger", "verify"):
+        for more in ([], ["--json"]):
+            library.main([*command.split(), str(folder), *more])
+            shown = capsys.readouterr()
+            require_quiet(shown.out + shown.err, command)
+    shown = said(report, "report.py", "--publish", str(tmp_path / f"out{loud}"), "--no_checkpoints")
     assert "left out: " in shown.out
     require_quiet(shown.out + shown.err, folder)

@@ -73,25 +73,22 @@ def check_report(folder: StudyFolder, names: list[str]) -> None:
         assert row["formal_guarantee"] == str(not simulated)
         last = (run / "evaluation/heldout.jsonl").read_text().splitlines()[-1]
         assert float(row["final_heldout_loss"]) == json.loads(last)["loss"]
-        if simulated:
-            check_silent_on_epsilon(run, folder.log(name))
+        if not simulated:
+            continue
+        # Neither card, metrics, manifest nor console of a simulation holds a number for epsilon.
+        write_card(run, build_card(run))
+        assert "formal_guarantee: false" in folder.log(name).read_text()
+        manifests = list((run / "checkpoints").glob("*/manifest.json"))
+        shown = [folder.log(name), run / "metrics.jsonl", run / "config.toml", *manifests]
+        for text in (path.read_text() for path in (*shown, *(run / "report").glob("privacy_card.*"))):
+            assert not re.search(EPSILON, text), re.findall(r"eps.{0,30}", text)
+        assert "TAN simulation" in (run / "report/privacy_card.md").read_text()
+        assert manifests and not any(json.loads(path.read_text())["formal_guarantee"] for path in manifests)
     page = (folder.report / "study.md").read_text()
     assert "they are not private" in page
     assert (folder.report / "curves.png").read_bytes().startswith(b"\x89PNG")
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     assert sum("none (simulation, not private)" in line for line in lines) == 2
-
-
-def check_silent_on_epsilon(run: Path, log: Path) -> None:
-    """Neither card, metrics, manifest nor console of a simulation holds a number for epsilon."""
-    write_card(run, build_card(run))
-    assert "formal_guarantee: false" in log.read_text()
-    manifests = list((run / "checkpoints").glob("*/manifest.json"))
-    shown = [log, run / "metrics.jsonl", run / "config.toml", *manifests, *(run / "report").glob("privacy_card.*")]
-    for text in (path.read_text() for path in shown):
-        assert not re.search(EPSILON, text), re.findall(r"eps.{0,30}", text)
-    assert "TAN simulation" in (run / "report/privacy_card.md").read_text()
-    assert manifests and not any(json.loads(path.read_text())["formal_guarantee"] for path in manifests)
 
 
 @pytest.mark.full
@@ -125,37 +122,29 @@ def test_a_study_of_six_points_is_killed_twice_resumed_and_reported(
     check_report(folder, names)
 
 
-class StandInForSlurm:
-    """sbatch and squeue of a queue that stands still; tests/distributed/test_slurm.py has the real ones."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "bin").mkdir()
-        self.is_queued()
-        self.does("sbatch", f'printf "%s\\n" "$@" >> {folder}/arguments\necho Submitted batch job 7')
-        self.does("squeue", f'printf "%s\\n" "$@" >> {folder}/asked\ncat {folder}/queue')
-
-    def does(self, name: str, body: str) -> None:
-        program = self.folder / "bin" / name
-        program.write_text(f"#!/bin/bash\n{body}\n")
-        program.chmod(0o755)
-
-    def is_queued(self, *tasks: int) -> None:
-        (self.folder / "queue").write_text("".join(f"{task}\n" for task in tasks))
-
-    def submitted(self) -> list[str]:
-        """Words of all calls of sbatch since the last look."""
-        file = self.folder / "arguments"
-        words = file.read_text().splitlines() if file.exists() else []
-        file.unlink(missing_ok=True)
-        return words
-
-
 def test_a_slurm_array_gets_each_point_that_is_not_done_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    queue, folder = StandInForSlurm(tmp_path), tmp_path / "study"
+    """A queue stands still in place of Slurm's; tests/distributed/test_slurm.py has the real one."""
+    queue, arguments, folder = tmp_path / "queue", tmp_path / "arguments", tmp_path / "study"
+    (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def does(name: str, body: str) -> None:
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(0o755)
+
+    def submitted() -> list[str]:
+        """Words of all calls of sbatch since the last look."""
+        words = arguments.read_text().splitlines()
+        arguments.write_text("")
+        return words
+
+    arguments.touch()
+    queue.touch()
+    does("sbatch", f'printf "%s\\n" "$@" >> {arguments}\necho Submitted batch job 7')
+    does("squeue", f'printf "%s\\n" "$@" >> {tmp_path}/asked\ncat {queue}')
 
     def submit(*more: str, batches: str = "[24, 8]") -> None:
         study = written(tmp_path, seeds=[0], batches=batches)
@@ -165,7 +154,7 @@ def test_a_slurm_array_gets_each_point_that_is_not_done_once(
 
     submit("--workers", "3")
     assert "Submitted batch job 7" in capsys.readouterr().out
-    given = queue.submitted()
+    given = submitted()
     assert given[1:4] == ["--cpus-per-task=3", "--array=1,2%3", f"--output={folder}/private/logs/slurm-%A_%a.log"]
     assert given[4:7] == ["launch_scripts/cluster/slurm_array.sbatch", str(folder / "points.txt"), str(folder / "runs")]
     assert given[0].startswith("--job-name=dp-study-study-")
@@ -174,27 +163,27 @@ def test_a_slurm_array_gets_each_point_that_is_not_done_once(
     last = ["--recipe", f"{folder}/recipes/{name}.toml", "--run_dir", f"{folder}/runs/{name}"]
     assert before.splitlines()[1].split() == last
 
-    queue.is_queued(1, 2)
+    queue.write_text("1\n2\n")
     submit()
-    assert queue.submitted() == []
+    assert submitted() == []
     assert "queued or running already: batch-24_seed-0, batch-8_seed-0\nnothing to submit" in capsys.readouterr().out
 
     # A point in front of them: what waits keeps its number, and with it what it will train.
-    queue.is_queued(2)
+    queue.write_text("2\n")
     submit(
         *["--nodes", "2", "--ntasks_per_node", "4", "--gpus_per_node", "4", "--cpus_per_task", "6"],
         batches="[12, 24, 8]",
     )
-    given = queue.submitted()
+    given = submitted()
     assert given[1:5] == ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--gpus-per-node=4"]
     assert "--array=3,1%1" in given
     lines = (folder / "points.txt").read_text()
     assert lines.startswith(before) and "batch-12_seed-0" in lines.splitlines()[2] and len(lines.splitlines()) == 3
 
-    queue.does("squeue", "echo no controller answers >&2; exit 1")
+    does("squeue", "echo no controller answers >&2; exit 1")
     with pytest.raises(ConfigError, match="squeue refused, so nothing is submitted: no controller answers"):
         submit()
-    assert queue.submitted() == []
+    assert submitted() == []
 
 
 @pytest.mark.full

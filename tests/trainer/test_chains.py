@@ -216,14 +216,15 @@ def test_a_private_head_composes_with_its_private_encoder(
     assert verify.main([str(tmp_path / "heads/one")]) == 5 and "head.json's epsilon" in capsys.readouterr().out
 
 
-def test_a_false_declaration_is_refused_by_the_shards(chain: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is also one of the run behind"):
-        run(tmp_path / "run", f"init.checkpoint={chain['first']}", "init.disjoint_data=true")
-    assert not (tmp_path / "run/ledger.jsonl").exists()
+def test_a_false_declaration_is_refused_by_the_shards_or_their_examples(chain: dict[str, Path], tmp_path: Path) -> None:
+    """The same shard, and the same examples, packed anew, among others."""
 
+    def require_refused(name: str, shards: str, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            run(tmp_path / name, f"init.checkpoint={chain['first']}", "init.disjoint_data=true", shards=shards)
+        assert not (tmp_path / name / "ledger.jsonl").exists()
 
-def test_a_false_declaration_is_refused_by_examples_in_other_shards(chain: dict[str, Path], tmp_path: Path) -> None:
-    """The same examples, packed anew, among others."""
+    require_refused("run", SAME, "is also one of the run behind")
     for number, shards in enumerate(([SAME], [OTHER, SAME])):
         twin = tmp_path / f"twin{number}"
         twin.mkdir()
@@ -231,10 +232,8 @@ def test_a_false_declaration_is_refused_by_examples_in_other_shards(chain: dict[
         extents = list(table.storage().read_all(table.requests(range(len(table)))))
         for half in (0, 1):
             (twin / f"{half}.tar").write_bytes(b"".join(extents[half::2]) + bytes(1024))
-        disjoint = (f"init.checkpoint={chain['first']}", "init.disjoint_data=true")
-        with pytest.raises(ConfigError, match="1,000 examples or more are also, byte for byte, in the run behind"):
-            run(tmp_path / f"run{number}", *disjoint, shards=f"{twin}/*.tar")
-        assert not (tmp_path / f"run{number}/ledger.jsonl").exists()
+        words = "1,000 examples or more are also, byte for byte, in the run behind"
+        require_refused(f"run{number}", f"{twin}/*.tar", words)
 
 
 def test_weights_whose_ledgers_are_elsewhere_are_refused(chain: dict[str, Path], tmp_path: Path) -> None:

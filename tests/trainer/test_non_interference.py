@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from data.examples import examples as making
+from data.examples.examples import ImageExample
 from data.index.tar_index import ExampleTable
 from data.index.tar_writer import write_shard
+from data.reading.reader import RawExample
 from launch_scripts.report import ReportOptions, report
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
@@ -204,17 +205,17 @@ def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real
         return Decided(ids, values)
 
     patched.setattr(PoissonSampler, "decide", with_or_without_x)
-    made = making.ImageExample.__call__
+    make_image = ImageExample.__call__
 
-    def maybe_odd_image(self: making.ImageExample, raw: Any, key: int) -> dict[str, np.ndarray]:
-        found = made(self, raw, key)
+    def make_odd_image(self: ImageExample, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        found = make_image(self, raw, key)
         if b'"kind": "nan"' in raw.fields.get("json", b""):
             found["images_CHW"] = np.full_like(found["images_CHW"], np.nan)
         if b'"kind": "slow"' in raw.fields.get("json", b""):
             seconds[0] += pace * 5e4
         return found
 
-    patched.setattr(making.ImageExample, "__call__", maybe_odd_image)
+    patched.setattr(ImageExample, "__call__", make_odd_image)
     reduce = one_step.reduce_to_owners
 
     def equal_sums(*arguments: Any) -> Any:
@@ -268,26 +269,6 @@ def test_a_profile_changes_no_public_byte_and_is_private(tmp_path: Path, one_ran
     assert "aten::mm" in names or "aten::addmm" in names, "the trace shows matrix products"
 
 
-@pytest.mark.full
-def test_nor_does_the_count_of_adaptive_clipping_leave_without_noise(tmp_path: Path, one_rank: torch.device) -> None:
-    one, other = (
-        train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *ADAPTIVE)
-        for neighbour in (Neighbour("large", 1), Neighbour("plain", 2, is_drawn=False))
-    )
-    assert one.codes == other.codes == [7, 0] and differing(one, other) == []
-    assert b"privacy/noised_unclipped_fraction" in one.published["metrics.jsonl"][0]
-
-
-@pytest.mark.full
-def test_the_comparison_sees_one_example_in_the_count(tmp_path: Path, one_rank: torch.device) -> None:
-    """Without equal counts the same two runs publish other bounds."""
-    one, other = (
-        train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *ADAPTIVE, real_sums=True)
-        for neighbour in (PLAIN, Neighbour("zero", 2))
-    )
-    assert "ledger.jsonl" in differing(one, other), "the ledger states C"
-
-
 def on_two_ranks(device: torch.device, folder: str, more: list[str]) -> list[Outcome]:
     ranks = discover_ranks(os.environ)
     neighbours = [PLAIN, Neighbour("large", 2), Neighbour("undecodable", 3), Neighbour("plain", 4, is_drawn=False)]
@@ -304,6 +285,7 @@ def test_two_ranks_publish_the_same_bytes_for_all_neighbours(tmp_path: Path, mor
         "tests.trainer.test_non_interference:on_two_ranks", 2, timeout=400, folder=str(tmp_path), more=more
     )[0]
     assert plain.codes == [7, 0] and len(plain.published) > 10
+    assert (b"privacy/noised_unclipped_fraction" in plain.published["metrics.jsonl"][0]) == bool(more)
     for other in others:
         assert other.codes == plain.codes and differing(plain, other) == []
 
@@ -325,12 +307,14 @@ def test_no_neighbour_changes_a_public_byte(recipe: str, rate: float, tmp_path: 
 
 
 @pytest.mark.full
-def test_the_comparison_sees_one_example_in_the_sums(tmp_path: Path, one_rank: torch.device) -> None:
-    """Without equal sums the same two runs differ in metrics and weights, and nowhere else."""
+@pytest.mark.parametrize("more", [[], ADAPTIVE], ids=["sums", "count"])
+def test_the_comparison_sees_one_example(more: list[str], tmp_path: Path, one_rank: torch.device) -> None:
+    """Without equal sums and counts the same two runs differ in metrics and weights, in the ledger by C, and nowhere else."""
     one, other = (
-        train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, real_sums=True)
+        train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *more, real_sums=True)
         for neighbour in (PLAIN, Neighbour("zero", 2))
     )
     found = set(differing(one, other))
     assert "metrics.jsonl" in found and any(name.endswith(".safetensors") for name in found)
+    assert "ledger.jsonl" in found or not more, "the ledger states C"
     assert "config.toml" not in found and one.codes == other.codes

@@ -14,12 +14,18 @@ from torch import Tensor, nn
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.loop import PrivateLoop, floats, integers
 from privacy.plan import PrivacyPlan
+from privacy.sampling.keys import SamplingKey
 
 N, D, K = 60, 6, 3
 
 
 class Rows(list[Any]):
-    """A data set of tuples, as torch and Hugging Face have them: a list."""
+    """A data set of tuples, as torch and Hugging Face have them: a list. What is read of it goes through `change`."""
+
+    change: Callable[[Any], Any] = staticmethod(lambda item: item)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.change(super().__getitem__(index))
 
 
 def rows(count: int = N) -> Rows:
@@ -65,13 +71,15 @@ class Silent:
 
 
 @contextlib.contextmanager
-def quick(*, silent: bool = False) -> Iterator[pytest.MonkeyPatch]:
-    """Without the seconds that an accountant takes; `silent` without noise."""
+def quick(*, silent: bool = False, same_coins: bool = False) -> Iterator[pytest.MonkeyPatch]:
+    """Without the seconds that an accountant takes; `silent` without noise, and `same_coins` draws the same items in all runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("privacy.accounting.accountants.EpsilonTable.epsilon", lambda *_arguments: 1.0)
         patch.setattr(PrivacyPlan, "epsilon_after", lambda *_arguments: 1.0)
         if silent:
             patch.setattr(PrivacyPlan, "noise", lambda _: Silent())
+        for name in ("coin_key", "row_key", "example_key") if same_coins else ():  # a session has others
+            patch.setattr(SamplingKey, name, lambda *_: bytes(32))
         yield patch
 
 

@@ -52,10 +52,9 @@ def test_what_is_read_is_a_copy_of_the_field_s_own_kind_and_made_up_items_are_us
 
 @pytest.mark.parametrize("item", [(torch.ones(2), 1), {"x": torch.ones(2)}, {"x": torch.ones(2), "y": 7}])
 def test_an_item_without_its_fields_is_unusable(item: Any) -> None:
-    with pytest.raises(Unusable):
-        Example({"x": floats(2), "y": LABEL}).read(item)
-    with pytest.raises(Unusable):
-        Example([floats(2), floats(2)]).read(item)
+    for fields in ({"x": floats(2), "y": LABEL}, [floats(2), floats(2)]):
+        with pytest.raises(Unusable):
+            Example(fields).read(item)
 
 
 @pytest.mark.parametrize(

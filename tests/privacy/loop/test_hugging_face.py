@@ -71,15 +71,23 @@ def no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", one_process)
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda _: None)
-    facts = {
-        "_setup_devices": torch.device("cpu"),
-        "_n_gpu": 0,
-        "distributed_state": None,
-        "process_index": 0,
-        "local_process_index": 0,
-    }
-    for name, value in facts.items():
+    facts = {"_setup_devices": torch.device("cpu"), "_n_gpu": 0, "distributed_state": None}
+    for name, value in (facts | {"process_index": 0, "local_process_index": 0}).items():
         monkeypatch.setattr(TrainingArguments, name, value, raising=False)
+
+
+def trainer_of(folder: Path, data: Any, held_out: Any, args: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A PrivateTrainer of three steps."""
+    from transformers import TrainingArguments
+
+    from privacy.loop.trainer import PrivateTrainer
+
+    model = image_model()
+    return PrivateTrainer(
+        model, TrainingArguments(str(folder / "out"), **({"max_steps": 3} | (args or {}))), run_dir=folder / "run",
+        train_dataset=data, eval_dataset=held_out, example=fields(model), starts_from="public", expected_batch_size=10,
+        noise_multiplier=4.0, **changes,
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_accelerate")
@@ -88,10 +96,8 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
 
     Evaluation switches the model to another mode and marks it, as that of transformers does; neither may reach a step.
     """
-    from transformers import TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
     from transformers.trainer_utils import IntervalStrategy
-
-    from privacy.loop.trainer import PrivateTrainer
 
     generator = torch.Generator().manual_seed(3)
     data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(44)]
@@ -104,37 +110,26 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = state.global_step == self.last
 
-    def trainer(last: int = 3, **changes: Any) -> PrivateTrainer:
+    def trainer(last: int = 3, args: dict[str, Any] | None = None, **changes: Any) -> Any:
         steps = IntervalStrategy.STEPS
-        more = {"max_steps": 3, "logging_steps": 1, "logging_strategy": steps, "eval_strategy": steps, "eval_steps": 1}
-        more |= {"save_strategy": IntervalStrategy.NO, "report_to": [], "disable_tqdm": True, "use_cpu": True}
-        args, model = TrainingArguments(str(tmp_path / "out"), **(more | changes)), image_model()
-        made = PrivateTrainer(
-            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=held_out, example=fields(model),
-            starts_from="public", expected_batch_size=10, noise_multiplier=4.0, callbacks=[StopsAfter(last)],
-            eval_is_public=True,
-        )  # fmt: skip
-        made.evaluate = lambda: (model.eval(), setattr(model, "left_behind", True))
+        more = {"logging_steps": 1, "logging_strategy": steps, "eval_strategy": steps, "eval_steps": 1, "use_cpu": True}
+        more |= {"save_strategy": IntervalStrategy.NO, "report_to": [], "disable_tqdm": True} | (args or {})
+        callbacks = [StopsAfter(last)]
+        made = trainer_of(tmp_path, data, held_out, more, callbacks=callbacks, eval_is_public=True, **changes)
+        made.evaluate = lambda: (made.model.eval(), setattr(made.model, "left_behind", True))
         return made
 
     with quick():
         with pytest.raises(PrivacyConfigError, match="without arguments"):
             trainer().train(resume_from_checkpoint=True)
-        for changes in (
-            {"bf16": True},
-            {"gradient_accumulation_steps": 2},
-            {"max_steps": -1},
-            {"neftune_noise_alpha": 5.0},
-        ):
-            with pytest.raises(PrivacyConfigError, match=next(iter(changes))):
-                trainer(**changes)
+        unfit = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": -1, "neftune_noise_alpha": 5.0}
+        for name, value in unfit.items():
+            with pytest.raises(PrivacyConfigError, match=name):
+                trainer(args={name: value})
         with pytest.raises(PrivacyConfigError, match="follows a metric"):
-            trainer(lr_scheduler_type="reduce_lr_on_plateau")
+            trainer(args={"lr_scheduler_type": "reduce_lr_on_plateau"})
         with pytest.raises(PrivacyConfigError, match="give loss="):
-            PrivateTrainer(
-                image_model(), TrainingArguments(str(tmp_path / "out"), max_steps=3), run_dir=tmp_path / "run",
-                starts_from="public", train_dataset=data, compute_loss_func=lambda *_: torch.zeros(()),
-            )  # fmt: skip
+            trainer(compute_loss_func=lambda *_: torch.zeros(()))
         assert not (tmp_path / "run").exists()  # nothing was begun for a refusal
         first, second = trainer(last=2), trainer()
         assert first.train().global_step == 2
@@ -153,19 +148,10 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("no_accelerate")
 def test_evaluation_on_training_items_is_refused_unless_they_are_declared_public(tmp_path: Path) -> None:
     """At the start, and where `evaluate` and `predict` bring other data."""
-    from transformers import TrainingArguments
-
-    from privacy.loop.trainer import PrivateTrainer
-
     data = [{"pixel_values": torch.zeros(3, 8, 8), "labels": i % 4} for i in range(44)]
 
-    def trainer(given: Any, **changes: Any) -> PrivateTrainer:
-        model = image_model()
-        return PrivateTrainer(
-            model, TrainingArguments(str(tmp_path / "out"), max_steps=3), run_dir=tmp_path / "run", train_dataset=data[:40],
-            starts_from="public", eval_dataset=given, example=fields(model), expected_batch_size=10, noise_multiplier=4.0,
-            **changes,
-        )  # fmt: skip
+    def trainer(given: Any, **changes: Any) -> Any:
+        return trainer_of(tmp_path, data[:40], given, **changes)
 
     for given in (data, data[40:], {"public": data[40:], "other": data[5:6]}):
         with pytest.raises(PrivacyConfigError, match="by eval_is_public=True"):

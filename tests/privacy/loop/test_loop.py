@@ -1,6 +1,7 @@
 """A loop of one's own takes the steps that its ledger charges, and no others."""
 
 import copy
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -13,25 +14,7 @@ from torch import nn
 from privacy import verify
 from privacy.errors import BudgetSpent, ConfigError, PrivacyConfigError, PrivacyStateRefused
 from privacy.loop import PrivateLoop
-from privacy.sampling.keys import SamplingKey
-from tests.privacy.loop.own import Rows, clipped_mean, ledger_of, make, members_of, net, quick, rows, weights
-
-
-def test_without_noise_a_step_is_the_clipped_mean_of_whom_the_coins_draw(tmp_path: Path) -> None:
-    """Example by example with torch's own backward, over the public batch size, for members that the sampler gives."""
-    with quick(silent=True):
-        model, data = net(), rows()
-        twin = copy.deepcopy(model)
-        with make(tmp_path / "run", model, data) as loop:
-            nonce = bytes.fromhex(ledger_of(tmp_path / "run").nonces[-1])
-            for step in loop:
-                members = members_of(loop, step.number, nonce)
-                mean = clipped_mean(twin, [data[i] for i in members], 15)
-                with torch.no_grad():
-                    for p, g in zip(twin.parameters(), mean, strict=True):
-                        p -= 0.5 * g.to(p.dtype)
-                assert step.private["num_examples"].inside() == len(members)
-        assert torch.allclose(weights(model), weights(twin), atol=1e-6)
+from tests.privacy.loop.own import N, Rows, clipped_mean, ledger_of, make, members_of, net, quick, rows, weights
 
 
 class Panic(BaseException):
@@ -63,35 +46,35 @@ BROKEN: dict[str, Any] = {
 }
 
 
-class Raising(Rows):
-    """An item that is an exception is raised; a bad one must not decide what happens to the others."""
+def test_without_noise_a_step_is_the_clipped_mean_of_whom_the_coins_draw(tmp_path: Path) -> None:
+    """Example by example with torch's own backward, over the public batch size, for members that the sampler gives.
 
-    def __getitem__(self, index: Any) -> Any:
-        item = super().__getitem__(index)
+    A broken item, whatever is wrong with it, counts as zero and moves nothing else, and the run goes on to its end.
+    """
+
+    def raised(item: Any) -> Any:
         if isinstance(item, BaseException):
             raise item
         return item
 
-
-def test_a_broken_item_counts_as_zero_and_moves_nothing_else(tmp_path: Path) -> None:
-    """Whatever is wrong with it: the steps are those of the other items, and the run goes on to its end."""
-    data = Raising([*rows(), *BROKEN.values()])
-    with quick(silent=True):
-        model = net()
-        twin = copy.deepcopy(model)
-        with make(tmp_path / "run", model, data, expected_batch_size=40, num_steps=4) as loop:
-            nonce = bytes.fromhex(ledger_of(tmp_path / "run").nonces[-1])
-            drawn = set[int]()
-            for step in loop:
-                members = set(members_of(loop, step.number, nonce).tolist())
-                drawn |= members
-                mean = clipped_mean(twin, [rows()[i] for i in members if i < len(rows())], 40)
-                with torch.no_grad():
-                    for p, g in zip(twin.parameters(), mean, strict=True):
-                        p -= 0.5 * g.to(p.dtype)
+    data = Rows([*rows(), *BROKEN.values()])
+    data.change = raised
+    model = net()
+    twin = copy.deepcopy(model)
+    drawn, not_finite = set[int](), [N + list(BROKEN).index(name) for name in ("NaN", "infinity")]
+    with quick(silent=True), make(tmp_path / "run", model, data, expected_batch_size=40, num_steps=4) as loop:
+        nonce = bytes.fromhex(ledger_of(tmp_path / "run").nonces[-1])
+        for step in loop:
+            members = members_of(loop, step.number, nonce).tolist()
+            drawn |= {*members}
+            mean = clipped_mean(twin, [rows()[i] for i in members if i < N], 40)
+            with torch.no_grad():
+                for p, g in zip(twin.parameters(), mean, strict=True):
+                    p -= 0.5 * g.to(p.dtype)
+            assert step.private["num_examples"].inside() == sum(i < N or i in not_finite for i in members)
     assert torch.allclose(weights(model), weights(twin), atol=1e-6)
     assert ledger_of(tmp_path / "run").closed == "finished"
-    assert len([i for i in drawn if i >= len(rows())]) > len(BROKEN) / 2
+    assert len([i for i in drawn if i >= N]) > len(BROKEN) / 2
 
 
 @pytest.mark.parametrize(
@@ -104,19 +87,10 @@ def test_a_broken_item_counts_as_zero_and_moves_nothing_else(tmp_path: Path) -> 
 )
 def test_a_machine_that_fails_ends_the_run_before_its_charge(tmp_path: Path, fails: Any, said: str) -> None:
     """A disk, a network or memory is no property of an item, so its failure is no zero gradient."""
-
-    class Lost(Rows):
-        is_lost = False
-
-        def __getitem__(self, index: Any) -> Any:
-            if self.is_lost:
-                fails()
-            return super().__getitem__(index)
-
-    data = Lost(rows())
+    data = rows()
     with quick(), make(tmp_path / "run", dataset=data) as loop:
         loop.step()
-        data.is_lost = True
+        data.change = lambda _: fails()
         with pytest.raises(RuntimeError, match=f"could not be read: {said}"):
             loop.step()
         with pytest.raises(PrivacyConfigError, match="this loop is over"):
@@ -133,36 +107,20 @@ def test_a_step_needs_gradients(tmp_path: Path) -> None:
 
 def test_items_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
     """An augmentation of one item must not depend on which others were read, nor move dropout."""
-
-    class Augmented(Rows):
-        def __getitem__(self, index: Any) -> Any:
-            x, y = super().__getitem__(index)
-            return x + torch.randn(6), y
+    augmented = rows()
+    augmented.change = lambda item: (item[0] + torch.randn(6), item[1])
 
     def weights_of(data: Rows, name: str, **changes: Any) -> torch.Tensor:
         model = net()
-        with quick(silent=True) as patch:
-            patch.setattr(
-                "secrets.token_bytes", lambda size=32: bytes(range(size))
-            )  # the same coins and keys in all runs
+        with quick(silent=True) as patch:  # with the same coins and keys in all runs
+            patch.setattr("secrets.token_bytes", lambda size=32: bytes(range(size)))
             with make(tmp_path / name, model, data, **changes) as loop:
                 list(loop)
         return weights(model)
 
-    alone = weights_of(Augmented(rows()), "alone")
-    assert torch.allclose(alone, weights_of(Augmented(rows()), "micro", micro_batch_size=32), atol=1e-6)
+    alone = weights_of(augmented, "alone")
+    assert torch.allclose(alone, weights_of(augmented, "micro", micro_batch_size=32), atol=1e-6)
     assert not torch.allclose(alone, weights_of(rows(), "plain"), atol=1e-3)
-
-
-class Counting(Rows):
-    """An item that depends on how many were read before."""
-
-    count = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        self.count += 1
-        x, y = super().__getitem__(index)
-        return x + self.count, y
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -171,11 +129,13 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def test_what_batches_cannot_be_drawn_from_is_refused_with_its_replacement(tmp_path: Path) -> None:
+    counting, count = rows(), itertools.count()
+    counting.change = lambda item: (item[0] + next(count), item[1])  # depends on how many were read before
     refused = {
         "give the data set, not a DataLoader": torch.utils.data.DataLoader(rows(), batch_size=8, shuffle=True),
         "take a map-style data set": Stream(),
         "is empty": Rows(),
-        "is not the same when it is read again": Counting(rows()),
+        "is not the same when it is read again": counting,
         "items cannot be used": Rows([(torch.zeros(5), 0)] * 20),
     }
     with quick():
@@ -186,15 +146,11 @@ def test_what_batches_cannot_be_drawn_from_is_refused_with_its_replacement(tmp_p
 
 
 def test_models_and_optimizers_that_void_the_claim_are_refused(tmp_path: Path) -> None:
-    class DistributedDataParallel(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
+    wrapper = type("DistributedDataParallel", (nn.Sequential,), {})
     normalised = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     less = net()
     cases: list[tuple[str, nn.Module, Any]] = [
-        ("not DistributedDataParallel", DistributedDataParallel(net()), None),
+        ("not DistributedDataParallel", wrapper(net()), None),
         ("BatchNorm", normalised, None),
         ("torch.bfloat16", net().bfloat16(), None),
         ("the optimizer has to hold", less, torch.optim.SGD(less[0].parameters(), lr=0.1)),
@@ -216,9 +172,7 @@ def test_a_loop_that_is_left_goes_on_as_if_it_had_not_been(kind: Any, tmp_path: 
     """Weights, moments and counts come back to the bit: the same coins then give the same end."""
 
     def run(run_dir: Path, *, leave_at: int | None) -> torch.Tensor:
-        with quick(silent=True) as patch:
-            for name in ("coin_key", "row_key", "example_key"):  # a session has others, and would draw other items
-                patch.setattr(SamplingKey, name, lambda *_: bytes(32))
+        with quick(silent=True, same_coins=True):
             more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
             model = net()
             with make(run_dir, model, optimizer=kind(model.parameters(), lr=0.1, **more)) as loop:
@@ -344,18 +298,11 @@ def test_items_that_count_as_zero_are_counted_with_their_reasons(
 def test_a_batch_without_a_finite_example_is_said_when_it_happens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Overflowing(Rows):
-        factor = 1.0
-
-        def __getitem__(self, index: Any) -> Any:
-            x, y = super().__getitem__(index)
-            return x * self.factor, y
-
-    data = Overflowing(rows())
+    data = rows()
     with quick(), make(tmp_path / "run", dataset=data) as loop:
         loop.step()
         assert "not finite" not in capsys.readouterr().out
-        data.factor = torch.inf
+        data.change = lambda item: (item[0] * torch.inf, item[1])
         assert loop.step().private["num_nonfinite"].inside() > 0
         assert "step 2: loss or gradients of all" in capsys.readouterr().out
 

@@ -6,15 +6,15 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from privacy.errors import PrivacyConfigError
-from privacy.loop import PrivateLoop
 from privacy.loop.weights import fingerprint
-from tests.privacy.loop.own import D, K, Rows, cross_entropy, ledger_of, make, net, quick, rows
+from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows
 
 
 def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:
@@ -177,7 +177,7 @@ def test_weights_of_somebody_else_are_never_saved_as_the_runs(tmp_path: Path) ->
         with make(tmp_path / "broken", save_every=6) as loop:
             loop.step()
             loop.save()
-            loop._ledger.done = stopped  # type: ignore[method-assign]
+            loop._ledger.done = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 loop.step()
             loop._run.step = 2  # type: ignore[union-attr]
@@ -240,37 +240,30 @@ def test_a_step_by_hand_is_refused_before_it_changes_anything(kind: Any, place: 
     assert checkpoints(tmp_path / "run")[-1:] == [f"step-{saved:08d}"][: saved > 0]
 
 
-def stopped(_: int, **__: object) -> None:
-    raise KeyboardInterrupt
-
-
 def test_two_threads_never_share_a_step(tmp_path: Path) -> None:
     """One waits inside its step or looks at the weights before it, and another asks for a step; so does an item."""
     said: list[str] = []
 
-    class Nosy(Rows):
-        loop: PrivateLoop | None = None
+    def asks_in_a_thread() -> None:
+        thread = threading.Thread(target=lambda: said.append(problem(loop.step)))
+        thread.start()
+        thread.join()
 
-        def __getitem__(self, index: Any) -> Any:
-            if self.loop is not None and len(said) == 1:
-                for act in (self.loop.step, self.loop.step):
-                    thread = threading.Thread(target=lambda act=act: said.append(problem(act)))
-                    thread.start()
-                    thread.join()
-                said.append(problem(self.loop.step))
-            return super().__getitem__(index)
+    def nosy(item: Any) -> Any:
+        if len(said) == 1:
+            asks_in_a_thread()
+            asks_in_a_thread()
+            said.append(problem(loop.step))
+        return item
 
-    data = Nosy(rows())
+    def looks() -> object:
+        if not said:
+            asks_in_a_thread()
+        return look()
+
+    data = rows()
     with quick(), make(tmp_path / "run", dataset=data, num_steps=2) as loop:
-        data.loop, look = loop, loop._engine.require_untouched
-
-        def looks() -> object:
-            if not said:
-                thread = threading.Thread(target=lambda: said.append(problem(loop.step)))
-                thread.start()
-                thread.join()
-            return look()
-
+        data.change, look = nosy, loop._engine.require_untouched
         loop._engine.require_untouched = looks  # type: ignore[method-assign]
         assert [step.number for step in loop] == [1, 2]
     assert len(said) == 4 and all("a step is under way" in one for one in said)
@@ -298,33 +291,21 @@ def test_a_forked_process_takes_no_step_with_the_same_coins(tmp_path: Path) -> N
     assert ledger_of(tmp_path / "run").num_charged == 2
 
 
-class Counts(torch.optim.SGD):
-    """Counts its steps where a checkpoint does not look."""
-
-    taken = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.taken += 1
-        super().step()
+COUNTS: list[Callable[[Any], object]] = [
+    lambda optimizer: setattr(optimizer, "taken", getattr(optimizer, "taken", 0) + 1),
+    lambda optimizer: optimizer.param_groups[0].update(k=optimizer.param_groups[0].get("k", 0) + 1),
+    lambda optimizer: optimizer.state.update(n=optimizer.state.get("n", 0) + 1),
+]
+"""Where a checkpoint does not look."""
 
 
-class CountsInGroups(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        super().step()
+@pytest.mark.parametrize("count", COUNTS, ids=["attribute", "group", "state"])
+def test_optimizers_that_a_resume_would_not_restore_are_refused(count: Callable[[Any], object], tmp_path: Path) -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            count(self)
+            super().step()
 
-
-class CountsInState(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.state["n"] = self.state.get("n", 0) + 1
-        super().step()
-
-
-def test_optimizers_that_a_resume_would_not_restore_are_refused(tmp_path: Path) -> None:
-    with quick():
-        for kind in (Counts, CountsInGroups, CountsInState):
-            model = net()
-            with pytest.raises(PrivacyConfigError, match="outside of the state of its parameters"):
-                make(tmp_path / "run", model, optimizer=kind(model.parameters(), lr=0.1))
+    with quick(), pytest.raises(PrivacyConfigError, match="outside of the state of its parameters"):
+        make(tmp_path / "run", model := net(), optimizer=Counts(model.parameters(), lr=0.1))
     assert not (tmp_path / "run/ledger.jsonl").exists()

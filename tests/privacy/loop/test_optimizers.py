@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 from privacy.errors import PrivacyConfigError
 from privacy.loop import WeightAverage
 from privacy.loop.engine import require_plain
-from privacy.sampling.keys import SamplingKey
 from tests.privacy.loop.own import D, K, ledger_of, make, net, quick, weights
 
 OF_TORCH = sorted(
@@ -74,9 +73,7 @@ def test_every_optimizer_of_torch_is_taken_new_and_refused_after_a_step_of_its_o
 
 def test_the_step_that_was_a_gradient_without_noise_is_none(tmp_path: Path) -> None:
     """Momentum of one own step, that step's gradient in `.grad`, or both: none of it is in the released weights."""
-    with quick(silent=True) as patch:
-        for name in ("coin_key", "row_key", "example_key"):
-            patch.setattr(SamplingKey, name, lambda *_: bytes(32))
+    with quick(silent=True, same_coins=True):
         plain, graded = net(), net()
         gradients(graded)
         graded[1].register_parameter("fixed", nn.Parameter(torch.zeros(3), requires_grad=False))
@@ -92,24 +89,20 @@ def test_the_step_that_was_a_gradient_without_noise_is_none(tmp_path: Path) -> N
         assert torch.equal(a, b)
 
 
-def stash(place: Callable[[Any, Tensor], object]) -> Callable[[Any], object]:
-    return lambda optimizer: place(optimizer, torch.randn(D))
-
-
-PLACES: dict[str, Callable[[Any], object]] = {
-    "rate": stash(lambda o, g: o.param_groups[0].update(lr=g)),
-    "betas": stash(lambda o, g: o.param_groups[0].update(betas=(0.9, g))),
-    "key of its own": stash(lambda o, g: o.param_groups[1].update(kept={"deep": [g]})),
-    "an array": stash(lambda o, g: o.param_groups[0].update(kept=g.numpy())),
-    "attribute": stash(lambda o, g: setattr(o, "kept", g)),
-    "attributes in a list": stash(lambda o, g: setattr(o, "kept", [{"a": (g,)}])),
-    "defaults": stash(lambda o, g: o.defaults.update(kept=g)),
-    "hook before": stash(lambda o, g: o.register_step_pre_hook(lambda *_: None)),
-    "hook after": stash(lambda o, g: o.register_step_post_hook(lambda *_: None)),
-    "another step": stash(lambda o, g: setattr(o, "step", lambda: None)),
-    "state of a parameter": stash(lambda o, g: o.state[o.param_groups[0]["params"][0]].update(kept=g)),
-    "state of nothing": stash(lambda o, g: o.state.update(kept=g)),
-    "number in the state": lambda o: o.state[o.param_groups[0]["params"][0]].update(kept=0.25),
+PLACES: dict[str, Callable[[Any, Tensor], object]] = {
+    "rate": lambda o, g: o.param_groups[0].update(lr=g),
+    "betas": lambda o, g: o.param_groups[0].update(betas=(0.9, g)),
+    "key of its own": lambda o, g: o.param_groups[1].update(kept={"deep": [g]}),
+    "an array": lambda o, g: o.param_groups[0].update(kept=g.numpy()),
+    "attribute": lambda o, g: setattr(o, "kept", g),
+    "attributes in a list": lambda o, g: setattr(o, "kept", [{"a": (g,)}]),
+    "defaults": lambda o, g: o.defaults.update(kept=g),
+    "hook before": lambda o, g: o.register_step_pre_hook(lambda *_: None),
+    "hook after": lambda o, g: o.register_step_post_hook(lambda *_: None),
+    "another step": lambda o, g: setattr(o, "step", lambda: None),
+    "state of a parameter": lambda o, g: o.state[o.param_groups[0]["params"][0]].update(kept=g),
+    "state of nothing": lambda o, g: o.state.update(kept=g),
+    "number in the state": lambda o, _: o.state[o.param_groups[0]["params"][0]].update(kept=0.25),
 }
 SAID = "optimizer has taken steps already|optimizer has more than one number|optimizer has a hook|optimizer's state"
 
@@ -121,14 +114,14 @@ def test_what_could_hold_a_gradient_is_refused_at_the_start_and_between_steps(pl
 
     model = net()
     optimizer = adam(model)
-    PLACES[place](optimizer)
+    PLACES[place](optimizer, torch.randn(D))
     with pytest.raises(PrivacyConfigError, match=SAID):
         require_plain(model, optimizer)
     with quick():
         optimizer = adam(model)
         with make(tmp_path / "run", model, optimizer=optimizer) as loop:
             loop.step()
-            PLACES[place](optimizer)
+            PLACES[place](optimizer, torch.randn(D))
             with pytest.raises(PrivacyConfigError, match=SAID):
                 loop.step()
             loop._run.saved = 1  # type: ignore[union-attr]  # weights are as they were; nothing has to be saved
@@ -148,20 +141,22 @@ def test_a_state_that_is_changed_in_place_loaded_or_stepped_elsewhere_is_found(t
         "emptied": lambda o, _: o.state.clear(),
         "loaded": loaded,
     }
+
+    def opened(name: str) -> Any:
+        model = net()
+        return make(tmp_path / name, model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1), save_every=1)
+
     with quick():
         for name, change in changes.items():
-            model = net()
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-            with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
+            with opened(name) as loop:
+                optimizer = loop._engine.optimizer
                 before = optimizer.state_dict()
                 loop.step()
                 change(optimizer, before)
                 with pytest.raises(PrivacyConfigError, match="optimizer's state"):
                     loop.step()
-            model = net()  # the checkpoint goes on, and is watched as well
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-            with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
-                next(iter(optimizer.state.values()))["exp_avg"].add_(1)
+            with opened(name) as loop:  # the checkpoint goes on, and is watched as well
+                next(iter(loop._engine.optimizer.state.values()))["exp_avg"].add_(1)
                 with pytest.raises(PrivacyConfigError, match="optimizer's state"):
                     loop.step()
 
@@ -206,9 +201,7 @@ def test_what_is_registered_goes_on_over_a_stop_to_the_bit(schedule: str, tmp_pa
                 assert not torch.equal(averaged, weights(model))
         return rates, weights(model), averaged
 
-    with quick(silent=True) as patch:
-        for name in ("coin_key", "row_key", "example_key"):
-            patch.setattr(SamplingKey, name, lambda *_: bytes(32))
+    with quick(silent=True, same_coins=True):
         whole = run("whole", 6, before=True)
         for name, before in (("before", True), ("inside", False)):
             rates, ends, averaged = run(name, 4, before=before)

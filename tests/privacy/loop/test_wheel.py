@@ -41,24 +41,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("hatchling builds the wheel: the extra dev")
     folder = tmp_path_factory.mktemp("wheel")
     build = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / done.stdout.splitlines()[-1]
+    said = subprocess.check_output([sys.executable, "-c", build, str(folder)], cwd=ROOT, text=True, timeout=120)
+    return folder / said.splitlines()[-1]
 
 
 @pytest.mark.full
 def test_the_wheel_holds_every_file_of_the_library_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "privacy"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "privacy"]
+    tracked = subprocess.check_output(listing, cwd=ROOT, text=True).splitlines()
     assert held == {"auditable_dp/" + name.removeprefix("privacy/") for name in tracked}
 
 
@@ -72,9 +64,6 @@ def test_the_wheel_trains_resumes_and_judges_in_another_folder(wheel: Path, tmp_
     said = ""
     for leaves in (True, False):
         program = PROGRAM.format(folder=str(installed), leaves=leaves)
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
-        )
-        assert done.returncode == 0, done.stderr
-        said = done.stdout
+        command = [sys.executable, "-c", program]
+        said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True, timeout=280)
     assert said.splitlines()[-1] == "no trainer: True" and "verify: consistent" in said
