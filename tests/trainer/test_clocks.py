@@ -25,7 +25,7 @@ from privacy.run import run as loop
 from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
-from tests.e2e.repeatable_train import SeededNoise
+from tests.e2e.planted_train import SeededNoise
 from tests.privacy.published import read_metrics
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
