@@ -93,8 +93,9 @@ class RunLedger:
         counts, digests = zip(*collectives.gather_objects((len(plan.example_ids), digest)), strict=True)
 
         def write() -> None:
-            dealt = (plan.step, attempt, nonce.hex(), rows, counts, digests, nodes)
-            append_line(self._members_path, MembersRecord(*self._on_main.position(), *dealt))
+            seq, digest_of_line = self._on_main.position()
+            line = MembersRecord(seq, digest_of_line, plan.step, attempt, nonce.hex(), rows, counts, digests, nodes)
+            append_line(self._members_path, line)
 
         collectives.on_main(write)
 

@@ -80,6 +80,12 @@ class DrawnAndReplaced(SystemNoise):
         return drawn.copy_(same.pin_memory() if drawn.is_cuda else same, non_blocking=True)
 
 
+def fixed_coins() -> Callable[..., bytes]:
+    """`secrets.token_bytes` of a run that can be compared with another: the same keys and nonces in the same order."""
+    numbers = itertools.count()
+    return lambda count=32: hashlib.sha256(str(next(numbers)).encode()).digest()[:count]
+
+
 POINTS: dict[str, tuple[Any, str]] = {
     "before_intent": (Ledger, "intent"),
     "before_mark": (RunLedger, "_mark"),
@@ -167,8 +173,7 @@ def fail(point: str, rank: int = 0, when: int = 0, seconds: float = 0) -> None:
 if __name__ == "__main__":
     point, *numbers = sys.argv[1].split(":")
     if point == "repeatable":
-        coins = itertools.count()
-        secrets.token_bytes = lambda count=32: hashlib.sha256(str(next(coins)).encode()).digest()[:count]
+        secrets.token_bytes = fixed_coins()
         if os.environ["DS_ACCELERATOR"] == "cuda":
             from tests import fake_gpu
 
