@@ -9,13 +9,12 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from ..errors import RemoteError, WeightsNotFinite
 from ..ledger import durable
@@ -44,25 +43,14 @@ class Retention(NamedTuple):
         return [s for s in newest_first[self.keep :] if not self.keep_every or s % self.keep_every]
 
 
-@dataclass
-class _InFlight:
-    """A snapshot on its way to the disk; at the end it has a digest or an error."""
+class _InFlight(NamedTuple):
+    """A snapshot on its way to the disk."""
 
     step: int
     path: Path
-    tensors: dict[str, Tensor]
     manifest: dict[str, Any]
-    digest: str | None = None
-    error: Exception | None = None
-
-    def write(self) -> None:
-        try:
-            save_file(self.tensors, self.path)
-            durable.fsync_path(self.path)
-            self.digest = file_digest(self.path)
-        except Exception as error:  # also what the library makes of a full disk; raised at the next step boundary
-            self.error = error
-        self.tensors = {}  # the memory goes back before the next step
+    digest: Future[str]
+    """Of the file, or what went wrong."""
 
 
 class CheckpointWriter:
@@ -88,7 +76,6 @@ class CheckpointWriter:
         self._in_background = in_background
         self._published = published
         self._in_flight: _InFlight | None = None
-        self._thread: threading.Thread | None = None
 
     def save(
         self, step: int, states: Iterable[ShardState], shapes: Mapping[str, torch.Size], facts: Mapping[str, Any]
@@ -125,34 +112,40 @@ class CheckpointWriter:
             "parameters": {name: list(shape) for name, shape in shapes.items()},
         }
         name = f"rank-{collectives.rank():05d}-of-{collectives.world_size():05d}.safetensors"
-        self._in_flight = _InFlight(step, temporary / name, tensors, manifest)
+        path, written = temporary / name, Future[str]()
+        self._in_flight = _InFlight(step, path, manifest, written)
+
+        def write() -> None:
+            try:
+                save_file(tensors, path)
+                durable.fsync_path(path)
+                written.set_result(file_digest(path))
+            except Exception as error:  # also what the library makes of a full disk; raised at the next step boundary
+                written.set_exception(error)
+
         if self._in_background:
-            self._thread = threading.Thread(target=self._in_flight.write, name="checkpoint", daemon=True)
-            self._thread.start()
+            threading.Thread(target=write, name="checkpoint", daemon=True).start()
         else:
-            self._in_flight.write()
+            write()
             self.finish()
 
     def finish(self) -> None:
         """Waits for the checkpoint in flight and publishes it; raises if a rank could not write its part."""
-        if self._thread is not None:
-            self._thread.join()
-        written = self._in_flight
-        if written is None:
+        if self._in_flight is None:
             return
-        failure = None if written.error is None else str(written.error)
-        parts = collectives.gather_objects((written.path.name, written.digest, failure))
-        self._in_flight = self._thread = None
-        if written.error is not None:
-            raise _explained(written.step, written.error)
+        step, path, manifest, written = self._in_flight
+        error = written.exception()
+        digest = None if error is not None else written.result()
+        parts = collectives.gather_objects((path.name, digest, error and str(error)))
+        self._in_flight = None
+        if error is not None:
+            raise _explained(step, error)
         for rank, (_, _, reason) in enumerate(parts):
             if reason is not None:
                 raise RemoteError(f"rank {rank} could not write its part: {reason}", 1)
-        temporary, name = written.path.parent, checkpoint_name(written.step)
-        manifest = {**written.manifest, "files": {file: digest for file, digest, _ in parts}}
-        publish = functools.partial(_publish, temporary, self._folder / name, manifest, self._retention)
-        digest = collectives.on_main(lambda: _readable(written.step, publish))
-        self._published(written.step, name, digest)
+        name, manifest = checkpoint_name(step), manifest | {"files": {file: sha256 for file, sha256, _ in parts}}
+        publish = functools.partial(_publish, path.parent, self._folder / name, manifest, self._retention)
+        self._published(step, name, collectives.on_main(lambda: _readable(step, publish)))
 
 
 def _readable(step: int, write: Callable[[], T]) -> T:
@@ -163,7 +156,7 @@ def _readable(step: int, write: Callable[[], T]) -> T:
         raise _explained(step, error) from error
 
 
-def _explained(step: int, error: Exception) -> CheckpointWriteError:
+def _explained(step: int, error: BaseException) -> CheckpointWriteError:
     return CheckpointWriteError(
         f"checkpoint {checkpoint_name(step)} could not be written: {error}; those before it are whole; make room, "
         "and the same command resumes"

@@ -19,49 +19,21 @@ from ..step.batches import Dealt
 from ..step.folder import RunFolder, environment
 
 
-class MembersLog:
-    """Notes, privately, every attempt before its intent, and what the ledger must not lose (privacy/ledger/members.py).
-
-    Appends to private/members.jsonl, durably; the file is there since the run was opened.
-
-    Args:
-        position: (seq, SHA-256) of the ledger's last line; called on rank 0.
-    """
-
-    def __init__(self, path: Path, key: SamplingKey, nonce: bytes, position: Callable[[], tuple[int, str]]) -> None:
-        self._path, self._key, self._nonce, self._position = path, key, nonce, position
-
-    def attempt(self, plan: Dealt, attempt: int, rows_per_rank: int, nodes: tuple[int, ...]) -> None:
-        """What the ranks were dealt; before the step's intent, so that every charge has its line. Collective."""
-        rank = collectives.rank()
-        digest = members_digest(self._key, self._nonce, attempt, plan.step, rank, plan.example_ids)
-        counts, digests = zip(*collectives.gather_objects((len(plan.example_ids), digest)), strict=True)
-        nonce = self._nonce.hex()
-        collectives.on_main(
-            lambda: append_line(
-                self._path,
-                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests, nodes),
-            )
-        )
-
-    def mark(self) -> None:
-        """Names the ledger's last line, which is durable; on rank 0, before the others go on."""
-        append_line(self._path, LedgerMark(*self._position()))
-
-
 class RunLedger:
     """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise.
 
+    Privately it also notes every attempt before its intent, and what the ledger must not lose (privacy/ledger/members.py).
+
     Args:
         ledger: on rank 0 only.
-        members: the private record of attempts.
+        members: the private record of attempts, which is there since the run was opened.
     """
 
     def __init__(self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, members: Path) -> None:
         self._ledger, self._members_path = ledger, members
         self.key = key
         self.plan = plan
-        self._members: MembersLog | None = None
+        self._nonce: bytes | None = None
         self._table = plan.epsilon_table()
         self._behind: list[LedgerState] | None = None
         self._composed: dict[int, float] = {}
@@ -107,25 +79,37 @@ class RunLedger:
             versions = {name: value for name, value in environment().items() if name != "arguments"}
             return self._on_main.start_session(versions, restarted=restarted)
 
-        nonce = collectives.on_main(start)
-        self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
-        collectives.on_main(self._members.mark)
-        return nonce
+        self._nonce = collectives.on_main(start)
+        collectives.on_main(self._mark)
+        return self._nonce
 
     def note(self, plan: Dealt, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
-        """Records, privately, whom the next attempt is about to train on; the intent follows."""
-        if self.plan.enabled:
-            assert self._members is not None, "a session comes first"
-            rows_per_rank = plan.num_micro_batches * micro_batch_size
-            self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank, nodes)
+        """Records, privately, whom the next attempt is about to train on; the intent follows, so every charge has its line."""
+        if not self.plan.enabled:
+            return
+        assert self._nonce is not None, "a session comes first"
+        attempt, rows, nonce = self.attempts.get(plan.step, 0), plan.num_micro_batches * micro_batch_size, self._nonce
+        digest = members_digest(self.key, nonce, attempt, plan.step, collectives.rank(), plan.example_ids)
+        counts, digests = zip(*collectives.gather_objects((len(plan.example_ids), digest)), strict=True)
+
+        def write() -> None:
+            seq, digest_of_line = self._on_main.position()
+            line = MembersRecord(seq, digest_of_line, plan.step, attempt, nonce.hex(), rows, counts, digests, nodes)
+            append_line(self._members_path, line)
+
+        collectives.on_main(write)
+
+    def _mark(self) -> None:
+        """Names the ledger's last line, which is durable, in the private record; on rank 0, before the others go on."""
+        append_line(self._members_path, LedgerMark(*self._on_main.position()))
 
     def _write(self, record: Callable[[Ledger], None]) -> None:
         """Writes on rank 0; the private record knows of the line before any rank goes on."""
 
         def write() -> None:
-            assert self._members is not None, "a session comes first"
+            assert self._nonce is not None, "a session comes first"
             record(self._on_main)
-            self._members.mark()
+            self._mark()
 
         collectives.on_main(write)
 

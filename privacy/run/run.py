@@ -132,7 +132,12 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
         start.take_ledger(ledger)
         resumed = load_newest(folder, ledger, start.take_weights)
         if ledger.is_closed:
-            require_all_done(folder, resumed, opening.plan.num_steps)
+            last = 0 if resumed is None else resumed.step
+            if last < opening.plan.num_steps:  # no step may be taken again
+                raise ConfigError(
+                    f"{folder.root} is finished and its budget is closed, but its last checkpoint is damaged or gone: the newest "
+                    f"whole one is that of step {last}; restore checkpoints/ from a copy"
+                )
             if not is_dry:
                 ledger.mend()  # the crash may have come between the end and its signature
             return Finished(ledger, resumed)
@@ -344,17 +349,3 @@ def begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | Non
             "give --restart_from_step_0, which charges all steps again"
         )
     return recorded is not None
-
-
-def require_all_done(folder: RunFolder, resumed: Checkpoint | None, num_steps: int) -> None:
-    """A finished run has the checkpoint of its last step; no step may be taken again, since its budget is closed.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    last = resumed.step if resumed is not None else 0
-    if last < num_steps:
-        raise ConfigError(
-            f"{folder.root} is finished and its budget is closed, but its last checkpoint is damaged or gone: the newest whole "
-            f"one is that of step {last}; restore checkpoints/ from a copy"
-        )

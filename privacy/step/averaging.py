@@ -37,14 +37,12 @@ class WeightAverage:
     def start(self, engine: Engine, resumed: Checkpoint | None) -> Self:
         """Starts from the checkpoint's average or, where there is none, from the weights as they are."""
         self._engine = engine
-        kept = resumed is not None and AVERAGE in resumed.kinds
+        stored = resumed if resumed is not None and AVERAGE in resumed.kinds else None
         for state in engine.state():
-            weights = state.tensors["param"].detach().float()
-            self._average[state.piece] = (
-                resumed.part(AVERAGE, state.piece).to(weights.device)
-                if resumed is not None and kept
-                else weights.clone()
-            )
+            average = state.tensors["param"].detach().float().clone()
+            self._average[state.piece] = average
+            if stored is not None:
+                average.copy_(stored.part(AVERAGE, state.piece))
         return self
 
     def update(self, step: int) -> None:

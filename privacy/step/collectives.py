@@ -82,7 +82,7 @@ def refuse_together(check: Callable[[], T]) -> list[T]:
 
     Raises:
         PrivacyConfigError: on all ranks, in the words of the first that raised it.
-        RemoteError: where it failed otherwise on another rank, such as for memory; there the error itself.
+        RemoteError: where it failed otherwise on another rank, such as for memory; the first such rank raises the error itself.
     """
     found, said, failed = None, None, None
     try:
@@ -92,13 +92,11 @@ def refuse_together(check: Callable[[], T]) -> list[T]:
     except Exception as error:  # the other ranks wait for an answer
         failed = error
     ranks = gather_objects((found, said, failed and (in_one_line(failed) or Said(str(failed), 1))))
-    if failed is not None:
-        raise failed
-    for _, refused, other in ranks:
+    for number, (_, refused, other) in enumerate(ranks):
         if refused is not None:
             raise PrivacyConfigError(refused)
         if other:
-            raise RemoteError(other.line, other.exit_code)
+            raise failed if failed is not None and number == rank() else RemoteError(other.line, other.exit_code)
     return [result for result, _, _ in ranks]  # type: ignore[misc]  # none is missing where nothing was refused
 
 

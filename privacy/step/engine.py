@@ -6,7 +6,7 @@ batch (`privacy/step/reduction.py`); that rank adds noise and divides; the engin
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -81,18 +81,23 @@ def even_layout(shapes: Mapping[str, torch.Size], world_size: int) -> ShardLayou
     return ShardLayout(tuple(map(tuple, runs(whole, cuts))))
 
 
-def runs(pieces: Iterable[Piece], cuts: Sequence[int]) -> list[list[Piece]]:
+def parts_within(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[tuple[int, Piece, slice, slice]]:
+    """What of the concatenation of `pieces` lies in start..stop: (number, piece, part of the parameter, place behind start)."""
+    position = 0
+    for number, piece in enumerate(pieces):
+        a, b = max(position, start), min(position + piece.length, stop)
+        if a < b:
+            offset = piece.offset - position
+            yield number, piece, slice(offset + a, offset + b), slice(a - start, b - start)
+        position += piece.length
+
+
+def runs(pieces: Sequence[Piece], cuts: Sequence[int]) -> list[list[Piece]]:
     """The concatenation of `pieces`, cut at ascending positions: run r goes from cuts[r] to cuts[r + 1]."""
-    made: list[list[Piece]] = [[] for _ in cuts[1:]]
-    start = 0
-    for piece in pieces:
-        stop = start + piece.length
-        for run, (low, high) in zip(made, itertools.pairwise(cuts), strict=True):
-            a, b = max(start, low), min(stop, high)
-            if a < b:
-                run.append(Piece(piece.name, piece.offset + a - start, b - a))
-        start = stop
-    return made
+    return [
+        [Piece(piece.name, some.start, some.stop - some.start) for _, piece, some, _ in parts_within(pieces, low, high)]
+        for low, high in itertools.pairwise(cuts)
+    ]
 
 
 def split(owned: Tensor, pieces: tuple[Piece, ...]) -> list[GradShard]:

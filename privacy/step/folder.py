@@ -1,5 +1,6 @@
 """The run folder: what lies where, who may read it, and one trainer at a time."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -193,20 +194,16 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def environment() -> dict[str, Any]:
     """Versions and the commit of the code. The file is public: arguments, paths and names of hosts and users stay out."""
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):  # the library needs less than the trainer
+            packages[name] = version(name)
     return {
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "packages": packages,
         "commit": _git("rev-parse", "HEAD"),
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
-
-
-def _version(package: str) -> str | None:
-    """None where it is not installed: the library needs less than the trainer."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str:

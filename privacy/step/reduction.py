@@ -6,7 +6,7 @@ whole numbers, and a sum is freed once all of it is packed: so a rank that owns 
 With sharded accumulation the sums are complete already and only move to the owners (`sharded_sums.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..clipping.accumulators import LocalSums, Total
 from ..errors import PrivacyStateRefused
 from . import collectives
 from .allocator import give_back_freed_memory
-from .engine import GradShard, Piece, ShardLayout
+from .engine import GradShard, ShardLayout, parts_within
 from .sharded_sums import ShardedSums
 
 PACKED_COORDINATES = 1 << 24
@@ -54,7 +54,7 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         size = min(start + chunk, max(counts)) - start
         rows = torch.zeros(world_size, size, dtype=sums.sum_dtype, device=sums.device)
         for r in range(world_size):
-            for _, piece, some, place in _parts(layout.owned_by(r), start, start + size):
+            for _, piece, some, place in parts_within(layout.owned_by(r), start, start + size):
                 if piece.name not in waiting:
                     waiting[piece.name] = sums.take(piece.name)
                 rows[r, place] = waiting[piece.name].read(some)
@@ -64,7 +64,7 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         mine = rows.new_empty(size)
         collectives.reduce_scatter_sum(mine, rows)
         del rows
-        for number, piece, some, place in _parts(layout.owned_by(rank), start, start + size):
+        for number, piece, some, place in parts_within(layout.owned_by(rank), start, start + size):
             if some.start == piece.offset:  # one tensor a piece, made when its turn comes
                 values = torch.empty(
                     piece.length, dtype=mine.dtype if unit is None else torch.float64, device=mine.device
@@ -74,17 +74,6 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
             if unit is not None:
                 part.mul_(2.0**-unit.exponent)
     return shards
-
-
-def _parts(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[tuple[int, Piece, slice, slice]]:
-    """Pieces with coordinates start..stop of the owner's buffer: (number, piece, part of the parameter, place behind start)."""
-    position = 0
-    for number, piece in enumerate(pieces):
-        a, b = max(position, start), min(position + piece.length, stop)
-        if a < b:
-            offset = piece.offset - position
-            yield number, piece, slice(offset + a, offset + b), slice(a - start, b - start)
-        position += piece.length
 
 
 def gather_from_owners(
@@ -106,14 +95,14 @@ def gather_from_owners(
     for start in range(0, longest, chunk):
         stop = min(start + chunk, longest)
         row = torch.zeros(stop - start, dtype=dtype, device=device)
-        for number, piece, some, place in _parts(layout.owned_by(rank), start, stop):
+        for number, piece, some, place in parts_within(layout.owned_by(rank), start, stop):
             row[place] = shards[number].values[some.start - piece.offset : some.stop - piece.offset]
             if some.stop == piece.offset + piece.length:
                 shards[number] = shards[number]._replace(values=row.new_empty(0))
         rows = torch.empty(world_size, stop - start, dtype=dtype, device=device)
         collectives.all_gather_rows(rows, row)
         for r in range(world_size):
-            for _, piece, some, place in _parts(layout.owned_by(r), start, stop):
+            for _, piece, some, place in parts_within(layout.owned_by(r), start, stop):
                 if piece.name not in gradients:
                     gradients[piece.name] = torch.empty(shapes[piece.name].numel(), dtype=dtype, device=device)
                 gradients[piece.name][some] = rows[r, place]

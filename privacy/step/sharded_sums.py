@@ -20,7 +20,6 @@ Sums leave the process with every micro-batch, so the ledger's intent comes befo
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,14 +115,16 @@ class ShardedSums(Accumulator):
         rank = collectives.rank()
         kind = self.sum_dtype if self.unit is None else torch.float64
         owned = torch.empty(layout.count(rank), dtype=kind, device=self.device)
-        places = [_Places(layout.owned_by(r)) for r in range(self._world_size)]
+        owners = [_placed(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
-            outgoing = [[s.source for s in p.overlaps(bucket.pieces(rank))] for p in places]
-            incoming = [[s.target for s in places[rank].overlaps(bucket.pieces(r))] for r in range(self._world_size)]
+            outgoing = [[here for here, _ in _shared(bucket.pieces(rank), owner)] for owner in owners]
+            incoming = [
+                [there for _, there in _shared(bucket.pieces(r), owners[rank])] for r in range(self._world_size)
+            ]
             received = collectives.exchange(
                 torch.cat([self._kept[i][:0], *(self._kept[i][s] for spans in outgoing for s in spans)]),
-                send_counts=[_length(spans) for spans in outgoing],
-                receive_counts=[_length(spans) for spans in incoming],
+                send_counts=[sum(s.stop - s.start for s in spans) for spans in outgoing],
+                receive_counts=[sum(s.stop - s.start for s in spans) for spans in incoming],
             )
             self._kept[i] = received[:0]
             position = 0
@@ -148,35 +149,22 @@ def bucket_names(shapes: Mapping[str, torch.Size], size: int = BUCKET_COORDINATE
     return buckets
 
 
-class _Span(NamedTuple):
-    """The same coordinates in a sequence of pieces (`source`) and in an owner's buffer (`target`)."""
-
-    source: slice
-    target: slice
-
-
-class _Places:
-    """Where a rank's pieces lie in its buffer."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._by_name: dict[str, list[tuple[Piece, int]]] = {}
-        position = 0
-        for piece in pieces:
-            self._by_name.setdefault(piece.name, []).append((piece, position))
-            position += piece.length
-
-    def overlaps(self, others: Sequence[Piece]) -> Iterator[_Span]:
-        """The ranges that the pieces share with `others`, in the order of `others`."""
-        position = 0
-        for other in others:
-            for piece, place in self._by_name.get(other.name, []):
-                a = max(other.offset, piece.offset)
-                b = min(other.offset + other.length, piece.offset + piece.length)
-                if a < b:
-                    source, target = position + a - other.offset, place + a - piece.offset
-                    yield _Span(slice(source, source + b - a), slice(target, target + b - a))
-            position += other.length
+def _placed(pieces: Sequence[Piece]) -> dict[str, list[tuple[Piece, int]]]:
+    """A rank's pieces by name, each with its place in the rank's buffer."""
+    placed: dict[str, list[tuple[Piece, int]]] = {}
+    for piece, place in zip(pieces, itertools.accumulate((piece.length for piece in pieces), initial=0), strict=False):
+        placed.setdefault(piece.name, []).append((piece, place))
+    return placed
 
 
-def _length(spans: Sequence[slice]) -> int:
-    return sum(span.stop - span.start for span in spans)
+def _shared(kept: Sequence[Piece], owned: Mapping[str, Sequence[tuple[Piece, int]]]) -> Iterator[tuple[slice, slice]]:
+    """Where the coordinates that one rank keeps and another owns lie in the buffers of the two, in the order of `kept`."""
+    position = 0
+    for piece in kept:
+        for other, place in owned.get(piece.name, []):
+            a = max(piece.offset, other.offset)
+            b = min(piece.offset + piece.length, other.offset + other.length)
+            if a < b:
+                here, there = position + a - piece.offset, place + a - other.offset
+                yield slice(here, here + b - a), slice(there, there + b - a)
+        position += piece.length

@@ -34,7 +34,7 @@ Tree = dict[str, bytes | None]
 class Write:
     """`data` at `offset` of a file, or for `data` None a cut to `offset`."""
 
-    file: int
+    inode: int
     offset: int
     data: bytes | None
 
@@ -43,7 +43,7 @@ class Write:
 class Names:
     """Changes of names in a directory, which happen together: name -> inode, or None for none."""
 
-    directory: int
+    inode: int
     changes: tuple[tuple[str, int | None], ...]
 
 
@@ -70,14 +70,14 @@ class Image:
 
     def apply(self, step: "Write | Names") -> None:
         if isinstance(step, Write):
-            old = self.content[step.file]
+            old = self.content[step.inode]
             if step.data is None:
-                self.content[step.file] = old[: step.offset].ljust(step.offset, b"\0")
+                self.content[step.inode] = old[: step.offset].ljust(step.offset, b"\0")
             else:
                 whole = old.ljust(step.offset, b"\0")
-                self.content[step.file] = whole[: step.offset] + step.data + whole[step.offset + len(step.data) :]
+                self.content[step.inode] = whole[: step.offset] + step.data + whole[step.offset + len(step.data) :]
             return
-        names = self.names[step.directory]
+        names = self.names[step.inode]
         for name, inode in step.changes:
             if inode is None:
                 names.pop(name, None)
@@ -138,18 +138,18 @@ class Recorder:
         """Puts itself into the file layer; nothing is really synced, since the disk is this one."""
         real = {name: getattr(durable, name) for name in ("create_file", "write", "truncate", "make_one_directory")}
 
-        def create_file(path: Path, mode: int) -> int:
-            descriptor: int = real["create_file"](path, mode)
-            inode = self._new(path)
-            self.start.content[inode] = b""
-            self.note(Names(self._of(path.parent), ((path.name, inode),)))
-            return descriptor
+        def made(name: str) -> Callable[[Path, int], Any]:
+            def make(path: Path, mode: int) -> Any:
+                result = real[name](path, mode)
+                inode = self._new(path)
+                if name == "create_file":
+                    self.start.content[inode] = b""
+                else:
+                    self.start.names[inode] = {}
+                self.note(Names(self._of(path.parent), ((path.name, inode),)))
+                return result
 
-        def make_one_directory(path: Path, mode: int) -> None:
-            real["make_one_directory"](path, mode)
-            inode = self._new(path)
-            self.start.names[inode] = {}
-            self.note(Names(self._of(path.parent), ((path.name, inode),)))
+            return make
 
         def write(descriptor: int, data: bytes) -> None:
             end = os.fstat(descriptor).st_size
@@ -184,13 +184,14 @@ class Recorder:
 
             return remove
 
-        for function in (create_file, make_one_directory, write, truncate, fsync, fsync_path):
-            patch.setattr(durable, function.__name__, function)
-        patch.setattr(durable, "fsync_directory", fsync_path)
-        patch.setattr(durable, "rename", renamed)
-        patch.setattr(durable, "link", linked)
-        patch.setattr(durable, "unlink", removed(os.unlink))
-        patch.setattr(durable, "remove_one_directory", removed(os.rmdir))
+        functions: dict[str, Callable[..., Any]] = {
+            **{name: made(name) for name in ("create_file", "make_one_directory")},
+            **{"write": write, "truncate": truncate, "fsync": fsync, "fsync_path": fsync_path},
+            **{"fsync_directory": fsync_path, "rename": renamed, "link": linked},
+            **{"unlink": removed(os.unlink), "remove_one_directory": removed(os.rmdir)},
+        }
+        for name, function in functions.items():
+            patch.setattr(durable, name, function)
 
 
 class Killed(BaseException):
@@ -202,12 +203,10 @@ class States:
     """The distinct states of the disk that a power cut during a record may leave, each with what had happened by then at most.
 
     Attributes:
-        raw: how many there are before equal ones are put together.
         cut: crash points with more than MOST states; only those were taken where at most one change differs from all others.
     """
 
     trees: dict[frozenset[tuple[str, bytes | None]], list[Any]] = field(default_factory=dict)
-    raw: int = 0
     cut: int = 0
 
     def add(self, recorder: Recorder, events: list[Any], first: int = 0) -> None:
@@ -221,9 +220,9 @@ class States:
         for number, step in enumerate((None, *recorder.log)):
             if isinstance(step, Sync):
                 for waiting in pending:
-                    if _inode(waiting) == step.inode:
+                    if waiting.inode == step.inode:
                         settled.apply(waiting)
-                pending = [waiting for waiting in pending if _inode(waiting) != step.inode]
+                pending = [waiting for waiting in pending if waiting.inode != step.inode]
             elif isinstance(step, Event):
                 happened.append(step.what)
             elif step is not None:
@@ -245,12 +244,7 @@ class States:
                 for outcome in chosen:
                     if outcome is not None:
                         image.apply(outcome)
-                self.raw += 1
                 self.trees[frozenset(image.tree().items())] = list(happened)  # later points know of more
-
-
-def _inode(step: Write | Names) -> int:
-    return step.file if isinstance(step, Write) else step.directory
 
 
 def _outcomes(step: Write | Names) -> Iterator[Write | Names | None]:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.crashes.disk import Event, Killed, Recorder, States, Sync, Tree, put
-from tests.crashes.program import MIRROR, OWNER, RUN, Note, prepare, problem, start
-from tests.crashes.remembered import Remembered
+from tests.crashes.program import MIRROR, OWNER, RUN, Note, Remembered, prepare, problem, start
 
 PLANTED: list[Callable[[pytest.MonkeyPatch], None]] = []
 """Mistakes that the recorded programs make; the start that is judged makes none."""
@@ -37,19 +36,16 @@ def recorded(root: Path, number: int, kill_after: int | None = None, log: Record
 
 @dataclass
 class Found:
-    """Counts and problems of an exploration."""
+    """Counts and problems of an exploration.
 
-    points: int = 0
-    raw: int = 0
+    Attributes:
+        cut: crash points of which only a part of the states was taken.
+    """
+
     cut: int = 0
     states: int = 0
     problems: list[str] = field(default_factory=list)
     remembered: Remembered = field(default_factory=Remembered, repr=False)
-
-    def add(self, recorder: Recorder, states: States, first: int = 0) -> None:
-        """Counts the crash points of a record and the states that they leave."""
-        self.points, self.raw = self.points + len(recorder.log) + 1 - first, self.raw + states.raw
-        self.cut += states.cut
 
     def check(self, root: Path, tree: Tree, happened: list[Any], where: str) -> bool:
         put(root, tree)
@@ -86,7 +82,7 @@ def explore(
     states = States()
     recorder = first_start(root)
     states.add(recorder, [])
-    found.add(recorder, states)
+    found.cut += states.cut
     for key, happened in itertools.islice(states.trees.items(), part[0], None, part[1]):
         if len(found.problems) >= enough:
             break
@@ -96,7 +92,7 @@ def explore(
             put(root, dict(key))
             resumed, again = recorded(root, 2), States()
             again.add(resumed, happened)
-            found.add(resumed, again)
+            found.cut += again.cut
             for second, later in again.trees.items():
                 if chosen.random() < share and found.remembered.is_new(second, later):
                     found.check(root, dict(second), later, "crash, resume, crash")
@@ -121,7 +117,7 @@ def explore_kills(root: Path, *, share: float = 1.0, seed: int = 0, part: tuple[
         recorder, states = recorded(base, 1, kill_after=point), States()
         recorded(base, 2, log=recorder)
         states.add(recorder, [], first=point)
-        found.add(recorder, states, point)
+        found.cut += states.cut
         for key, happened in states.trees.items():
             if chosen.random() < share and found.remembered.is_new(key, happened):
                 found.check(base, dict(key), happened, f"kill after {point}, resume, crash")

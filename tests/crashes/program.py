@@ -9,8 +9,9 @@ import contextlib
 import hashlib
 import itertools
 import json
+import pickle
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import privacy.checkpoints.write
 import privacy.ledger.shared_records
 from privacy.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newer
 from privacy.checkpoints.write import CheckpointWriter, Retention
-from privacy.ledger import durable
+from privacy.ledger import chain, durable, records, shared
+from privacy.ledger.chain import ChainState
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
+from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.run.ledger import RunLedger
@@ -34,7 +36,6 @@ from privacy.run.run import begins_again, load_newest
 from privacy.step.batches import Dealt as StepPlan
 from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
-from tests.crashes.remembered import Remembered
 
 STEPS = 3
 PLAN = make_plan(
@@ -48,13 +49,6 @@ WEIGHTS = {"weight": torch.Size([2])}
 Note = Callable[[Any], None]
 
 
-def save_as_library(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """What safetensors does, through the file layer."""
-    descriptor = durable.create_file(path, 0o600)
-    with contextlib.closing(open(descriptor, "rb")):
-        durable.write(descriptor, save(tensors))
-
-
 @contextlib.contextmanager
 def quick(number: int) -> Iterator[pytest.MonkeyPatch]:
     """One rank without a process group, no accounting, and secrets that follow from the number of the start."""
@@ -63,12 +57,19 @@ def quick(number: int) -> Iterator[pytest.MonkeyPatch]:
     def token(size: int = 32) -> bytes:
         return hashlib.shake_256(f"{number} {next(count)}".encode()).digest(size)
 
+    def save_file(
+        tensors: dict[str, torch.Tensor], path: Path
+    ) -> None:  # what safetensors does, through the file layer
+        descriptor = durable.create_file(path, 0o600)
+        with contextlib.closing(open(descriptor, "rb")):
+            durable.write(descriptor, save(tensors))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_bytes", token)
         patch.setattr(secrets, "token_hex", lambda size: token(size).hex())
         patch.setattr("privacy.run.ledger.environment", dict)
         patch.setattr(privacy.ledger.shared_records, "total_epsilon", lambda *_arguments, **_more: 0.1)
-        patch.setattr(privacy.checkpoints.write, "save_file", save_as_library)
+        patch.setattr(privacy.checkpoints.write, "save_file", save_file)
         yield patch
 
 
@@ -129,6 +130,56 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
                 writer.save(step, [state], WEIGHTS, facts)
         run.close_run()
         note("closed")
+
+
+_read_chain, _from_frozen = chain.read_chain, PrivacyPlan.from_frozen
+
+
+class Remembered:
+    """What judging one disk teaches about the next: most of their files are equal, so most of what a start computes is.
+
+    For the judged starts of one exploration, during which nothing but the disk differs. Only functions of bytes are remembered,
+    by all that they read, and each caller gets a copy of its own. What is refused is computed anew, because its message names
+    the file. A start still reads and writes every file itself.
+
+    Attributes:
+        states: the disks that were judged, each with what had happened.
+    """
+
+    def __init__(self) -> None:
+        self.states = set[int]()
+        self._chains = dict[tuple[type[ChainState], bytes], bytes]()
+        self._plans = dict[str, PrivacyPlan]()
+
+    def is_new(self, disk: frozenset[tuple[str, bytes | None]], happened: list[Any]) -> bool:
+        """Whether this state was not asked about before."""
+        identity, known = hash((disk, tuple(map(str, happened)))), len(self.states)
+        self.states.add(identity)
+        return len(self.states) > known
+
+    def read_chain(self, data: bytes, state: ChainState, name: str) -> bytes:
+        assert not state.hashes, "a new state"
+        key = type(state), data
+        if key not in self._chains:
+            tail = _read_chain(data, state, name)
+            self._chains[key] = pickle.dumps((state.__dict__, tail))
+        known, tail = pickle.loads(self._chains[key])
+        state.__dict__.update(known)
+        return bytes(tail)
+
+    def from_frozen(self, frozen: Mapping[str, Any]) -> PrivacyPlan:
+        key = repr(frozen)
+        if key not in self._plans:
+            self._plans[key] = _from_frozen(frozen)
+        return self._plans[key]
+
+    def watching(self, patch: pytest.MonkeyPatch) -> None:
+        """Puts itself into the code that a judged start runs, and makes nothing durable: no power cut follows."""
+        for module in (chain, records, shared):
+            patch.setattr(module, "read_chain", self.read_chain)
+        patch.setattr(PrivacyPlan, "from_frozen", self.from_frozen)
+        for name in ("fsync", "fsync_directory", "fsync_path"):
+            patch.setattr(durable, name, lambda _: None)
 
 
 def charged(root: Path, remembered: Remembered) -> tuple[set[tuple[str, int, int]], int, bool]:

@@ -24,7 +24,6 @@ from privacy.plan_request import PlanRequest
 from privacy.step import folder as run_folder
 from privacy.step.folder import RunFolder
 from tests.crashes import program
-from tests.crashes.remembered import Remembered
 from trainer.errors import in_one_line
 
 FORK = multiprocessing.get_context("fork")
@@ -94,7 +93,7 @@ def rounds_in_one_folder(root: Path, count: int, seed: int) -> tuple[Counter[str
         seen.update(kind for kind, _ in events)
         happened = [tuple(what) if isinstance(what, list) else what for kind, what in events if kind == "happened"]
         problems += [f"round {number}: {what}" for kind, what in events if kind == "defect"]
-        wrong = program.problem(place, happened, Remembered())
+        wrong = program.problem(place, happened, program.Remembered())
         problems += [f"round {number}: {wrong}"] if wrong is not None else []
     return seen, problems
 

@@ -27,23 +27,22 @@ from tests.crashes.exploration import (
 )
 from tests.crashes.program import prepare
 
+SOME: dict[str, tuple[Callable[..., Found], dict[str, Any], int]] = {
+    "a crash": (explore, {"share": 0.1}, 50),
+    "a crash of the resume": (explore, {"share": 0.012, "depth": 2, "seed": 1}, 30),
+    "a kill, a resume and a crash": (explore_kills, {"share": 0.03, "seed": 2}, 30),
+    "a copy or a backup": (explore_rollbacks, {"share": 0.008, "seed": 3}, 40),
+}
+"""What befalls a run, the part of the states after it that is tried, and how many these are at least."""
 
-def test_contract_9_no_state_after_a_crash_is_refused_or_forgets_a_charge(root: Path) -> None:
-    found = explore(root, share=0.1)
+
+@pytest.mark.parametrize("after", SOME)
+def test_contract_9_no_state_is_refused_or_forgets_a_charge(root: Path, after: str) -> None:
+    """What comes from a copy or a backup may be refused."""
+    search, part, least = SOME[after]
+    found = search(root, **part)
     assert not found.problems, found.problems[:3]
-    assert found.states > 50
-
-
-def test_contract_9_nor_one_after_a_crash_of_the_resume(root: Path) -> None:
-    found = explore(root, share=0.012, depth=2, seed=1)
-    assert not found.problems, found.problems[:3]
-    assert found.states > 30
-
-
-def test_contract_9_nor_one_after_a_kill_a_resume_and_a_crash(root: Path) -> None:
-    found = explore_kills(root, share=0.03, seed=2)
-    assert not found.problems, found.problems[:3]
-    assert found.states > 30
+    assert found.states > least
 
 
 def test_contract_9_nor_one_after_a_kill_while_the_run_is_made(root: Path) -> None:
@@ -63,24 +62,11 @@ def test_contract_9_nor_one_after_a_kill_while_the_run_is_made(root: Path) -> No
     assert found.states > 50
 
 
-def test_contract_9_what_comes_from_a_copy_or_a_backup_is_refused_or_forgets_no_charge(root: Path) -> None:
-    found = explore_rollbacks(root, share=0.008, seed=3)
-    assert not found.problems, found.problems[:3]
-    assert found.states > 40
-
-
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_contract_9_every_state_after_a_crash(root: Path) -> None:
-    found = explore(root)
-    print(found)
-    assert not found.problems and not found.cut, found.problems[:3]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_contract_9_every_copy_and_rollback(root: Path) -> None:
-    found = explore_rollbacks(root)
+@pytest.mark.parametrize("search", [explore, explore_rollbacks])
+def test_contract_9_every_state_after_a_crash_and_every_rollback(root: Path, search: Callable[..., Found]) -> None:
+    found = search(root)
     print(found)
     assert not found.problems and not found.cut, found.problems[:3]
 
@@ -134,10 +120,6 @@ def intent_without_fsync(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AppendOnly, "append", append)
 
 
-def no_fsync_of_directories(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(durable, "fsync_directory", lambda path: None)
-
-
 def folder_above_not_synced(patch: pytest.MonkeyPatch) -> None:
     def make(path: Path, mode: int = 0o777) -> None:
         if not path.is_dir():
@@ -185,16 +167,14 @@ def attempt_recorded_after_the_intent(patch: pytest.MonkeyPatch) -> None:
         (mirror_first, "mirror"),
         (intent_after_the_draw, "forgotten"),
         (intent_without_fsync, "refused|forgotten"),
-        (no_fsync_of_directories, "refused|forgotten"),
+        (lambda patch: patch.setattr(durable, "fsync_directory", lambda path: None), "refused|forgotten"),
         (folder_above_not_synced, "refused|forgotten"),
         pytest.param(rename_without_fsync_of_the_file, "refused", marks=pytest.mark.full),
         (checkpoint_recorded_before_it_is_there, "refused"),
         (attempt_recorded_after_the_intent, "no record of their attempt"),
     ],
 )
-def test_a_planted_mistake_is_found(
-    root: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None], words: str
-) -> None:
+def test_a_planted_mistake_is_found(root: Path, mistake: Callable[[pytest.MonkeyPatch], None], words: str) -> None:
     PLANTED.append(mistake)
     try:
         found = explore(root, share=0.35, enough=5)
@@ -203,17 +183,25 @@ def test_a_planted_mistake_is_found(
     assert [line for line in found.problems if re.search(words, line)], found
 
 
-def test_a_witness_that_is_ignored_is_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ledger and its mirror, brought back from a backup, forget what private/ remembers."""
-    monkeypatch.setattr(privacy.ledger.run_state, "not_in_ledger", lambda lines, state: None)
-    monkeypatch.setattr(privacy.ledger.run_state, "not_recorded", lambda state, lines: None)
-    found = explore_rollbacks(root, share=0.05, enough=1)
-    assert [line for line in found.problems if "forgotten" in line], found
+IGNORED = {
+    "witness": [
+        (privacy.ledger.run_state, "not_in_ledger", lambda lines, state: None),
+        (privacy.ledger.run_state, "not_recorded", lambda state, lines: None),
+    ],
+    "owner's ledger": [
+        (Membership, "_require_no_fork", lambda self, state: None),
+        (SharedLedger, "require_remembered", lambda self, state, shared: None),
+    ],
+}
 
 
-def test_an_owner_s_ledger_that_is_ignored_is_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the whole run folder and its mirror, started again, spends the reservation twice."""
-    monkeypatch.setattr(Membership, "_require_no_fork", lambda self, state: None)
-    monkeypatch.setattr(SharedLedger, "require_remembered", lambda self, state, shared: None)
+@pytest.mark.parametrize("what", IGNORED)
+def test_a_witness_or_an_owner_s_ledger_that_is_ignored_is_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A ledger and its mirror, brought back from a backup, forget what private/ remembers; a copy of the whole run folder and its
+    mirror, started again, spends the reservation twice."""
+    for owner, name, ignores in IGNORED[what]:
+        monkeypatch.setattr(owner, name, ignores)
     found = explore_rollbacks(root, share=0.05, enough=1)
     assert [line for line in found.problems if "forgotten" in line], found

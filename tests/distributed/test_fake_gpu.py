@@ -32,7 +32,7 @@ from tests.distributed.test_engines import (  # fmt: skip
     pairs,
     tiny_captioner,
 )
-from tests.e2e.launch import train_arguments
+from tests.e2e.launch import PLANTED, train_arguments
 from tests.privacy.loop import own
 from tests.processes import Forked, kill_group, run_python
 from trainer.engines import build_engine
@@ -177,7 +177,7 @@ def run(folder: Path, engine: str, ds_config: str, world_size: int, device: str)
     arguments = train_arguments(run_dir, "--engine", engine, *settings, ds_config=f"ds_configs/{ds_config}.json")
     more = {"FAKE_GPU_NOTES": str(notes), "DS_ACCELERATOR": device, "LOCAL_RANK": "0"}  # each rank sees one GPU alone
     ranks = [
-        Forked(["tests/e2e/fake_gpu_train.py", *arguments], stdout=log,
+        Forked([PLANTED, "repeatable", *arguments], stdout=log,
                env=rank_environment(rank, world_size, port) | more)
         for rank in range(world_size)
     ]  # fmt: skip
@@ -238,7 +238,7 @@ def test_the_start_of_a_published_recipe_on_a_gpu(tmp_path: Path, recipe: str) -
         "privacy.target_delta=1e-4", "train.num_steps=2", "train.micro_batch_size=4", "schedule.warmup_steps=1",
     ]  # fmt: skip
     command = [
-        "tests/e2e/fake_gpu_train.py", "--dry_run", "--engine", "local", "--ds_config", "ds_configs/zero1_bf16.json",
+        PLANTED, "repeatable", "--dry_run", "--engine", "local", "--ds_config", "ds_configs/zero1_bf16.json",
         "--recipe", f"recipes/{recipe}.toml", "--run_dir", str(tmp_path / "run"), *smaller,
     ]  # fmt: skip
     device = {"FAKE_GPU_NOTES": str(tmp_path / "notes"), "DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"}

@@ -6,7 +6,7 @@ engines, `make test-all` the whole table. Many cases share one pair of rank proc
 
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,12 +88,8 @@ class NamedNoise:
 
     def __init__(self, engine: Engine, first_step: int = 1) -> None:
         self._shapes = engine.shapes
-        self._pieces = self._in_order(engine.layout.owned_by(distributed.rank()), first_step)
-
-    def _in_order(self, owned: Sequence[Piece], first_step: int) -> Iterator[tuple[int, Piece]]:
-        for step in itertools.count(first_step):
-            for piece in owned:
-                yield step, piece
+        owned = engine.layout.owned_by(distributed.rank())
+        self._pieces = ((step, piece) for step in itertools.count(first_step) for piece in owned)
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         step, piece = next(self._pieces)
@@ -114,8 +110,14 @@ def build(device: torch.device, engine: str, optimizer: str = "adamw", **more: A
     return build_engine(name, tiny_captioner(), OPTIMIZERS[optimizer], machine, device, MICRO_BATCH)  # type: ignore[arg-type]
 
 
-def rank_steps(device: torch.device, cases: Sequence[Case], num_steps: int) -> list[dict[str, Tensor]]:
-    return [_steps(device, case, num_steps) for case in cases]
+def rank_each(device: torch.device, function: str, rows: Sequence[Any], **more: Any) -> list[Any]:
+    """Calls a function of this file for each of many cases or engines, in one start of the ranks."""
+    return [globals()[function](device, row, **more) for row in rows]
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], rows: Sequence[Any], **more: Any) -> list[list[Any]]:
+    target, name = f"{__name__}:rank_each", function.__name__
+    return run_ranks(target, world_size, timeout=1500, function=name, rows=rows, **more)
 
 
 def _steps(device: torch.device, case: Case, num_steps: int) -> dict[str, Tensor]:
@@ -166,7 +168,7 @@ def test_every_engine_takes_the_steps_of_local(cases: Any, num_steps: int) -> No
     ends: dict[Case, dict[str, Tensor]] = {}
     for world_size in (1, 2):
         rows = [case for case in [*references, *cases()] if case.world_size == world_size]
-        found, *_ = run_ranks(f"{__name__}:rank_steps", world_size, timeout=1100, cases=rows, num_steps=num_steps)
+        found, *_ = on_ranks(world_size, _steps, rows, num_steps=num_steps)
         ends |= zip(rows, found, strict=True)
     assert all(oracle.relative_error(ends[case], start) > 1e-3 for case in references)
     errors = {case: oracle.relative_error(ends[case], ends[case.reference]) for case in cases()}
@@ -174,10 +176,6 @@ def test_every_engine_takes_the_steps_of_local(cases: Any, num_steps: int) -> No
 
 
 ROWS = 4
-
-
-def rank_noised(device: torch.device, engines: Sequence[str]) -> list[list[tuple[Piece, np.ndarray]]]:
-    return [_noised(device, name) for name in engines]
 
 
 def _noised(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray]]:
@@ -213,19 +211,13 @@ def _noised(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray]]:
 def test_contract_7_every_engine_hands_over_the_owner_s_noise_once(engines: list[str], world_size: int) -> None:
     """For every coordinate, whoever owns it: sigma C / B times the fresh normal of its name and step."""
     shapes = {name: p.shape for name, p in tiny_captioner().named_parameters()}
-    ranks = run_ranks(f"{__name__}:rank_noised", world_size, timeout=900, engines=engines)
+    ranks = on_ranks(world_size, _noised, engines)
     scale = MAX_GRAD_NORM * SIGMA / NUM_EXAMPLES
     for number, engine in enumerate(engines):
         ShardLayout(tuple(tuple(piece for piece, _ in rank[number]) for rank in ranks)).check(shapes)
         for piece, noise in (found for rank in ranks for found in rank[number]):
             fresh = np.stack([normals(step, piece, shapes[piece.name]) for step in range(1, ROWS + 1)])
             np.testing.assert_allclose(noise, scale * fresh, atol=1e-14, err_msg=f"{engine} {piece}")
-
-
-def rank_noise(
-    device: torch.device, engines: Sequence[str], num_steps: int
-) -> list[tuple[np.ndarray, Sequence[Piece]]]:
-    return [_noise(device, engine, num_steps) for engine in engines]
 
 
 def _noise(device: torch.device, name: str, num_steps: int) -> tuple[np.ndarray, Sequence[Piece]]:
@@ -244,7 +236,7 @@ def _noise(device: torch.device, name: str, num_steps: int) -> tuple[np.ndarray,
     [(["local", "zero2", "zero3", "fsdp", "oss"], 2), pytest.param(list(ENGINES), 3, marks=pytest.mark.full)],
 )
 def test_contract_7_noise_once_per_coordinate_and_never_twice(engines: list[str], num_steps: int) -> None:
-    first, second = run_ranks(f"{__name__}:rank_noise", 2, engines=engines, num_steps=num_steps)
+    first, second = on_ranks(2, _noise, engines, num_steps=num_steps)
     shapes = {name: p.shape for name, p in tiny_captioner().named_parameters()}
     num_parameters = sum(shape.numel() for shape in shapes.values())
     for engine, (draws, owned), (more_draws, also_owned) in zip(engines, first, second, strict=True):
@@ -257,16 +249,10 @@ def test_contract_7_noise_once_per_coordinate_and_never_twice(engines: list[str]
     assert abs(draws.mean()) < 4 / np.sqrt(len(draws))
 
 
-def rank_bf16_sums(
-    device: torch.device, engines: Sequence[str], accumulation: Sequence[str], count: int
-) -> list[tuple[list[float], torch.dtype]]:
-    return [_bf16_sums(device, engine, accumulation, count) for engine in engines]
-
-
 def _bf16_sums(
     device: torch.device, name: str, accumulation: Sequence[str], count: int
 ) -> tuple[list[float], torch.dtype]:
-    """Relative errors of this rank's shards of a sum over `count` micro-batches, and the dtype of the model's computation."""
+    """Relative errors of this rank's shards of a sum over `count` micro-batches, and the dtype of what its layers give."""
     engine = build(device, name, bf16={"enabled": True})
     inputs = pairs(count)
     mine = range(distributed.rank(), count, distributed.world_size())
@@ -281,36 +267,32 @@ def _bf16_sums(
     clipped.detach()
     for total in exact.values():
         distributed.all_reduce_sum(total)
-    return [_error(engine, batches, ACCUMULATORS[a], exact) for a in accumulation], _seen_dtype(engine)
-
-
-def _error(engine: Engine, batches: Sequence[Batch], accumulator: Any, exact: Mapping[str, Tensor]) -> float:
-    clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, accumulator=accumulator, self_check=False)
-    for batch in batches:
-        _add(engine, clipped, batch)
-    squared_error, squared = 0.0, 0.0
-    for shard in reduce_to_owners(clipped, engine.layout):
-        part = exact[shard.name][shard.offset : shard.offset + shard.values.numel()]
-        squared_error += float((shard.values - part).square().sum())
-        squared += float(part.square().sum())
-    clipped.detach()
-    return (squared_error / squared) ** 0.5
-
-
-def _add(engine: Engine, clipped: ClippedSum, batch: Batch) -> None:
-    inputs = {k: v.to(engine.compute_dtype) if v.is_floating_point() else v for k, v in batch.inputs.items()}
-    clipped.add_micro_batch(engine.module, inputs, batch.is_padding_B)
-
-
-def _seen_dtype(engine: Engine) -> torch.dtype:
-    """Of what the model's layers give."""
+    errors = []
+    for kind in accumulation:
+        clipped = ClippedSum(
+            engine.module, MAX_GRAD_NORM, shapes=engine.shapes, accumulator=ACCUMULATORS[kind], self_check=False
+        )
+        for batch in batches:
+            _add(engine, clipped, batch)
+        squared_error, squared = 0.0, 0.0
+        for shard in reduce_to_owners(clipped, engine.layout):
+            part = exact[shard.name][shard.offset : shard.offset + shard.values.numel()]
+            squared_error += float((shard.values - part).square().sum())
+            squared += float(part.square().sum())
+        clipped.detach()
+        errors.append((squared_error / squared) ** 0.5)
     seen: list[torch.dtype] = []
     last = engine.module.get_submodule("encoder.norm")
     handle = last.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     with torch.no_grad():
         engine.module(**{k: v.to(engine.device) for k, v in pairs(1).items()})
     handle.remove()
-    return seen[0]
+    return errors, seen[0]
+
+
+def _add(engine: Engine, clipped: ClippedSum, batch: Batch) -> None:
+    inputs = {k: v.to(engine.compute_dtype) if v.is_floating_point() else v for k, v in batch.inputs.items()}
+    clipped.add_micro_batch(engine.module, inputs, batch.is_padding_B)
 
 
 @pytest.mark.timeout(1800)
@@ -324,7 +306,6 @@ def _seen_dtype(engine: Engine) -> torch.dtype:
 def test_contract_6_sums_of_bf16_contributions_are_fp32(
     engines: list[str], accumulation: list[str], count: int
 ) -> None:
-    arguments = {"engines": engines, "accumulation": accumulation, "count": count}
-    for rank in run_ranks(f"{__name__}:rank_bf16_sums", 2, timeout=1500, **arguments):
+    for rank in on_ranks(2, _bf16_sums, engines, accumulation=accumulation, count=count):
         for engine, (errors, dtype) in zip(engines, rank, strict=True):
             assert max(errors) <= 1e-6 and dtype == torch.bfloat16, (engine, errors, dtype)

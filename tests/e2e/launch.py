@@ -11,6 +11,8 @@ from tests.processes import ROOT, Forked, kill_group, quiet_environment, run_pyt
 
 RECIPE = "recipes/tiny.toml"
 TRAIN = "launch_scripts/train.py"
+PLANTED = "tests/e2e/planted_train.py"
+"""Its first argument is what is planted."""
 
 
 def train_arguments(

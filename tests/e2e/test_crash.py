@@ -8,13 +8,10 @@ import pytest
 
 from privacy.audit.folder import ledger_audit, schedule_audit
 from privacy.ledger.records import read_ledger
-from privacy.sampling.keys import SamplingKey
-from tests.e2e.crashing_train import POINTS
-from tests.e2e.launch import alone, count, ledger_lines, train_arguments
-from tests.e2e.test_kill import check_chain, check_nothing_is_shared
+from tests.e2e.launch import PLANTED, alone, count, train_arguments
+from tests.e2e.planted_train import POINTS
+from tests.e2e.test_kill import check_finished, members_of
 from tests.privacy.ledger_epsilon import recompute
-
-CRASHING, RECORDING = "tests/e2e/crashing_train.py", "tests/e2e/recording_train.py"
 
 
 def arguments(run_dir: Path, steps: int, reserve: int) -> list[str]:
@@ -24,37 +21,24 @@ def arguments(run_dir: Path, steps: int, reserve: int) -> list[str]:
     )  # fmt: skip
 
 
-def check_account(run_dir: Path, steps: int) -> None:
-    """Chain, charges and epsilon; the last by a script that knows nothing of this project."""
-    state = read_ledger(run_dir / "ledger.jsonl")
-    check_chain(run_dir)
-    check_nothing_is_shared(run_dir)
-    assert state.closed == "finished"
-    assert {line["step"] for line in ledger_lines(run_dir) if line["type"] == "done"} == set(range(1, steps + 1))
-    assert state.num_charged >= count(run_dir, "intent") >= count(run_dir, "done")
-    charged, epsilon = recompute(run_dir / "ledger.jsonl")
-    assert charged == state.num_charged and state.epsilon() == pytest.approx(epsilon, rel=1e-6)
-
-
-def crash_at(points: tuple[str, ...], run_dir: Path, *changes: str) -> None:
-    steps, noise = 2 * len(POINTS), str(run_dir.with_suffix(".noise"))
-    for number, point in enumerate(points):
-        before = count(run_dir, "intent")
-        started = [*arguments(run_dir, steps, 20), *changes]
-        done = alone([point, str(2 + number % 2), *started], script=CRASHING, NOISE_LOG=noise)
-        assert done.returncode == -9, (point, done.stderr[-2000:])
-        assert count(run_dir, "intent") > before or point in ("before_intent", "in_record", "in_ledger_write")
-    done = alone([*arguments(run_dir, steps, 20), *changes], script=RECORDING, NOISE_LOG=noise)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert count(run_dir, "torn") == count(run_dir, "repair") == points.count("in_ledger_write")
-    check_account(run_dir, steps)
-
-
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_contract_9_a_crash_at_every_point(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    crash_at(POINTS, run_dir)
+    """Chain, charges, coins, noise and epsilon; the last by a script that knows nothing of this project."""
+    run_dir, steps = tmp_path / "run", 2 * len(POINTS)
+    started, noise = arguments(run_dir, steps, 20), str(run_dir.with_suffix(".noise"))
+    for number, point in enumerate(POINTS):
+        before = count(run_dir, "intent")
+        done = alone([f"{point}:{2 + number % 2}", *started], script=PLANTED, NOISE_LOG=noise)
+        assert done.returncode == -9, (point, done.stderr[-2000:])
+        assert count(run_dir, "intent") > before or point in ("before_intent", "in_record", "in_ledger_write")
+    done = alone(["nothing", *started], script=PLANTED, NOISE_LOG=noise)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert count(run_dir, "torn") == count(run_dir, "repair") == 1
+    check_finished(run_dir, steps)
+    charged, epsilon = recompute(run_dir / "ledger.jsonl")
+    state = read_ledger(run_dir / "ledger.jsonl")
+    assert charged == state.num_charged and state.epsilon() == pytest.approx(epsilon, rel=1e-6)
     for report in (ledger_audit(run_dir), schedule_audit(run_dir)):
         assert "violated" not in report.verdict, report.to_text()
 
@@ -62,22 +46,16 @@ def test_contract_9_a_crash_at_every_point(tmp_path: Path) -> None:
 def test_contract_1_and_7_a_copied_run_folder_continued_twice_shares_no_coins_and_no_noise(tmp_path: Path) -> None:
     first, steps = tmp_path / "run", 4
     noise = [str(tmp_path / f"noise-{which}") for which in range(3)]
-    done = alone(["before_done", "2", *arguments(first, steps, 20)], script=CRASHING, NOISE_LOG=noise[0])
+    done = alone(["before_done:2", *arguments(first, steps, 20)], script=PLANTED, NOISE_LOG=noise[0])
     assert done.returncode == -9
     copies = [tmp_path / "left", tmp_path / "right"]
     shared = count(first, "intent")
     members: list[list[np.ndarray]] = []
     for copy, record in zip(copies, noise[1:], strict=True):
         shutil.copytree(first, copy)
-        done = alone(arguments(copy, steps, 20), script=RECORDING, NOISE_LOG=record)
+        done = alone(["nothing", *arguments(copy, steps, 20)], script=PLANTED, NOISE_LOG=record)
         assert done.returncode == 0, done.stderr[-2000:]
-        state, nonce, own = read_ledger(copy / "ledger.jsonl"), b"", []
-        key = SamplingKey.load(copy / "private" / "sampling.key", state.opened["key_commitment"])
-        for line in ledger_lines(copy):
-            nonce = bytes.fromhex(line["nonce"]) if line["type"] == "session" else nonce
-            if line["type"] == "intent":
-                own.append(state.plan.sampler.members(key.coin_key(nonce, line["attempt"]), line["step"]))
-        members.append(own)
+        members.append(members_of(copy))
     for left in members[0][shared:]:
         assert all(len(np.intersect1d(left, right)) <= 8 for right in members[1])  # 24 of 3,000 twice: 0.2 on average
     draws = [Path(record).read_text().split() for record in noise]

@@ -12,30 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import count, kill_group, start_ranks, train_arguments
+from tests.e2e.launch import PLANTED, count, kill_group, start_ranks, train_arguments
 from tests.processes import Forked
 
-FAILING = "tests/e2e/failing_train.py"
 WITHIN = 60
-NO_FAILURE = ("none", "-1", "0", "0")
 
 Ranks = list[Forked]
 
 
-def arguments(run_dir: Path, *more: str, engine: str = "local", steps: int = 400) -> list[str]:
-    every = () if any(a.startswith("train.checkpoint_every") for a in more) else ("train.checkpoint_every=2",)
-    return train_arguments(
-        run_dir, "--engine", engine, f"train.num_steps={steps}", "heldout.num_captions=0",
-        *every, *more,
-        ds_config="ds_configs/zero1.json",
-    )  # fmt: skip
+def arguments(run_dir: Path, *more: str, engine: str) -> list[str]:
+    settings = ("train.num_steps=400", "heldout.num_captions=0", "train.checkpoint_every=2", *more)
+    return train_arguments(run_dir, "--engine", engine, *settings, ds_config="ds_configs/zero1.json")
 
 
 @contextmanager
-def running(run_dir: Path, *failure: str, more: tuple[str, ...] = (), engine: str = "local") -> Iterator[Ranks]:
-    ranks = start_ranks(
-        [*(failure or NO_FAILURE), *arguments(run_dir, *more, engine=engine)], 2, log_of(run_dir), script=FAILING
-    )
+def running(
+    run_dir: Path, plant: str = "patience", *, more: tuple[str, ...] = (), engine: str = "local"
+) -> Iterator[Ranks]:
+    ranks = start_ranks([plant, *arguments(run_dir, *more, engine=engine)], 2, log_of(run_dir), script=PLANTED)
     try:
         yield ranks
     finally:
@@ -103,7 +97,7 @@ def test_a_killed_rank(tmp_path: Path, victim: int, engine: str) -> None:
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_a_raising_rank(tmp_path: Path, victim: int) -> None:
     run_dir = tmp_path / "run"
-    with running(run_dir, "raise", str(victim), "3", "0") as ranks:
+    with running(run_dir, f"raise:{victim}:3") as ranks:
         wait_for(run_dir, lambda: count(run_dir, "done") >= 2, ranks)
         assert ends(ranks, run_dir) == [1, 1]
     said = log_of(run_dir).read_text()
@@ -116,7 +110,7 @@ def test_a_raising_rank(tmp_path: Path, victim: int) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
     run_dir = tmp_path / "run"
-    with running(run_dir, "disk", str(victim), "4", "0", more=("train.async_checkpoints=true",)) as ranks:
+    with running(run_dir, f"disk:{victim}:4", more=("train.async_checkpoints=true",)) as ranks:
         wait_for(run_dir, lambda: count(run_dir, "done") >= 4, ranks)
         assert ends(ranks, run_dir) == [1, 1]
     said = errors(run_dir)
@@ -131,7 +125,7 @@ def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
 def test_a_step_after_its_intent_is_abandoned_and_stays_charged(tmp_path: Path, signalled: int) -> None:
     """One rank sleeps between intent and noise; the other is blocked in a collective, where no handler runs."""
     run_dir = tmp_path / "run"
-    with running(run_dir, "after_intent", "0", "3", "600", more=("train.grace_seconds=2",)) as ranks:
+    with running(run_dir, "after_intent:0:3:600", more=("train.grace_seconds=2",)) as ranks:
         wait_for(run_dir, lambda: count(run_dir, "intent") >= 3, ranks)
         os.kill(ranks[signalled].pid, signal.SIGTERM)
         assert ends(ranks, run_dir, within=30) == [7, 7], log_of(run_dir).read_text()[-3000:]
@@ -148,7 +142,7 @@ def test_a_collective_that_one_rank_never_joins(tmp_path: Path, step: int, monke
     run_dir = tmp_path / "run"
     monkeypatch.setenv("STILL_AFTER", "4")
     more = ("privacy.expected_batch_size=24", "train.micro_batch_size=4")
-    with running(run_dir, "stuck", "1", str(step), "0.5", more=more) as ranks:
+    with running(run_dir, f"stuck:1:{step}:0.5", more=more) as ranks:
         assert ends(ranks, run_dir, within=120) == [1, 1]
     (said,) = errors(run_dir)
     assert re.match(

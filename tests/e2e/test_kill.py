@@ -11,9 +11,8 @@ import pytest
 
 from privacy.ledger.records import read_ledger
 from privacy.sampling.keys import SamplingKey
-from tests.e2e.launch import count, kill_group, ledger_lines, start_ranks, train_arguments
+from tests.e2e.launch import PLANTED, count, kill_group, ledger_lines, start_ranks, train_arguments
 
-SCRIPT = "tests/e2e/recording_train.py"
 NUM_STEPS = 20
 FEW_STEPS = 6
 
@@ -29,10 +28,10 @@ def run_with_kills(
     arguments = train_arguments(
         run_dir, f"train.num_steps={steps}", f"privacy.reserved_attempts={reserve}", "heldout.num_captions=0"
     )
-    log = run_dir.with_suffix(".log")
+    log, noise = run_dir.with_suffix(".log"), str(run_dir.with_suffix(".noise"))
     for kill in range(kills):
         before = len(ledger_lines(run_dir))
-        ranks = start_ranks(arguments, 2, log, script=SCRIPT, NOISE_LOG=str(run_dir.with_suffix(".noise")))
+        ranks = start_ranks(["nothing", *arguments], 2, log, script=PLANTED, NOISE_LOG=noise)
         wanted = before + random_moments.randint(1, 8)  # anywhere: before the session, between intent and done, later
         deadline = time.monotonic() + 120
         while len(ledger_lines(run_dir)) < wanted and all(r.poll() is None for r in ranks):
@@ -45,33 +44,34 @@ def run_with_kills(
             time.sleep(random_moments.random() * 0.1)
         for rank in ranks:
             kill_group(rank)
-    ranks = start_ranks(arguments, 2, log, script=SCRIPT, NOISE_LOG=str(run_dir.with_suffix(".noise")))
+    ranks = start_ranks(["nothing", *arguments], 2, log, script=PLANTED, NOISE_LOG=noise)
     codes = [rank.wait(timeout=240) for rank in ranks]
     assert codes[0] == codes[1], log.read_text()[-3000:]
     return codes[0]
 
 
-def check_chain(run_dir: Path) -> None:
-    """Independent of the ledger's own reader: every line carries the SHA-256 of the one before."""
-    lines = (run_dir / "ledger.jsonl").read_bytes().split(b"\n")
-    assert lines[-1] == b""
-    previous = "0" * 64
-    for line in lines[:-1]:
-        if not line.endswith(b" #torn"):
-            assert json.loads(line)["previous"] == previous
-        previous = hashlib.sha256(line).hexdigest()
-
-
-def check_nothing_is_shared(run_dir: Path) -> None:
-    """No two attempts have members or noise in common, beyond chance."""
-    state = read_ledger(run_dir / "ledger.jsonl")
+def members_of(run_dir: Path) -> list[np.ndarray]:
+    """The members of each attempt, from its key and the nonce of its session."""
+    state, nonce, members = read_ledger(run_dir / "ledger.jsonl"), b"", []
     key = SamplingKey.load(run_dir / "private" / "sampling.key", state.opened["key_commitment"])
-    sampler, nonce, members = state.plan.sampler, b"", []
     for line in ledger_lines(run_dir):
         if line["type"] == "session":
             nonce = bytes.fromhex(line["nonce"])
         if line["type"] == "intent":
-            members.append(sampler.members(key.coin_key(nonce, line["attempt"]), line["step"]))
+            members.append(state.plan.sampler.members(key.coin_key(nonce, line["attempt"]), line["step"]))
+    return members
+
+
+def check_ledger(run_dir: Path) -> None:
+    """Every line carries the SHA-256 of the one before, and no two attempts have members or noise in common, beyond chance."""
+    lines = (run_dir / "ledger.jsonl").read_bytes().split(b"\n")
+    assert lines[-1] == b""
+    previous = "0" * 64
+    for line in lines[:-1]:  # independent of the ledger's own reader
+        if not line.endswith(b" #torn"):
+            assert json.loads(line)["previous"] == previous
+        previous = hashlib.sha256(line).hexdigest()
+    members = members_of(run_dir)
     assert len({m.tobytes() for m in members}) == len(members)
     overlap = [len(np.intersect1d(a, b)) for i, a in enumerate(members) for b in members[:i]]
     assert max(overlap) <= 8  # 24 of 3,000 twice: 0.2 on average
@@ -79,41 +79,32 @@ def check_nothing_is_shared(run_dir: Path) -> None:
     assert len(set(draws)) == len(draws)
 
 
-def kill_and_finish(folder: Path, kills: int, seed: int, steps: int = NUM_STEPS) -> None:
-    run_dir = folder / "run"
-    code = run_with_kills(run_dir, kills, reserve=2 * kills + 2, seed=seed, steps=steps)
-    assert code == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+def check_finished(run_dir: Path, steps: int) -> None:
+    check_ledger(run_dir)
     state = read_ledger(run_dir / "ledger.jsonl")
-    check_chain(run_dir)
-    check_nothing_is_shared(run_dir)
     assert state.closed == "finished"
     assert {line["step"] for line in ledger_lines(run_dir) if line["type"] == "done"} == set(range(1, steps + 1))
-    assert count(run_dir, "session") >= 1
-    assert state.num_charged >= count(run_dir, "intent") >= steps
-    assert count(run_dir, "intent") >= count(run_dir, "done")
+    assert state.num_charged >= count(run_dir, "intent") >= count(run_dir, "done") >= steps
 
 
-def kill_without_reserve(folder: Path, kills: int, seed: int) -> None:
-    run_dir = folder / "run"
-    code = run_with_kills(run_dir, kills, reserve=0, seed=seed, first_at_intent=True)
-    state = read_ledger(run_dir / "ledger.jsonl")
-    check_chain(run_dir)
-    check_nothing_is_shared(run_dir)
-    assert code == 3, run_dir.with_suffix(".log").read_text()[-3000:]
-    assert state.num_charged == NUM_STEPS
-    assert (run_dir / "checkpoints" / "LATEST").exists()
+def kill_and_finish(run_dir: Path, kills: int, seed: int, steps: int = NUM_STEPS) -> None:
+    code = run_with_kills(run_dir, kills, reserve=2 * kills + 2, seed=seed, steps=steps)
+    assert code == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    check_finished(run_dir, steps)
 
 
 @pytest.mark.parametrize(("kills", "steps"), [(1, FEW_STEPS), pytest.param(3, NUM_STEPS, marks=pytest.mark.full)])
 def test_contract_9_kills(tmp_path: Path, kills: int, steps: int) -> None:
-    kill_and_finish(tmp_path, kills, seed=1, steps=steps)
+    kill_and_finish(tmp_path / "run", kills, seed=1, steps=steps)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(3, 5))
 def test_contract_9_ten_kills(tmp_path: Path, seed: int) -> None:
-    (tmp_path / "a").mkdir()
     kill_and_finish(tmp_path / "a", kills=10, seed=seed)
-    (tmp_path / "b").mkdir()
-    kill_without_reserve(tmp_path / "b", kills=10, seed=seed)
+    without_reserve = tmp_path / "b"
+    assert run_with_kills(without_reserve, 10, reserve=0, seed=seed, first_at_intent=True) == 3
+    check_ledger(without_reserve)
+    assert read_ledger(without_reserve / "ledger.jsonl").num_charged == NUM_STEPS
+    assert (without_reserve / "checkpoints" / "LATEST").exists()

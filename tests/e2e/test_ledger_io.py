@@ -4,16 +4,14 @@ import shutil
 from pathlib import Path
 
 from privacy.ledger.records import read_ledger
-from tests.e2e.launch import alone, train_arguments
-
-SCRIPT = "tests/e2e/crashing_train.py"
+from tests.e2e.launch import PLANTED, alone, train_arguments
 
 
 def test_a_full_disk_or_a_read_only_ledger_stops_the_run_before_its_step(tmp_path: Path) -> None:
     run_dir, noise = tmp_path / "run", tmp_path / "noise"
     arguments = train_arguments(run_dir, "--engine", "local", "heldout.num_captions=0")
     # The first write is the session, the second the intent of step 1.
-    done = alone(["full_disk", "2", *arguments], script=SCRIPT, NOISE_LOG=str(noise))
+    done = alone(["full_disk:2", *arguments], script=PLANTED, NOISE_LOG=str(noise))
     assert done.returncode == 4 and "cannot write the ledger: No space left" in done.stderr, done.stderr[-2000:]
     assert not noise.exists()
     state = read_ledger(run_dir / "ledger.jsonl")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from privacy.audit.folder import ledger_audit, schedule_audit
-from tests.e2e.launch import alone, count, ledger_lines, train_arguments
+from tests.e2e.launch import PLANTED, alone, count, ledger_lines, train_arguments
 
 RESTART = "--restart_from_step_0"
 
@@ -29,8 +29,7 @@ def refused(run_dir: Path, *words: str) -> None:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after three of its four steps, with a checkpoint of each."""
     run_dir = tmp_path_factory.mktemp("lost") / "run"
-    crashing = "tests/e2e/crashing_train.py"
-    done = alone(["before_intent", "4", *arguments(run_dir)], script=crashing, NOISE_LOG=str(run_dir) + ".noise")
+    done = alone(["before_intent:4", *arguments(run_dir)], script=PLANTED)
     assert done.returncode == -9, done.stderr
     assert [line["step"] for line in ledger_lines(run_dir) if line["type"] == "checkpoint"] == [1, 2, 3]
     return run_dir
@@ -51,8 +50,7 @@ def test_lost_checkpoints_are_refused_or_charged_again(stopped: Path, tmp_path: 
     if latest_stays:
         return
     # Killed before the first checkpoint of the new beginning: no loss, so the permission is not asked for again.
-    crashing = "tests/e2e/crashing_train.py"
-    done = alone(["before_done", "1", *arguments(run_dir), RESTART], script=crashing, NOISE_LOG=str(run_dir) + ".noise")
+    done = alone(["before_done:1", *arguments(run_dir), RESTART], script=PLANTED)
     assert done.returncode == -9 and "starting again at step 1" in done.stdout, done.stdout + done.stderr
     done = alone(arguments(run_dir))
     assert done.returncode == 0, done.stderr
@@ -76,8 +74,8 @@ def test_the_newest_checkpoint_alone_is_lost(stopped: Path, tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_a_run_that_never_had_a_checkpoint_starts_again(tmp_path: Path) -> None:
-    run_dir, crashing = tmp_path / "run", "tests/e2e/crashing_train.py"
-    done = alone(["in_checkpoint", "1", *arguments(run_dir)], script=crashing, NOISE_LOG=str(run_dir) + ".noise")
+    run_dir = tmp_path / "run"
+    done = alone(["in_checkpoint:1", *arguments(run_dir)], script=PLANTED)
     assert done.returncode == -9 and count(run_dir, "done") == 1
     done = alone(arguments(run_dir))
     assert done.returncode == 0 and "starting again at step 1" in done.stdout, done.stdout + done.stderr

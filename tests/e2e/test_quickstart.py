@@ -1,5 +1,6 @@
 """`make quickstart` as a newcomer runs it; in short it is also the launch of DeepSpeed's launcher and engine."""
 
+import functools
 import json
 import re
 import shlex
@@ -20,25 +21,16 @@ from tests.docs.pages import Block, Command
 from tests.e2e.launch import ledger_lines
 from tests.processes import ROOT, quiet_environment, run_python
 
-Start = Callable[[list[str]], subprocess.CompletedProcess[str]]
-
 KEYS = {"captions_right", "heldout_loss", "blind_loss", "shuffled_loss", "epsilon", "seconds"}
 MOST_FREQUENT = 0.093
 """The share of the test pictures whose caption is the most frequent one."""
 
 
-def as_a_newcomer(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=quiet_environment(), capture_output=True, text=True, check=False)
-
-
-def forked(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Only the command itself: what it starts, launcher, ranks, report and verifier, is as a newcomer has it."""
-    return run_python(arguments, env=quiet_environment())
-
-
-def quickstart(start: Start, run_dir: Path, *overrides: str) -> tuple[dict, str]:
-    result = start(["launch_scripts/quickstart.py", "--run_dir", str(run_dir), *overrides])
+def quickstart(
+    start: Callable[..., subprocess.CompletedProcess[str]], run_dir: Path, *overrides: str
+) -> tuple[dict, str]:
+    command = ["launch_scripts/quickstart.py", "--run_dir", str(run_dir), *overrides]
+    result = start(command, env=quiet_environment())
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     said = json.loads(result.stdout.strip().splitlines()[-1])
     assert set(said) == KEYS
@@ -61,7 +53,10 @@ def quickstart(start: Start, run_dir: Path, *overrides: str) -> tuple[dict, str]
 
 
 def test_quickstart_in_short(tmp_path: Path) -> None:
-    """Few steps change the loss, and everything is said. Noise and clipping mode are given: to find them takes most of it."""
+    """Few steps change the loss, and everything is said. Noise and clipping mode are given: to find them takes most of it.
+
+    Only the command itself is forked: what it starts, launcher, ranks, report and verifier, is as a newcomer has it.
+    """
     run_dir, recipe = tmp_path / "run", tmp_path / "quickstart.toml"
     text = (ROOT / "recipes/quickstart.toml").read_text().replace("target_epsilon = 8.0", "noise_multiplier = 2.0")
     with (
@@ -73,7 +68,7 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     recipe.write_text(text.replace("runs/fashion/test-*.tar", str(tmp_path / "test.tar")))
     small = ("privacy.expected_batch_size=100", "heldout.num_captions=1", "privacy.clipping_mode=bookkeeping")
     short = ("--recipe", str(recipe), "train.num_steps=2", "heldout.every_steps=2")
-    said, stdout = quickstart(forked, run_dir, *short, *small)
+    said, stdout = quickstart(run_python, run_dir, *short, *small)
     lines = [json.loads(line) for line in (run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2]
     assert lines[-1]["loss"] == said["heldout_loss"] < lines[0]["loss"]
@@ -106,13 +101,14 @@ def test_latest_leads_to_the_newest_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_quickstart_whole(tmp_path: Path) -> None:
     """Five times what saying the most frequent caption gets, at less than 0.6 of the blind loss; other pictures hurt."""
-    said, stdout = quickstart(as_a_newcomer, tmp_path / "run")
+    ask = functools.partial(subprocess.run, cwd=ROOT, env=quiet_environment(), capture_output=True, text=True)
+    said, stdout = quickstart(lambda arguments, **_: ask([sys.executable, *arguments]), tmp_path / "run")
     assert 0.6 < said["blind_loss"] < 0.8, "twenty captions, of five tokens on average"
     assert said["captions_right"] >= 5 * MOST_FREQUENT
     assert said["heldout_loss"] <= 0.6 * said["blind_loss"]
     assert said["shuffled_loss"] >= 1.2 * said["heldout_loss"]
     assert said["seconds"] <= 360
     for line in (line for line in stdout.splitlines() if re.match(r"\S*python ", line)):  # as printed
-        done = subprocess.run(line, shell=True, cwd=ROOT, env=quiet_environment(), capture_output=True, text=True)
+        done = ask(line, shell=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert "the model knows more" in stdout and "the model looks at its pictures" in stdout

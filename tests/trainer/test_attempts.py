@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,36 +49,23 @@ def opened(folder: Path, own: PrivacyPlan, *, mirrored: bool) -> tuple[Ledger, S
     )
 
 
-def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: bool, dies: str = "") -> None:
+def session(folder: Path, own: PrivacyPlan, *numbers: int, mirrored: bool, dies: str = "") -> None:
     """One start of the program, which ends after its last step, or in it: `dies` names what that step does not reach."""
     ledger, key = opened(folder, own, mirrored=mirrored)
     with ledger:
-        _steps(
-            folder,
-            RunLedger(ledger, key, own, members=folder / MEMBERS),
-            list(steps),
-            dies,
-        )
-
-
-def _steps(folder: Path, run: RunLedger, numbers: list[int], dies: str) -> None:
-    own = run.plan
-    run.start_session()
-    for step in numbers:
-        last = step == numbers[-1]
-        run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)
-        if last and dies == "intent":
-            break
-        run.intent(step, releases=step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping))
-        if last and dies == "done":
-            break
-        run.done(step)
-        if step % 2 == 0:
-            run.checkpoint(step, f"step-{step}", "cd" * 32)
-
-
-def snapshot(folder: Path) -> State:
-    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
+        run = RunLedger(ledger, key, own, members=folder / MEMBERS)
+        run.start_session()
+        for step in numbers:
+            last = step == numbers[-1]
+            run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)
+            if last and dies == "intent":
+                break
+            run.intent(step, releases=step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping))
+            if last and dies == "done":
+                break
+            run.done(step)
+            if step % 2 == 0:
+                run.checkpoint(step, f"step-{step}", "cd" * 32)
 
 
 def put(folder: Path, state: State) -> Path:
@@ -92,15 +78,15 @@ def put(folder: Path, state: State) -> Path:
     return folder
 
 
-def whole_run(folder: Path, *, mirrored: bool, own: PrivacyPlan = PLAN) -> State:
+def whole_run(folder: Path, *, mirrored: bool) -> State:
     """What a run of five starts with every kind of end leaves on the disk."""
     folder.mkdir()
-    session(folder, own, iter([1, 2, 3]), mirrored=mirrored, dies="intent")
-    session(folder, own, iter([3, 4]), mirrored=mirrored, dies="done")
-    session(folder, own, iter([4]), mirrored=mirrored, dies="intent")
-    session(folder, own, iter([4, 5]), mirrored=mirrored)
-    session(folder, own, iter([5, 6]), mirrored=mirrored)
-    return snapshot(folder)
+    session(folder, PLAN, 1, 2, 3, mirrored=mirrored, dies="intent")
+    session(folder, PLAN, 3, 4, mirrored=mirrored, dies="done")
+    session(folder, PLAN, 4, mirrored=mirrored, dies="intent")
+    session(folder, PLAN, 4, 5, mirrored=mirrored)
+    session(folder, PLAN, 5, 6, mirrored=mirrored)
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
 
 
 @pytest.fixture
@@ -203,7 +189,7 @@ def test_a_record_without_its_ledger_is_refused(run: Any, tmp_path: Path) -> Non
 def test_contract_10_a_ledger_written_anew_with_more_noise_in_plan_and_intents_is_refused(tmp_path: Path) -> None:
     """In itself the forged ledger is legal, and its epsilon lower; the record of attempts names other lines."""
     (tmp_path / "run").mkdir()
-    session(tmp_path / "run", PLAN, iter([1, 2]), mirrored=False)
+    session(tmp_path / "run", PLAN, 1, 2, mirrored=False)
     records = [json.loads(line) for line in (tmp_path / "run" / LEDGER).read_bytes().splitlines()]
     honest = read_ledger(tmp_path / "run" / LEDGER).epsilon()
     for stated in (records[0]["plan"], *(release for record in records for release in record.get("releases", ()))):
@@ -222,7 +208,7 @@ def test_an_intent_beyond_the_budget_is_recorded_and_never_charged(tmp_path: Pat
     """The record of an attempt comes before its intent, which is refused: the next start accepts that."""
     own = plan(num_steps=2, reserved_attempts=0)
     (tmp_path / "run").mkdir()
-    session(tmp_path / "run", own, iter([1, 2]), mirrored=False)
+    session(tmp_path / "run", own, 1, 2, mirrored=False)
     with pytest.raises(BudgetSpent):
-        session(tmp_path / "run", own, iter([2]), mirrored=False)
+        session(tmp_path / "run", own, 2, mirrored=False)
     opened(tmp_path / "run", own, mirrored=False)[0].release()

@@ -26,7 +26,7 @@ from privacy.checkpoints.read import (
 from privacy.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
 from privacy.errors import WeightsNotFinite
 from privacy.step.averaging import WeightAverage, decay_at
-from privacy.step.engine import GradShard, Piece, ShardState, even_layout
+from privacy.step.engine import GradShard, Piece, even_layout
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection
 from trainer.engines.local import LocalEngine
@@ -61,13 +61,9 @@ def take_steps(engine: LocalEngine, first: int, last: int) -> None:
         engine.step(shards, lr=1e-2)
 
 
-def save_checkpoint(folder: Path, engine: LocalEngine, step: int, facts: dict[str, object], *, keep: int) -> str:
-    """The digest that the ledger is told."""
-    told: list[tuple[int, str, str]] = []
-    writer = CheckpointWriter(folder, Retention(keep), published=lambda *published: told.append(published))
-    writer.save(step, engine.state(), engine.shapes, facts)
-    assert [(found, name) for found, name, _ in told] == [(step, checkpoint_name(step))]
-    return told[0][2]
+def save(into: Path | CheckpointWriter, engine: LocalEngine, step: int, *retention: int | None) -> None:
+    writer = CheckpointWriter(into, Retention(*retention or (9,))) if isinstance(into, Path) else into  # type: ignore[arg-type]
+    writer.save(step, engine.state(), engine.shapes, {"ledger": {"seq": step, "hash": str(step)}})
 
 
 def contents(engine: LocalEngine) -> dict[tuple[str, Piece], Tensor]:
@@ -100,20 +96,11 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def saved(folder: Path) -> Path:
-    """The checkpoint of three steps."""
-    engine = new_engine(new_model())
-    take_steps(engine, 1, 3)
-    save_checkpoint(folder, engine, 3, {"formal_guarantee": True}, keep=2)
-    return folder / checkpoint_name(3)
-
-
 @pytest.mark.parametrize("dtype", ["", "_bf16"])
 def test_resumed_equals_uninterrupted_to_the_bit(folder: Path, dtype: str) -> None:
     engine = new_engine(new_model(), dtype)
     take_steps(engine, 1, 3)
-    save_checkpoint(folder, engine, 3, {}, keep=2)
+    save(folder, engine, 3)
     resumed = resume(folder / checkpoint_name(3), dtype)
     assert_same(resumed, engine)
     take_steps(engine, 4, 6)
@@ -121,31 +108,27 @@ def test_resumed_equals_uninterrupted_to_the_bit(folder: Path, dtype: str) -> No
     assert_same(resumed, engine)
 
 
-def split_in(world_size: int, folder: Path, engine: LocalEngine) -> Path:
-    """What `world_size` ranks would have written of this engine."""
-    whole = {s.piece.name: s.tensors for s in engine.state()}
-    temporary, target = folder / ".split.tmp", folder / checkpoint_name(3)
-    temporary.mkdir()
-    files = {}
-    for rank, pieces in enumerate(even_layout(engine.shapes, world_size).pieces):
-        name = f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-        states = [
-            ShardState(p, {k: v[p.offset : p.offset + p.length] for k, v in whole[p.name].items()}) for p in pieces
-        ]
-        tensors = {f"{k}|{s.piece.name}|{s.piece.offset}": v.clone() for s in states for k, v in s.tensors.items()}
-        save_file(tensors, temporary / name)
-        files[name] = file_digest(temporary / name)
-    shapes = {name: list(shape) for name, shape in engine.shapes.items()}
-    manifest = {"format": checkpoint.FORMAT, "step": 3, "parameters": shapes, "files": files}
-    checkpoint_writer._publish(temporary, target, manifest, Retention(1))
-    return target
-
-
 @pytest.mark.parametrize("world_size", [3, 8])
 def test_pieces_of_other_world_sizes(folder: Path, world_size: int) -> None:
     engine = new_engine(new_model())
     take_steps(engine, 1, 3)
-    path = split_in(world_size, folder, engine)
+    whole = {s.piece.name: s.tensors for s in engine.state()}
+    temporary, path, files = folder / ".split.tmp", folder / checkpoint_name(3), {}
+    temporary.mkdir()
+    for rank, pieces in enumerate(
+        even_layout(engine.shapes, world_size).pieces
+    ):  # as so many ranks would have written it
+        file = temporary / f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+        tensors = {
+            f"{kind}|{p.name}|{p.offset}": values[p.offset : p.offset + p.length].clone()
+            for p in pieces
+            for kind, values in whole[p.name].items()
+        }
+        save_file(tensors, file)
+        files[file.name] = file_digest(file)
+    shapes = {name: list(shape) for name, shape in engine.shapes.items()}
+    manifest = {"format": checkpoint.FORMAT, "step": 3, "parameters": shapes, "files": files}
+    checkpoint_writer._publish(temporary, path, manifest, Retention(1))
     assert len(list(path.glob("rank-*"))) == world_size
     assert_same(resume(path), engine)
     found, weight = Checkpoint(path), dict(engine.module.named_parameters())["0.weight"].detach()
@@ -155,9 +138,10 @@ def test_pieces_of_other_world_sizes(folder: Path, world_size: int) -> None:
         assert torch.equal(found.part("param", piece), weight.view(-1)[offset : offset + piece.length])
 
 
-def test_no_pickle(saved: Path) -> None:
+def test_no_pickle(folder: Path) -> None:
     """Loading a pickle runs code. safetensors: 8 bytes of header length, then a JSON header, then raw numbers."""
-    for file in saved.glob("*.safetensors"):
+    save_steps(folder, 3)
+    for file in folder.glob("step-*/*.safetensors"):
         content = file.read_bytes()
         size = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + size])
@@ -178,7 +162,7 @@ def test_frozen_parameters_are_part_of_the_model(folder: Path) -> None:
     model[0].weight.requires_grad_(False)
     (frozen, shapes_of_frozen), engine = frozen_weights(model), new_engine(model)
     take_steps(engine, 1, 1)
-    save_checkpoint(folder, engine, 1, {}, keep=1)
+    save(folder, engine, 1)
     other = new_model(seed=5)
     other[0].weight.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"does not fit the model; the first difference is 0\.weight"):
@@ -203,16 +187,11 @@ def test_weights_that_are_not_finite_are_named_and_not_saved() -> None:
         checkpoint_writer.require_finite(engine, 2)
 
 
-def save(writer: CheckpointWriter, engine: LocalEngine, step: int) -> None:
-    writer.save(step, engine.state(), engine.shapes, {"ledger": {"seq": step, "hash": str(step)}})
-
-
 def save_steps(folder: Path, *steps: int, keep: int = 9, keep_every: int | None = None) -> LocalEngine:
     engine = new_engine(new_model())
-    writer = CheckpointWriter(folder, Retention(keep, keep_every))
     for previous, step in zip([0, *steps], steps, strict=False):
         take_steps(engine, previous + 1, step)
-        save(writer, engine, step)
+        save(folder, engine, step, keep, keep_every)
     return engine
 
 
@@ -239,12 +218,6 @@ class TestRetention:
         assert stay == set(sorted(steps)[-keep:]) | {s for s in steps if every and s % every == 0}
 
 
-def damage_manifest(path: Path) -> None:
-    """Still JSON, still complete, but another step."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"step": manifest["step"] - 1}))
-
-
 def pieces(path: Path) -> Path:
     return path / "rank-00000-of-00001.safetensors"
 
@@ -256,7 +229,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a missing file": lambda path: pieces(path).unlink(),
     "a missing manifest": lambda path: (path / "manifest.json").unlink(),
     "a truncated manifest": lambda path: (path / "manifest.json").write_text("{"),
-    "a changed manifest": damage_manifest,
+    "a changed manifest": lambda path: (path / "manifest.json").write_text(
+        (path / "manifest.json").read_text().replace('"step": 4', '"step": 3')
+    ),
     "a missing folder": lambda path: path.rename(path.with_name("elsewhere")),
 }
 
@@ -276,7 +251,7 @@ class TestDamage:
         assert again is not None and again.step == 2 and capsys.readouterr().out == ""
         engine = resume(folder / checkpoint_name(2))
         take_steps(engine, 3, 3)
-        save(CheckpointWriter(folder, Retention(1)), engine, 3)
+        save(folder, engine, 3, 1)
         last = find(folder)
         assert last is not None and last.step == 3
         assert_same(resume(last.path), engine)
@@ -289,22 +264,16 @@ class TestDamage:
             find(folder)
         assert names(folder) == [checkpoint_name(1), checkpoint_name(2)], "nothing is renamed"
 
-    def test_the_ledger_must_know_what_a_damaged_one_remembers(self, folder: Path) -> None:
-        """Otherwise damaging a checkpoint would hide that the ledger was rolled back."""
-        save_steps(folder, 2, 4)
+    def test_the_ledger_must_know_what_any_of_them_remembers(self, folder: Path) -> None:
+        """Else damaging or renaming a newer one, or pointing LATEST at an older one, would hide a ledger that was rolled back."""
+        save_steps(folder, 2, 4, 6, 8)
+        (folder / checkpoint_name(8)).rename(folder / f"set-aside-{checkpoint_name(8)}")
+        (folder / "LATEST").write_text("step-00000004\n")
         flip_a_bit(pieces(folder / checkpoint_name(4)))
         positions: list[Mapping[str, Any]] = []
-        find(folder, positions)
-        assert [position["seq"] for position in positions] == [4, 2]
-
-    def test_the_ledger_must_know_what_newer_ones_and_those_set_aside_remember(self, folder: Path) -> None:
-        """Pointing LATEST at an older one, or renaming newer ones, hides no rollback either."""
-        save_steps(folder, 2, 4, 6)
-        (folder / checkpoint_name(6)).rename(folder / f"set-aside-{checkpoint_name(6)}")
-        (folder / "LATEST").write_text("step-00000002\n")
-        positions: list[Mapping[str, Any]] = []
-        find(folder, positions)
-        assert sorted(position["seq"] for position in positions) == [2, 4, 6]
+        found = find(folder, positions)
+        assert found is not None and found.step == 2
+        assert sorted(position["seq"] for position in positions) == [2, 4, 6, 8]
 
 
 class TestRollback:
@@ -317,7 +286,7 @@ class TestRollback:
         assert names(folder) == ["set-aside-step-00000004", "set-aside-step-00000006", "step-00000002"]
         engine = resume(found.path)
         take_steps(engine, 3, 4)
-        save(CheckpointWriter(folder, Retention(5)), engine, 4)
+        save(folder, engine, 4)
         (folder / "LATEST").unlink()
         last = find(folder)
         assert last is not None and last.step == 4

@@ -5,8 +5,6 @@ machine with other free memory.
 """
 
 import fcntl
-import hashlib
-import itertools
 import secrets
 import time
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from privacy.run import run as loop
 from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
-from tests.e2e.repeatable_train import SeededNoise
+from tests.e2e.planted_train import SeededNoise, fixed_coins
 from tests.privacy.published import read_metrics
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
@@ -52,12 +50,10 @@ def start(run: Path, device: torch.device, *overrides: str) -> int:
 
 def whole_run(tmp_path: Path, name: str, device: torch.device, *overrides: str) -> dict[str, bytes]:
     """What a run published that was stopped, resumed, finished and, where that is quick, reported."""
-    run, numbers = tmp_path / "run", itertools.count()
+    run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
-        patched.setattr(
-            secrets, "token_bytes", lambda count=32: hashlib.sha256(str(next(numbers)).encode()).digest()[:count]
-        )
+        patched.setattr(secrets, "token_bytes", fixed_coins())
         take_step = loop.train_step
 
         def stopping(mechanism: Any, step: int, batches: Iterator[Any]) -> Any:

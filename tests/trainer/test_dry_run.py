@@ -23,11 +23,6 @@ SHARED = "privacy.shared_ledger={here}/shared.jsonl"
 MIRROR = "privacy.ledger_mirror={here}/mirror.jsonl"
 
 
-def attempts_without_ledger(here: Path) -> None:
-    (here / "runs/one/private").mkdir(parents=True, mode=0o700)
-    (here / "runs/one/private/members.jsonl").write_text('{"seq":1}\n')
-
-
 def an_owner(epsilon: float) -> Callable[[Path], None]:
     return lambda here: SharedLedger.create(here / "shared.jsonl", epsilon=epsilon, delta=1e-5)
 
@@ -36,7 +31,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no shards": (lambda here: None, "data.shards=data/nothing-*.tar"),
     "a mirror that is there": (lambda here: (here / "mirror.jsonl").write_text("{}\n"), MIRROR),
     "a mirror inside": (lambda here: None, "privacy.ledger_mirror={here}/runs/one/mirror.jsonl"),
-    "attempts, and no ledger": (attempts_without_ledger, "privacy.target_delta=1e-5"),
+    "attempts, and no ledger": (
+        lambda here: [
+            (here / "runs/one/private").mkdir(parents=True, mode=0o700),
+            (here / "runs/one/private/members.jsonl").write_text('{"seq":1}\n'),
+        ],
+        "privacy.target_delta=1e-5"),
     "a checkpoint, and no ledger": (lambda here: (here / "runs/one/checkpoints/step-00000001").mkdir(parents=True), MIRROR),
     "a file as run folder": (lambda here: [(here / "runs").mkdir(), (here / "runs/one").touch()], MIRROR),
     "an owner without room": (an_owner(1e-4), SHARED),

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +9,17 @@ from tests.privacy.published import read_metrics
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
 
 
-def private(values: Mapping[str, float]) -> dict[str, Private[float]]:
-    return {name: Private(value) for name, value in values.items()}
-
-
 @pytest.mark.parametrize("torn", ['{"step": 2, "pri', '{"step": 2, "privacy/epsilon": 0.7}', "{"])
 def test_a_torn_last_line(tmp_path: Path, torn: str) -> None:
     """A killed process leaves half a line; the next start appends after it and loses nothing of its own."""
     writer = PrivateMetrics(tmp_path)
-    writer.scalars(1, private({"privacy/epsilon": 0.5}))
+    writer.scalars(1, {"privacy/epsilon": Private(0.5)})
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
     writer = PrivateMetrics(tmp_path)
-    writer.scalars(3, private({"privacy/epsilon": 0.8}))
+    writer.scalars(3, {"privacy/epsilon": Private(0.8)})
     writer.close()
     found = [line["step"] for line in read_metrics(tmp_path)]
     assert found[0] == 1 and found[-1] == 3 and len(found) <= 3

@@ -36,7 +36,7 @@ from privacy.sampling.poisson import Decided, PoissonSampler
 from privacy.step import step as one_step
 from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT, run_ranks
-from tests.e2e.repeatable_train import SeededNoise
+from tests.e2e.planted_train import SeededNoise
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.publish import publish

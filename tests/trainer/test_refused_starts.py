@@ -1,5 +1,6 @@
 """A start that is refused changes nothing in a run folder that was trained in: no byte, no name, no mode."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -18,9 +19,15 @@ from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.shared import SharedLedger
 from privacy.step.folder import RunFolder
+from tests.distributed.ranks import ROOT
+from tests.privacy.loop.own import make
 from tests.trainer.test_chains import run
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError, in_one_line
 from trainer.publish import publish
+from trainer.ranks.discovery import Ranks
+from trainer.run.start import TrainerStart, train
 from trainer.weights.open_model import open_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -44,6 +51,19 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) ->
     folder: Path = tmp_path_factory.mktemp("refused") / "run"
     stop_after(2, folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process has locked it holds until it ends."""
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
+
+
+@pytest.fixture
+def folder(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of the stopped run."""
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
 def image(folder: Path) -> dict[str, tuple[int, str]]:
@@ -81,12 +101,6 @@ def torn(folder: Path) -> None:
         file.write(b'{"seq":99,"type":"int')
 
 
-def of_another_run(folder: Path) -> None:
-    manifest = newest(folder) / "manifest.json"
-    content = json.loads(manifest.read_text()) | {"ledger": {"seq": 3, "hash": "ab" * 32}}
-    manifest.write_text(json.dumps(sealed(content)))
-
-
 def resealed(folder: Path, **changes: object) -> None:
     manifest = newest(folder) / "manifest.json"
     manifest.write_text(json.dumps(sealed(json.loads(manifest.read_text()) | changes)))
@@ -113,28 +127,32 @@ def no_checkpoints(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def all_damaged(folder: Path) -> None:
-    for part in (folder / "checkpoints").glob("step-*/rank-*"):
+def damaged(folder: Path, steps: str = "step-00000002") -> None:
+    for part in (folder / "checkpoints").glob(f"{steps}/rank-*"):
         part.write_bytes(part.read_bytes()[:-1])
 
 
-def newest_damaged(folder: Path) -> None:
-    part = next(newest(folder).glob("rank-*"))
-    part.write_bytes(part.read_bytes()[:-1])
+def renamed(folder: Path) -> None:
+    (folder / "checkpoints/step-00000001").rename(folder / "checkpoints/step-00000005")
+    (folder / "checkpoints/LATEST").write_text("step-00000005\n")
 
 
 MIRROR = "privacy.ledger_mirror={mirror}"
 REFUSED: dict[str, tuple[list[Callable[[Path], object]], list[str]]] = {
     "cut behind a checkpoint": ([cut_behind_a_checkpoint], []),
     "cut, and a new mirror": ([cut_behind_a_checkpoint], [MIRROR]),
-    "a checkpoint of another run": ([torn, of_another_run], []),
+    "a checkpoint of another run": (
+        [torn, lambda folder: resealed(folder, ledger={"seq": 3, "hash": "ab" * 32})],
+        [],
+    ),
+    "a renamed checkpoint": ([torn, renamed], []),
     "a checkpoint called public": ([torn, called_public], []),
     "other weights": ([torn, other_weights], []),
     "a checkpoint that claims to be without record": ([behind_the_last_line, torn], []),
     "all checkpoints gone": ([torn, no_checkpoints], []),
     "no folder of checkpoints": ([torn, lambda folder: shutil.rmtree(folder / "checkpoints")], []),
-    "all checkpoints damaged": ([torn, all_damaged], [MIRROR]),
-    "the newest damaged, another optimizer": ([torn, newest_damaged], ["optimizer.name=sgd"]),
+    "all checkpoints damaged": ([torn, lambda folder: damaged(folder, "step-*")], [MIRROR]),
+    "the newest damaged, another optimizer": ([torn, damaged], ["optimizer.name=sgd"]),
     "another model": ([torn], ["model.overrides.decoder_width=48"]),
     "another noise": ([torn], ["privacy.noise_multiplier=9"]),
     "other steps": ([torn], ["train.num_steps=9"]),
@@ -158,10 +176,7 @@ ALSO_DRY = ("a mirror that differs", "another model", "another noise", "no ledge
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_start_changes_nothing(
-    name: str, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+def test_a_refused_start_changes_nothing(name: str, stopped: Path, tmp_path: Path) -> None:
     damages, changes = REFUSED[name]
     words = set()
     for is_dry in (False, True) if name in ALSO_DRY else (False,):
@@ -178,19 +193,6 @@ def test_a_refused_start_changes_nothing(
         assert in_one_line(refusal.value) is not None, repr(refusal.value)
         words.add((type(refusal.value), str(refusal.value).replace(str(place), "")))
     assert len(words) == 1, words
-
-
-def test_a_renamed_checkpoint_is_refused(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
-    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
-    (folder / "checkpoints/step-00000001").rename(folder / "checkpoints/step-00000005")
-    (folder / "checkpoints/LATEST").write_text("step-00000005\n")
-    before = image(folder)
-    with pytest.raises(NotRecorded, match="of step 1, so it was renamed"):
-        run(folder, *OPTIONS, steps=4)
-    with pytest.raises(NotRecorded, match="renamed"):
-        open_model(folder)
-    assert image(folder) == before
 
 
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -230,9 +232,8 @@ def written(stopped: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def test_what_a_run_writes_is_looked_at_before_the_first_write(
-    stopped: Path, written: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: Path, written: dict[str, bool], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
     for name, is_folder in sorted(written.items()):
         for kind in KINDS:
             if kind == ("a folder" if is_folder else "a file"):
@@ -248,10 +249,7 @@ def test_what_a_run_writes_is_looked_at_before_the_first_write(
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "resumed"])
-def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(
-    is_new: bool, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(is_new: bool, stopped: Path, tmp_path: Path) -> None:
     folder, links = tmp_path / "run", tmp_path / "links"
     if not is_new:
         shutil.copytree(stopped, folder)
@@ -294,16 +292,25 @@ def published(folder: Path, target: Path) -> None:
     publish(folder, target, ledger)
 
 
-@pytest.mark.parametrize("damage", [called_public, other_weights, behind_the_last_line])
+NOT_THE_ONE = "is not the one that the ledger recorded"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (called_public, NOT_THE_ONE),
+        (other_weights, NOT_THE_ONE),
+        (behind_the_last_line, NOT_THE_ONE),
+        (renamed, "of step 1, so it was renamed"),
+    ],
+)
 def test_nothing_uses_a_checkpoint_that_the_ledger_did_not_record(
-    damage: Callable[[Path], None], stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: Callable[[Path], None], words: str, folder: Path, tmp_path: Path
 ) -> None:
     """The seal of a manifest has no key, so whoever edits a checkpoint seals it again; the ledger recorded its hash."""
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
-    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
     open_model(folder)
     damage(folder)
-    with pytest.raises(NotRecorded, match="is not the one that the ledger recorded"):
+    with pytest.raises(NotRecorded, match=words):
         run(tmp_path / "new", f"init.checkpoint={folder}", steps=1)
     assert not (tmp_path / "new" / LINES).exists()
     with pytest.raises(NotRecorded, match="take it away"):  # as evaluate.py and export.py do
@@ -316,11 +323,8 @@ def test_nothing_uses_a_checkpoint_that_the_ledger_did_not_record(
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(
-    steps: int, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(steps: int, stopped: Path, tmp_path: Path) -> None:
     """Of step 2, which is the last or one in the middle: the next session records the checkpoint that it goes on from."""
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
     folder = tmp_path / "run"
     if steps == 2:
         assert run(tmp_path / "ended", *OPTIONS, steps=steps) == 0
@@ -340,14 +344,78 @@ def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(
     )
 
 
-def test_what_is_not_refused_is_mended_and_goes_on(
-    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
-    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+def test_what_is_not_refused_is_mended_and_goes_on(folder: Path) -> None:
     torn(folder)
-    newest_damaged(folder)
+    damaged(folder)
     (folder / "STOP").touch()
     assert run(folder, *OPTIONS, steps=4) == 0
     assert not (folder / "STOP").exists() and list((folder / "checkpoints").glob("set-aside-*"))
     assert sum(b'"type":"repair"' in line for line in lines(folder)) == 1
+
+
+def test_a_ledger_behind_the_start_that_is_gone_or_edited_is_missed_before_the_first_write(
+    stopped: Path, tmp_path: Path
+) -> None:
+    folder, start = tmp_path / "run", f"init.checkpoint={stopped}"
+    stop_after(1, folder, start)
+    copy = folder / "behind/ledger-1.jsonl"
+    whole = copy.read_bytes()
+    (folder / "STOP").touch()
+    for content in (None, whole.replace(b"0", b"1"), whole[: whole.rfind(b"\n", 0, -1) + 1]):
+        copy.unlink()
+        if content is not None:
+            copy.write_bytes(content)
+        before = image(folder)
+        with pytest.raises(PrivacyStateRefused, match=r"ledger-1\.jsonl"):
+            run(folder, *OPTIONS, start, steps=4)
+        assert image(folder) == before
+        copy.write_bytes(whole)
+    assert run(folder, *OPTIONS, start, steps=4) == 0
+
+
+def test_the_checks_alone_write_nothing_and_a_start_refused_at_last_leaves_no_ledger(
+    tmp_path: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, new = load_machine_settings(ROOT / "ds_configs/zero1.json"), tmp_path / "new"
+
+    def refuse(*_: object) -> None:
+        raise PrivacyConfigError("refused at last")
+
+    config = load_config(
+        ROOT / "recipes/tiny.toml", ["heldout.num_captions=0", f"privacy.ledger_mirror={tmp_path}/mirror"]
+    )
+    arguments = (config, settings, "local", RunFolder(new), ROOT, Ranks(), one_rank, None)
+    for check in TrainerStart(*arguments, may_restart=False).checks():  # type: ignore[arg-type]
+        check()
+        assert check.__doc__, "a check says why it is there"
+    monkeypatch.setattr("trainer.run.start.require_neighbours_apart", refuse)
+    with pytest.raises(PrivacyConfigError, match="refused at last"):
+        train(config, settings, "local", new, ROOT, Ranks(), one_rank)
+    assert not (new / "ledger.jsonl").exists() and not (tmp_path / "mirror").exists()
+    assert not list((new / "private").glob("*.key*"))
+
+
+def test_a_loop_that_was_killed_before_its_end_is_ended_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    with monkeypatch.context() as patch:
+        patch.setattr("privacy.run.ledger.RunLedger.close_run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt), make(own) as loop:
+            for _ in loop:
+                pass
+    with make(own) as loop:
+        assert loop.steps_done == 6 and b'"type":"close"' in (own / "ledger.jsonl").read_bytes()
+
+
+def test_a_new_run_beside_a_checkpoint_that_was_set_aside_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    with make(own, save_every=1) as loop:
+        loop.step()
+    for path in (own / "checkpoints").glob("step-*"):
+        path.rename(path.with_name(f"set-aside-{path.name}"))
+    (own / "ledger.jsonl").unlink()
+    shutil.rmtree(own / "private")
+    with pytest.raises(PrivacyStateRefused, match=r"is gone, and a checkpoint of step 1 remembers it"):
+        make(own)
+    assert not (own / "ledger.jsonl").exists()

@@ -4,13 +4,13 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from privacy.step.folder import RunFolder
-from tests.processes import ROOT, Forked, kill_group, quiet_environment
+from tests.processes import Forked
 from trainer.errors import ConfigError
 
 HOLDER = """
@@ -23,23 +23,6 @@ folder.lock()
 print("locked", flush=True)
 time.sleep(60)
 """
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], Forked]]:
-    """Another process that has the lock of the run folder tmp_path/run; it runs the given program."""
-    started: list[Forked] = []
-
-    def run(program: str) -> Forked:
-        (tmp_path / "holder.py").write_text(program)
-        command = [tmp_path / "holder.py", tmp_path / "run"]
-        started.append(Forked(command, stdout=tmp_path / "said", env=quiet_environment(PYTHONPATH=str(ROOT))))
-        started[-1].wait_for_line("locked")
-        return started[-1]
-
-    yield run
-    for process in started:
-        kill_group(process)
 
 
 def test_private_is_private(tmp_path: Path) -> None:
@@ -57,10 +40,11 @@ def test_private_is_private(tmp_path: Path) -> None:
     assert folder.checkpoints.is_dir() and folder.evaluation.is_dir()
 
 
-def test_one_trainer_at_a_time(start: Callable[[str], Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_trainer_at_a_time(start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused with exit code 2; SIGKILL of the first frees the folder."""
     monkeypatch.setattr("privacy.step.folder.LOCK_PATIENCE", 0.2)
-    first, second = start(HOLDER), RunFolder(tmp_path / "run")
+    first, second = start(HOLDER, tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.wait_for_line("locked")
     second.create()
     with pytest.raises(ConfigError, match="in use by another trainer") as caught:
         second.lock()
@@ -70,15 +54,11 @@ def test_one_trainer_at_a_time(start: Callable[[str], Forked], tmp_path: Path, m
     RunFolder(tmp_path / "run").lock()
 
 
-def test_children_do_not_keep_the_lock(start: Callable[[str], Forked], tmp_path: Path) -> None:
+def test_children_do_not_keep_the_lock(start: Callable[..., Forked], tmp_path: Path) -> None:
     """A worker process that outlives a killed trainer must not block the next start."""
-    process = start(
-        HOLDER.replace(
-            'print("locked", flush=True)',
-            "import subprocess; child = subprocess.Popen(['sleep', '30'])\n"
-            'print(child.pid, flush=True); print("locked", flush=True)',
-        )
-    )
+    child_first = "import subprocess; print(subprocess.Popen(['sleep', '30']).pid, flush=True)\nprint("
+    process = start(HOLDER.replace("print(", child_first), tmp_path / "run")
+    process.wait_for_line("locked")
     child = int(process.stdout.read_text().split()[0])
     process.kill()
     process.wait()

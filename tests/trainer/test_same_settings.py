@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,15 +16,15 @@ HOSTS = ["nodea", "nodeb", "nodeb"]
 SETTINGS = {"torch": "2.13.0", "the ds_config": "a1", "$NCCL_ALGO": "Ring", "$NCCL_SOCKET_IFNAME": "set"}
 
 
-def introduced(environ: dict[str, str], *overrides: str) -> dict[str, str]:
+def introduced(environ: dict[str, str], *overrides: str, root: Path = ROOT) -> dict[str, str]:
     config = load_config(ROOT / "recipes/tiny.toml", list(overrides))
     machine = load_machine_settings(ROOT / "ds_configs/zero3.json")
-    return settings_of(environ, ROOT, config, machine, {"--engine": "deepspeed"})
+    return settings_of(environ, root, config, machine, {"--engine": "deepspeed"})
 
 
-def refused(*ranks: dict[str, str], **options: Any) -> str:
+def refused(*ranks: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as caught:
-        refuse_differences(ranks, HOSTS, **options)
+        refuse_differences(ranks, HOSTS)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -34,9 +33,10 @@ def without(name: str) -> dict[str, str]:
     return {key: value for key, value in SETTINGS.items() if key != name}
 
 
-def test_equal_ranks() -> None:
+def test_equal_ranks_and_what_may_differ() -> None:
     refuse_differences([SETTINGS] * 3, HOSTS)
     refuse_differences([introduced({})] * 3, HOSTS)
+    refuse_differences([SETTINGS, without("$NCCL_ALGO")], HOSTS, may_differ=["NCCL_ALGO"])
 
 
 def test_a_variable_that_is_missing_on_another_host() -> None:
@@ -47,10 +47,6 @@ def test_a_variable_that_is_missing_on_another_host() -> None:
     assert ".deepspeed_env" in said
     assert "NCCL_ALGO is Ring, but not set on rank 0" in refused(without("$NCCL_ALGO"), SETTINGS)
     assert "NCCL_SOCKET_IFNAME is not set, but set on rank 0" in refused(SETTINGS, without("$NCCL_SOCKET_IFNAME"))
-
-
-def test_what_may_differ() -> None:
-    refuse_differences([SETTINGS, without("$NCCL_ALGO")], HOSTS, may_differ=["NCCL_ALGO"])
 
 
 def test_no_value_of_a_secret_takes_part() -> None:
@@ -69,13 +65,9 @@ def test_another_recipe_and_other_code(tmp_path: Path) -> None:
     assert {name for name in one if one[name] != other[name]} == {"the recipe's train"}
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "loop.py").write_text("pass")
-    config, machine = (
-        load_config(ROOT / "recipes/tiny.toml", []),
-        load_machine_settings(ROOT / "ds_configs/zero3.json"),
-    )
-    found = settings_of({}, tmp_path, config, machine, {})["the code in trainer/"]
+    found = introduced({}, root=tmp_path)["the code in trainer/"]
     (tmp_path / "trainer" / "loop.py").write_text("pass\n")
-    assert settings_of({}, tmp_path, config, machine, {})["the code in trainer/"] != found
+    assert introduced({}, root=tmp_path)["the code in trainer/"] != found
 
 
 def rank_meets(device: object, folders: list[str], seconds: float) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Forked, kill_group, quiet_environment
+from tests.processes import Forked
 from trainer.errors import StepDropped
 from trainer.loop import stopping
 from trainer.loop.stopping import StopRequests
@@ -37,11 +37,8 @@ def wait_until(condition: object) -> None:
         time.sleep(0.005)
 
 
-def test_nothing_was_asked(requests: StopRequests) -> None:
-    assert not requests.pending() and not requests.grace_is_over()
-
-
 def test_a_file(requests: StopRequests, tmp_path: Path) -> None:
+    assert not requests.pending() and not requests.grace_is_over()
     (tmp_path / "STOP").touch()
     assert requests.pending() and not requests.grace_is_over()
 
@@ -82,14 +79,10 @@ def test_a_step_that_ends_in_time_is_not(requests: StopRequests, abandoned: thre
 def test_a_step_before_its_intent_is_dropped(requests: StopRequests) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     done = []
-
-    def slow_step() -> None:
+    with pytest.raises(StepDropped):  # noqa: PT012
         for number in requests.droppable(iter(range(1000))):
             done.append(number)
             time.sleep(0.05)
-
-    with pytest.raises(StepDropped):
-        slow_step()
     assert 1 <= len(done) < 100
 
 
@@ -101,10 +94,7 @@ def test_the_signals_are_given_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-class TestBeforeTraining:
-    """In a process of its own: the handlers stay."""
-
-    SCRIPT = """
+SCRIPT = """
 import os, sys, time, threading
 from trainer.loop.stopping import StopRequests, end_on_signals
 from pathlib import Path
@@ -121,48 +111,37 @@ lock = threading.Lock()
 lock.acquire()
 lock.acquire()  # blocked where no handler runs
 """
+"""Before training; in a process of its own, since the handlers stay."""
 
-    @pytest.fixture
-    def start(self, tmp_path: Path) -> Iterator[Callable[..., Forked]]:
-        """Runs SCRIPT with these arguments, after the lines `before`."""
-        started: list[Forked] = []
 
-        def run(*arguments: str | Path, before: str = "") -> Forked:
-            (tmp_path / "script.py").write_text(before + self.SCRIPT)
-            environment = quiet_environment(PYTHONPATH=str(ROOT))
-            started.append(Forked([tmp_path / "script.py", *arguments], stdout=tmp_path / "said", env=environment))
-            return started[-1]
+def test_what_a_shell_had_ignored_stays_ignored(start: Callable[..., Forked]) -> None:
+    process = start("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)" + SCRIPT, "setup")
+    process.wait_for_line("ready")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 7
 
-        yield run
-        for process in started:
-            kill_group(process)
 
-    def test_what_a_shell_had_ignored_stays_ignored(self, start: Callable[..., Forked]) -> None:
-        process = start("setup", before="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
-        process.wait_for_line("ready")
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 7
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
+)
+def test_a_signal_before_training_ends_it(start: Callable[..., Forked], number: signal.Signals) -> None:
+    process = start(SCRIPT, "setup")
+    process.wait_for_line("ready")
+    time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 7
 
-    @pytest.mark.parametrize(
-        "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
-    )
-    def test_a_signal_ends_it(self, start: Callable[..., Forked], number: signal.Signals) -> None:
-        process = start("setup")
-        process.wait_for_line("ready")
-        time.sleep(0.1)
-        process.send_signal(number)
-        assert process.wait(timeout=20) == 7
 
-    def test_training_takes_over_and_gives_back(self, start: Callable[..., Forked], tmp_path: Path) -> None:
-        process = start("training", tmp_path / "go")
-        process.wait_for_line("training")
-        process.send_signal(signal.SIGUSR1)
-        time.sleep(0.1)
-        (tmp_path / "go").touch()
-        process.wait_for_line("pending True")
-        process.wait_for_line("ready")
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=20) == 7
+def test_training_takes_over_and_gives_back(start: Callable[..., Forked], tmp_path: Path) -> None:
+    process = start(SCRIPT, "training", tmp_path / "go")
+    process.wait_for_line("training")
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.1)
+    (tmp_path / "go").touch()
+    process.wait_for_line("pending True")
+    process.wait_for_line("ready")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=20) == 7

@@ -31,7 +31,13 @@ def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: PrivacyPlan =
     for folder in ("private", "checkpoints"):
         (run / folder).mkdir(parents=True)
     (run / "private" / "metrics.jsonl").write_text(SECRET)
-    (run / "config.toml").write_text(to_toml(_with_plan(config, plan)))
+    # The recipe asks for this plan, as far as a recipe can.
+    names = ("enabled", "expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling")
+    asked = {name: getattr(plan, name) for name in names}
+    asked |= {"noise_multiplier": plan.noise_multiplier if plan.enabled else None, "target_epsilon": None}
+    sections = {"privacy": asked, "train": {"num_steps": plan.num_steps}}
+    stated = {name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()}
+    (run / "config.toml").write_text(to_toml(config.model_copy(update=stated)))
     ledger = Ledger.create(run / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({"commit": "abc"})
     for step in range(1, steps + 1):
@@ -39,7 +45,18 @@ def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: PrivacyPlan =
     seq, line_hash = ledger.position()
     task = make_task(config, ROOT)
     path = run / "checkpoints" / checkpoint_name(steps)
+    path.mkdir()
+    parameters = dict(task.build(torch.Generator().manual_seed(1)).named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    file = path / "rank-00000-of-00001.safetensors"
+    tensors = {f"param|{name}|0": p.detach().reshape(-1).clone() for name, p in parameters.items()}
+    tensors |= {f"average|{name}|0": p.detach().reshape(-1) + 1 for name, p in parameters.items()}
+    save_file(tensors, file)
     manifest = {
+        "format": FORMAT,
+        "step": steps,
         "run": config.name,
         "formal_guarantee": plan.formal_guarantee,
         "reasons": list(plan.reasons),
@@ -48,37 +65,13 @@ def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: PrivacyPlan =
         "training_data": {"provenance": "private"},
         **task.facts(),
         **facts,
+        "parameters": {name: list(p.shape) for name, p in parameters.items()},
+        "files": {file.name: file_digest(file)},
     }
-    write_checkpoint(path, task.build(torch.Generator().manual_seed(1)), manifest, steps)
+    (path / "manifest.json").write_text(json.dumps(sealed(manifest)))
     (run / "checkpoints" / "LATEST").write_text(path.name + "\n")
     ledger.release()
     return path
-
-
-def _with_plan(config: RunConfig, plan: PrivacyPlan) -> RunConfig:
-    """The recipe that asks for this plan, as far as a recipe can."""
-    names = ("enabled", "expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling")
-    privacy = {name: getattr(plan, name) for name in names}
-    privacy |= {"noise_multiplier": plan.noise_multiplier if plan.enabled else None, "target_epsilon": None}
-    sections = {"privacy": privacy, "train": {"num_steps": plan.num_steps}}
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()}
-    )
-
-
-def write_checkpoint(path: Path, model: torch.nn.Module, manifest: dict[str, Any], step: int) -> None:
-    path.mkdir(parents=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
-    parameters = dict(model.named_parameters())
-    tensors = {f"param|{name}|0": p.detach().reshape(-1).clone() for name, p in parameters.items()}
-    tensors |= {f"average|{name}|0": p.detach().reshape(-1) + 1 for name, p in parameters.items()}
-    save_file(tensors, path / "rank-00000-of-00001.safetensors")
-    files = {"rank-00000-of-00001.safetensors": file_digest(path / "rank-00000-of-00001.safetensors")}
-    shapes = {name: list(p.shape) for name, p in parameters.items()}
-    whole = sealed({"format": FORMAT, "step": step, **manifest, "parameters": shapes, "files": files})
-    (path / "manifest.json").write_text(json.dumps(whole))
 
 
 def deny(run: Path, **changes: Any) -> None:

@@ -1,7 +1,6 @@
 """What the trainer does around the steps of a run: requests to stop, checks, traces, metrics and held-out evaluation."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,7 +26,7 @@ def fit(training: Training) -> int:
         around.reporter.heldout(run.step)
     for _ in run.steps(around):
         if evaluates and run.step == train.num_steps:  # saved already, and not yet ended in the ledger
-            around.profiler.close()
+            around.end_trace()
             around.reporter.heldout(run.step)
     around.close()
     assert run.outcome is not None
@@ -41,7 +40,8 @@ class _Around(Watcher):
         run, train = training.run, training.config.train
         self._training, self._began = training, clock.now()
         self.reporter = StepReporter(training)
-        self.profiler = StepProfiler(run.folder.private / "profile", train.profile)
+        self._trace: profile | None = None
+        self._traced: list[int] = []  # steps
         words = (
             f"stopped: a step did not end within {train.grace_seconds:g} s of SIGTERM or SIGINT; it is abandoned, what the "
             "ledger charged for it stays charged, and the same command resumes from the newest checkpoint"
@@ -62,7 +62,7 @@ class _Around(Watcher):
     def take(
         self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
     ) -> StepRecord:
-        self.profiler.before(plan.step)
+        self._profile(plan.step)
         distributed.note_progress(plan.step)
         average = self._training.average
         with self._requests.step():
@@ -74,42 +74,29 @@ class _Around(Watcher):
 
     def close(self) -> None:
         """Writes what is still held, and gives the signals back."""
-        self.profiler.close()
+        self.end_trace()
         self.reporter.close()
         self._requests.close()
 
-
-class StepProfiler:
-    """Takes a trace of torch's profiler, for chrome://tracing or Perfetto. A trace holds times, so it is private.
-
-    Args:
-        folder: inside the trust boundary; takes `steps-FIRST-LAST-rank-RANK.json`.
-        steps: the first and the last step that it covers; None profiles nothing.
-    """
-
-    def __init__(self, folder: Path, steps: tuple[int, int] | None) -> None:
-        self._folder, self._steps = folder, steps
-        self._began_at = self._step = 0
-        self._profile: profile | None = None
-
-    def before(self, step: int) -> None:
-        """`step` begins."""
-        if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
-            self.close()
+    def _profile(self, step: int) -> None:
+        """Takes a trace of torch's profiler of the steps of train.profile, for chrome://tracing or Perfetto."""
+        steps = self._training.config.train.profile
+        if steps is None or not steps[0] <= step <= steps[1]:
+            self.end_trace()
             return
-        self._step = step
-        if self._profile is None:
+        self._traced.append(step)
+        if self._trace is None:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            self._profile = profile(activities=activities)
-            self._profile.start()
-            self._began_at = step
+            self._trace = profile(activities=activities)
+            self._trace.start()
 
-    def close(self) -> None:
-        """Writes the trace, if one is being taken; also of fewer steps, where the run stops between."""
-        if self._profile is None:
+    def end_trace(self) -> None:
+        """Writes the trace, if one is being taken; also of fewer steps, where the run stops between. Its times are private."""
+        if self._trace is None:
             return
-        self._profile.stop()
-        make_directory(self._folder, 0o700)
-        name = f"steps-{self._began_at}-{self._step}-rank-{collectives.rank()}.json"
-        self._profile.export_chrome_trace(str(self._folder / name))
-        self._profile = None
+        self._trace.stop()
+        folder = self._training.run.folder.private / "profile"
+        make_directory(folder, 0o700)
+        name = f"steps-{self._traced[0]}-{self._traced[-1]}-rank-{collectives.rank()}.json"
+        self._trace.export_chrome_trace(str(folder / name))
+        self._trace = None

@@ -5,13 +5,11 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
-from data.errors import DataError, DecodeError, ReadError
+from data.errors import DataError, DecodeError
 from data.examples.examples import CaptionExample, MakeExample
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
@@ -21,12 +19,9 @@ from data.reading.records import RemoteOptions
 from data.reading.staging import Staging, is_at_work, open_folder, require_room
 from data.reading.workers import copy_shards, worker_context
 from privacy.sampling.rows import shares_of_nodes
-from privacy.step.collectives import first_on_main, gather_objects, rank, say
+from privacy.step.collectives import first_on_main, rank, refuse_together, say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import RunConfig
-from trainer.errors import RemoteError
-
-T = TypeVar("T")
 
 STAGED = "staged-shards"
 """Folder in data.staging, which may be a place for everybody; it is private."""
@@ -90,17 +85,13 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
             )
         return open_folder(folder)
 
-    names = _on_every_rank(open_store)
+    names = refuse_together(open_store)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     nodes = tuple(numbers[name] for name in names)
     share = shares_of_nodes(nodes, len(table))[nodes[rank()]]
     shards, is_first = table.shards_of(share.start, share.stop), share.ranks[0] == rank()
 
-    def look_for_room() -> None:
-        if is_first:
-            require_room(folder, shards)
-
-    _on_every_rank(look_for_room)
+    refuse_together(lambda: require_room(folder, shards) if is_first else None)
     table.staging = Staging(str(folder), share.start, share.stop)
     if is_first:
         copying = worker_context().Process(target=copy_shards, args=(table,), daemon=True)
@@ -112,20 +103,6 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
         size, where = sum(shard.size for shard in shards) / 1e9, "nodes" if len(numbers) > 1 else "node"
         say(f"staging: {len(numbers)} {where}; this one needs {len(shards)} shards, {size:.3g} GB, in {folder}")
     return nodes
-
-
-def _on_every_rank(function: Callable[[], T]) -> list[T]:
-    """The results of all ranks, on each; an error of one of them is raised by all."""
-    try:
-        mine: tuple[T | None, str | None] = function(), None
-    except (DataError, ReadError) as error:
-        mine = None, str(error)
-    every = gather_objects(mine)
-    problems = {number: problem for number, (_, problem) in enumerate(every) if problem is not None}
-    if problems:
-        first = min(problems)
-        raise DataError(problems[first]) if rank() == first else RemoteError(problems[first], DataError.exit_code)
-    return [result for result, _ in every]  # type: ignore[misc]
 
 
 def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable | None:

@@ -153,8 +153,7 @@ class TrainerStart:
             self.require_sums_of_autograd,
             self.open_heldout,
             self.open_data,
-            self.look_at_data,
-            self.look_at_heldout,
+            self.look_at_examples,
             self.load_initial_weights,
         ]
 
@@ -257,23 +256,22 @@ class TrainerStart:
         self.table = training_table(self.config, self.folder, self.root)
         self.nodes = stage(self.table, self.config, self.root)
 
-    def look_at_data(self) -> None:
-        """Data of which most cannot be used would spend the budget on zero gradients."""
+    def look_at_examples(self) -> None:
+        """Data of which most cannot be used would spend the budget on zero gradients.
+
+        Held-out data that are public have other bytes than the training data, too.
+        """
         make_example = self.task.make_example(train=True)
         on_main(lambda: require_usable(self.table, make_example, self.config, key="data.shards"))
-
-    def look_at_heldout(self) -> None:
-        """The same of held-out data; those that are public have other bytes than the training data, too."""
         section, examples = self.config.heldout, self.heldout_examples
         if section is None or examples is None:
             return
         if section.is_public:
             first_on_main(lambda: require_other_bytes(examples, self.table))
-        make_example, count = self.task.make_example(train=False), section.num_examples
-        on_main(lambda: require_usable(examples, make_example, self.config, key="heldout.shards", count=count))
-        self.heldout = Heldout(
-            examples, self.task, num_examples=count, micro_batch_size=self.config.train.micro_batch_size
-        )
+        look, count = self.task.make_example(train=False), section.num_examples
+        on_main(lambda: require_usable(examples, look, self.config, key="heldout.shards", count=count))
+        size = self.config.train.micro_batch_size
+        self.heldout = Heldout(examples, self.task, num_examples=count, micro_batch_size=size)
 
     def load_initial_weights(self) -> None:
         """The named weights fit the model, and what a private run behind them spent is known."""
