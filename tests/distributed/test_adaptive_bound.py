@@ -82,7 +82,7 @@ def adaptive_run(
     return run, ledger, noise
 
 
-DRAWS = [0.3, -1.4, 0.05, 2.2, -0.7, 0.9]
+DRAWS = [0.3, -1.4, 2.2, -0.7]
 
 
 def rank_steps(
@@ -93,7 +93,7 @@ def rank_steps(
     resume_after: int | None,
     sharded: bool = False,
 ) -> Any:
-    """C and the published fraction of six steps; with `resume_after`, in two starts that share a manifest only."""
+    """C and the published fraction of four steps; with `resume_after`, in two starts that share a manifest only."""
     run, ledger, noise = adaptive_run(device, name, stage, DRAWS, sharded=sharded)
     published: list[dict[str, float]] = []
     draws = 0
@@ -115,12 +115,12 @@ def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
 
 
 def rank_alone(device: torch.device) -> list[Any]:
-    return [rank_steps(device, "local", 1, (7,), resume_after) for resume_after in (None, 3)]
+    return [rank_steps(device, "local", 1, (7,), resume_after) for resume_after in (None, 2)]
 
 
 @pytest.fixture(scope="module")
 def both(sums_products_in_all: None) -> Any:
-    """The six steps on one rank, at once and in two starts."""
+    """The four steps on one rank, at once and in two starts."""
     return run_ranks(f"{__name__}:rank_alone", 1)[0]
 
 
@@ -156,8 +156,8 @@ def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, 
 
 def test_a_resume_goes_on_with_the_same_bound_bit_by_bit(both: Any) -> None:
     alone, again = both
-    # The optimizer's moments are not part of this, so that weights differ after the fourth step.
-    assert again[0][:4] == alone[0][:4]
+    # The optimizer's moments are not part of this, so that weights differ after the third step.
+    assert again[0][:3] == alone[0][:3]
 
 
 @pytest.mark.parametrize("bound", [None, 0.0, math.nan, math.inf, C * 1e5, "0.5", 1])
