@@ -18,7 +18,7 @@ from privacy.step.adaptive_bound import MANIFEST_KEY, resumed_bound
 from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import StepRecord, train_step
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_engines import a_mechanism, build, micro_batches, pairs
+from tests.distributed.test_engines import NoLedger, a_mechanism, build, micro_batches, pairs
 from trainer.errors import ConfigError
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.3, 1.7)
@@ -26,21 +26,16 @@ C, SIGMA, BATCH_SIZE = 0.5, 1.1, 7
 BOUND, FRACTION = "privacy/clipping_bound", "privacy/noised_unclipped_fraction"
 
 
-class KeptLedger:
-    """Keeps the intents; `open` while one has no `done`."""
+class KeptLedger(NoLedger):
+    """Keeps the intents."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.intents: list[list[Release]] = []
-        self.open = False
 
-    def intent(self, step: int, *, releases: list[Release]) -> None:
-        assert not self.open
-        self.intents.append(list(releases))
-        self.open = True
-
-    def done(self, step: int, **noised: object) -> None:
-        assert self.open
-        self.open = False
+    def intent(self, step: int, **release: Any) -> None:
+        super().intent(step, **release)
+        self.intents.append(list(release["releases"]))
 
 
 class OnlyAfterAnIntent(SystemNoise):
@@ -51,7 +46,7 @@ class OnlyAfterAnIntent(SystemNoise):
         self.num_count_draws = 0
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        assert self._ledger.open, "noise is drawn before the intent is durable"
+        assert self._ledger.open_intent, "noise is drawn before the intent is durable"
         if count > 1:
             return torch.zeros(count, dtype=torch.float64)
         self.num_count_draws += 1
