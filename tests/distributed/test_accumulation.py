@@ -34,9 +34,7 @@ from tests.distributed.test_engines import (
 )
 
 ENGINES = [("deepspeed", 3), ("local", 1), ("fsdp", 3), ("deepspeed", 1), ("fairscale", 1)]
-every_engine = pytest.mark.parametrize(  # `make test` measures one that gathers weights
-    "engine", [ENGINES[0], *(pytest.param(engine, marks=pytest.mark.full) for engine in ENGINES[1:])]
-)
+"""`make test` measures the first, which gathers weights."""
 DEALS, PER_STEP = [(3, 1), (3, 0)], 2
 """Examples per rank, and micro-batches of a step: some with padding, some of padding alone."""
 NUM_PARAMETERS = 30_637
@@ -86,16 +84,8 @@ class CountingOpenBuckets(ShardedSums):
         return slot
 
 
-@pytest.fixture(scope="module")
-def operations(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    """All selected engines in one pair of processes: starting those is what costs."""
-    selected = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    engines = {call.params.get("engine") for call in selected if call is not None}
-    return run_ranks(f"{__name__}:rank_operations", 2, engines=[case for case in ENGINES if case in engines])
-
-
 def rank_operations(device: torch.device, engines: Sequence[tuple[str, int]]) -> dict[Any, Any]:
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for case in engines:
         found[case] = []
         for deal in DEALS:
@@ -106,7 +96,7 @@ def rank_operations(device: torch.device, engines: Sequence[tuple[str, int]]) ->
 
 def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
     """Of one step, by way of accumulation: ours, and all large ones that torch saw."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"open": 0}
     sharded: Any = partial(CountingOpenBuckets, bucket_coordinates=BUCKET)
     for way, accumulator, mode in [
         ("local", LocalSums, "bookkeeping"),
@@ -124,31 +114,37 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
         assert seen.count("reduce") == 0, "between CPUs a reduce-scatter is an exchange, and no engine reduces anything"
         found[way] = dict(traffic.collectives), dict(traffic.bytes), seen.count("alltoall"), seen.seen
         found["buckets"] = len(getattr(clipped.accumulator, "_buckets", ()))
-        found["open"] = getattr(clipped.accumulator, "most", 0)
+        found["open"] = max(found["open"], getattr(clipped.accumulator, "most", 0))
         clipped.detach()
     return found
 
 
-@every_engine
-def test_collectives_of_a_logical_batch(engine: tuple[str, int], operations: list[Any]) -> None:
-    uneven, empty = ([rank[engine][i] for rank in operations] for i in range(len(DEALS)))
-    first = uneven[0]
-    buckets = first["buckets"]
-    assert buckets >= 5
-    counts, num_bytes, exchanges, _ = first["local"]
-    assert counts["reduce_scatter"] == exchanges == 1
-    size = 8 * NUM_PARAMETERS  # in fp64; all but the own half is sent
-    assert 0 <= num_bytes["reduce_scatter"] - size / 2 <= 0.1 * size
-    for way in ("sharded", "two_pass"):
-        counts, num_bytes, exchanges, _ = first[way]
-        assert counts["reduce_scatter"] == PER_STEP * buckets
-        assert counts["exchange"] == buckets
-        assert counts["reduce_scatter"] <= exchanges <= counts["reduce_scatter"] + counts["exchange"]
-        assert 0 <= num_bytes["reduce_scatter"] - PER_STEP * size / 2 <= 8 * 2 * PER_STEP * buckets
-    for way, rank in itertools.product(("local", "sharded", "two_pass"), (0, 1)):  # whatever the data
-        assert uneven[rank][way] == empty[rank][way]
-        names = [[name for name, _ in seen[way][3]] for seen in (uneven[rank], first)]
-        assert names[0] == names[1]
+@pytest.mark.parametrize("engines", [ENGINES[:1], pytest.param(ENGINES, marks=pytest.mark.full)])
+def test_collectives_of_a_logical_batch(engines: list[tuple[str, int]]) -> None:
+    """No rank holds more than two buckets unsharded.
+
+    One in the order of the model; raw parameters of a module are used before its layers, but registered after them.
+    """
+    ranks = run_ranks(f"{__name__}:rank_operations", 2, engines=engines)
+    for engine in engines:
+        uneven, empty = ([rank[engine][i] for rank in ranks] for i in range(len(DEALS)))
+        assert all(0 < found["open"] <= 2 * BUCKET for found in (*uneven, *empty))
+        first, buckets = uneven[0], uneven[0]["buckets"]
+        assert buckets >= 5
+        counts, num_bytes, exchanges, _ = first["local"]
+        assert counts["reduce_scatter"] == exchanges == 1
+        size = 8 * NUM_PARAMETERS  # in fp64; all but the own half is sent
+        assert 0 <= num_bytes["reduce_scatter"] - size / 2 <= 0.1 * size
+        for way in ("sharded", "two_pass"):
+            counts, num_bytes, exchanges, _ = first[way]
+            assert counts["reduce_scatter"] == PER_STEP * buckets
+            assert counts["exchange"] == buckets
+            assert counts["reduce_scatter"] <= exchanges <= counts["reduce_scatter"] + counts["exchange"]
+            assert 0 <= num_bytes["reduce_scatter"] - PER_STEP * size / 2 <= 8 * 2 * PER_STEP * buckets
+        for way, rank in itertools.product(("local", "sharded", "two_pass"), (0, 1)):  # whatever the data
+            assert uneven[rank][way] == empty[rank][way]
+            names = [[name for name, _ in seen[way][3]] for seen in (uneven[rank], first)]
+            assert names[0] == names[1]
 
 
 def random_layout(shapes: Mapping[str, torch.Size], world_size: int, rng: random.Random) -> ShardLayout:
@@ -205,10 +201,3 @@ def _random_sums(device: torch.device, seed: int) -> float:
 def test_any_layout_order_and_missing_contribution(world_size: int, count: int) -> None:
     for errors in run_ranks(f"{__name__}:rank_random_sums", world_size, seeds=range(count)):
         assert max(errors[1::2]) < 1e-14 and 0 < max(errors) < 1e-9  # fp64, and whole numbers
-
-
-@every_engine
-def test_no_rank_holds_more_than_two_buckets_unsharded(engine: tuple[str, int], operations: list[Any]) -> None:
-    """One in the order of the model; raw parameters of a module are used before its layers, but registered after them."""
-    for found in (one for rank in operations for one in rank[engine]):
-        assert 0 < found["open"] <= 2 * BUCKET

@@ -119,11 +119,6 @@ def both(sums_products_in_all: None) -> Any:
     return run_ranks(f"{__name__}:rank_alone", 1)[0]
 
 
-@pytest.fixture
-def alone(both: Any) -> Any:
-    return both[0]
-
-
 @pytest.mark.parametrize(
     ("name", "stage", "sharded"),
     [
@@ -133,9 +128,10 @@ def alone(both: Any) -> Any:
         pytest.param("fsdp", 3, True, marks=pytest.mark.full),
     ],
 )
-def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, sharded: bool, alone: Any) -> None:
+def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, sharded: bool, both: Any) -> None:
     options = {"name": name, "stage": stage, "sharded": sharded, "counts": (5, 2), "resume_after": None}
     first, second = run_ranks(f"{__name__}:rank_steps", 2, **options)
+    alone, _ = both
     assert first[:2] == second[:2], "ranks hold different bounds"
     close(alone[0], first[0])
     assert (alone[2], first[2], second[2]) == (len(DRAWS), len(DRAWS), 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.step import Workload, flops, largest_micro_batch, make_step, matrix_peak
+from benchmarks.step import Workload, largest_micro_batch, make_step, matrix_peak
 from tests.gpu.checks import Check, Setting
 from trainer.planner.probe import count_flops
 
@@ -33,7 +33,7 @@ def checks(setting: Setting) -> Iterator[Check]:
             f"bookkeeping <= {MOST_TIME}" if is_target else "for the record",
         )  # fmt: skip
         yield Check(f"examples per second, {name}", True, per_second, "for the record")
-        useful = flops("non_private", workload, torch.device("meta"), dtype)
+        useful = count_flops(make_step("non_private", workload, torch.device("meta"), dtype))
         ratio = {m: count_flops(make_step(m, workload, torch.device("meta"), dtype)) / useful for m in MODES}
         yield Check(f"FLOPs, {name}", ratio["bookkeeping"] < 1.2, ratio, "bookkeeping < 1.2")
         if not setting.is_cuda:

@@ -488,16 +488,22 @@ def test_a_right_model_passes_at_the_size_of_the_run(run: str, size: int) -> Non
     check_at_size(inputs={"ids": IDS}, size=size, **RUNS[run]())
 
 
+def weights(change: Callable[[OuterProducts, Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Contributions count with other weights than those of their norms."""
+    add = OuterProducts.add_weighted
+    return lambda patch: patch.setattr(
+        OuterProducts, "add_weighted", lambda self, weight_B, slot: add(self, change(self, weight_B), slot)
+    )
+
+
 def late_rows(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        add = OuterProducts.add_weighted
+    return weights(lambda _, weight_B: torch.cat([weight_B[:64], change(weight_B[64:])]))
 
-        def wrong(self: OuterProducts, weight_B: Tensor, slot: Any) -> None:
-            add(self, torch.cat([weight_B[:64], change(weight_B[64:])]), slot)
 
-        patch.setattr(OuterProducts, "add_weighted", wrong)
-
-    return plant
+def rounded_in_bf16(part: OuterProducts, weight_B: Tensor) -> Tensor:
+    """To a power of two."""
+    rounded_B = weight_B.log2().round().exp2().masked_fill(weight_B == 0, 0)
+    return rounded_B if part.a_BTd.dtype == torch.bfloat16 else weight_B
 
 
 def late_norms(patch: pytest.MonkeyPatch) -> None:
@@ -531,17 +537,6 @@ def later_micro_batches(change: Callable[[accumulators.Total], object]) -> Calla
     return plant
 
 
-def in_bf16(patch: pytest.MonkeyPatch) -> None:
-    """A factor that is rounded to a power of two."""
-    add = OuterProducts.add_weighted
-
-    def wrong(self: OuterProducts, weight_B: Tensor, slot: Any) -> None:
-        is_narrow = self.a_BTd.dtype == torch.bfloat16
-        add(self, weight_B.log2().round().exp2().masked_fill(weight_B == 0, 0) if is_narrow else weight_B, slot)
-
-    patch.setattr(OuterProducts, "add_weighted", wrong)
-
-
 def under_a_compiler(patch: pytest.MonkeyPatch) -> None:
     """A tap in a compiled block reports half of the gradient."""
     call = recorder.Call
@@ -559,7 +554,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "the second fp32 sum is lost": (second_sum_alone, "fp32"),
     "a second micro-batch replaces the first": (later_micro_batches(lambda t: t.low.zero_()), "fp32"),
     "a second micro-batch doubles the first": (later_micro_batches(lambda t: t.low.mul_(2)), "two_pass"),
-    "in bf16": (in_bf16, "bf16"),
+    "in bf16": (weights(rounded_in_bf16), "bf16"),
     "under a compiler": (under_a_compiler, "compiled"),
     "under a compiler in bf16": (under_a_compiler, "compiled bf16"),
 }
