@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from privacy.clipping import clipped_sum
 from privacy.ledger.records import read_ledger
 from tests.distributed import test_chain
 from tests.distributed.ranks import free_port
@@ -83,17 +84,11 @@ def _chain(setting: Setting) -> Iterator[Check]:
 
 def _link(engine: str, device: str, folder: Path, scratch: Path) -> tuple[test_chain.State, test_chain.State]:
     arguments = {"engine": engine, "optimizer": "adamw", "folder": folder, "num_steps": test_chain.STEPS_PER_LINK}
-    (scratch / "arguments").write_bytes(pickle.dumps(arguments))
-    ranks = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    (scratch / "arguments").write_bytes(pickle.dumps((arguments, clipped_sum.WRITTEN_ENTRIES)))
     subprocess.run(
         [sys.executable, "-m", "tests.distributed.ranks", "tests.distributed.test_chain:rank_link", str(scratch)],
-        cwd=ROOT, env=environment(device, **ranks), check=True, timeout=WITHIN,
+        cwd=ROOT, env=environment(device, **alone, MASTER_PORT=str(free_port())), check=True, timeout=WITHIN,
     )  # fmt: skip
     # The file was written by the process above, in a folder that this program made.
     before, after = pickle.loads((scratch / "result-0").read_bytes())
