@@ -1,5 +1,6 @@
-"""Local and sharded accumulation: the same sums, the promised collectives and no others, nothing before the intent.
+"""Local and sharded accumulation: the promised collectives and no others, nothing before the intent; sums of any layout.
 
+test_parity.py has the steps of both under every engine, test_certified.py their equal bits.
 Collectives are counted twice: by the trainer's own counter and, independently of who issues them, where torch dispatches them.
 """
 
@@ -13,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import Grid, LocalSums, Slot
 from privacy.noise import SystemNoise
 from privacy.step import collectives
-from privacy.step.engine import GradShard, Piece, ShardLayout, even_layout
-from privacy.step.reduction import reduce_to_owners
+from privacy.step.engine import Piece, ShardLayout, even_layout
 from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
@@ -33,40 +34,35 @@ from tests.distributed.test_engines import (
 )
 
 ENGINES = [("deepspeed", 3), ("local", 1), ("fsdp", 3), ("deepspeed", 1), ("fairscale", 1)]
-every_engine = pytest.mark.parametrize(  # `make test` measures one that gathers weights
-    "engine", [ENGINES[0], *(pytest.param(engine, marks=pytest.mark.full) for engine in ENGINES[1:])]
-)
+"""`make test` measures the first, which gathers weights."""
 DEALS, PER_STEP = [(3, 1), (3, 0)], 2
 """Examples per rank, and micro-batches of a step: some with padding, some of padding alone."""
 NUM_PARAMETERS = 30_637
 BUCKET = 5000
 """Coordinates: several buckets for the tiny captioner."""
 
-Sums = dict[tuple[str, int], Tensor]
-
 
 class Collectives(TorchDispatchMode):
-    """Counts torch's collectives on more than 100 numbers; control messages and statistics are smaller."""
+    """Torch's own collectives in this thread, whoever calls them: (name, largest tensor), from this many numbers on.
 
-    def __init__(self) -> None:
+    Control messages and statistics are of 100 numbers or fewer.
+    """
+
+    def __init__(self, least: int = 101) -> None:
         super().__init__()
         self.seen: list[tuple[str, int]] = []
+        self.least = least
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            largest = max((t.numel() for t in _tensors(args)), default=0)
-            if largest > 100:
-                self.seen.append((function.__name__.split(".")[0].strip("_"), largest))
+        name = function.__name__.split(".")[0].strip("_")
+        if function.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            largest = max((x.numel() for x in tree_leaves(args) if isinstance(x, Tensor)), default=0)
+            if largest >= self.least:
+                self.seen.append((name, largest))
         return function(*args, **(kwargs or {}))
 
     def count(self, word: str) -> int:
         return sum(word in name for name, _ in self.seen)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
 
 
 class StrictLedger(NoLedger):
@@ -88,43 +84,24 @@ class CountingOpenBuckets(ShardedSums):
         return slot
 
 
-def sharded(bucket: int = BUCKET) -> Any:
-    return partial(CountingOpenBuckets, bucket_coordinates=bucket)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """All selected engines and all measurements in one pair of processes: starting those is what costs."""
-    selected = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    engines = {call.params.get("engine") for call in selected if call is not None}
-    return run_ranks(f"{__name__}:rank_everything", 2, engines=[case for case in ENGINES if case in engines])
-
-
-def rank_everything(device: torch.device, engines: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"collectives": {}, "sums": {}}
+def rank_operations(device: torch.device, engines: Sequence[tuple[str, int]]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
     for case in engines:
-        found["collectives"][case] = []
+        found[case] = []
         for deal in DEALS:
             engine = build(device, *case)  # ZeRO-3 gathers in another order once it has seen a step
-            found["collectives"][case].append(_collectives(engine, deal))
-        most = found["sums"][case, "open"] = []
-        # With padding on one rank and nothing on the other.
-        found["sums"][case] = _sums(engine, DEALS[-1], most, one_bucket=case == ENGINES[0])
+            found[case].append(_collectives(engine, deal))
     return found
-
-
-@pytest.fixture
-def operations(two_ranks: list[dict[str, Any]]) -> list[Any]:
-    return [rank["collectives"] for rank in two_ranks]
 
 
 def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
     """Of one step, by way of accumulation: ours, and all large ones that torch saw."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"open": 0}
+    sharded: Any = partial(CountingOpenBuckets, bucket_coordinates=BUCKET)
     for way, accumulator, mode in [
         ("local", LocalSums, "bookkeeping"),
-        ("sharded", sharded(), "bookkeeping"),
-        ("two_pass", sharded(), "two_pass"),
+        ("sharded", sharded, "bookkeeping"),
+        ("two_pass", sharded, "two_pass"),
     ]:
         clipped = ClippedSum(
             engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, mode=mode, self_check=False
@@ -137,75 +114,37 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
         assert seen.count("reduce") == 0, "between CPUs a reduce-scatter is an exchange, and no engine reduces anything"
         found[way] = dict(traffic.collectives), dict(traffic.bytes), seen.count("alltoall"), seen.seen
         found["buckets"] = len(getattr(clipped.accumulator, "_buckets", ()))
+        found["open"] = max(found["open"], getattr(clipped.accumulator, "most", 0))
         clipped.detach()
     return found
 
 
-@every_engine
-def test_collectives_of_a_logical_batch(engine: tuple[str, int], operations: list[Any]) -> None:
-    uneven, empty = ([rank[engine][i] for rank in operations] for i in range(len(DEALS)))
-    first = uneven[0]
-    buckets = first["buckets"]
-    assert buckets >= 5
-    counts, num_bytes, exchanges, _ = first["local"]
-    assert counts["reduce_scatter"] == exchanges == 1
-    size = 8 * NUM_PARAMETERS  # in fp64; all but the own half is sent
-    assert 0 <= num_bytes["reduce_scatter"] - size / 2 <= 0.1 * size
-    for way in ("sharded", "two_pass"):
-        counts, num_bytes, exchanges, _ = first[way]
-        assert counts["reduce_scatter"] == PER_STEP * buckets
-        assert counts["exchange"] == buckets
-        assert counts["reduce_scatter"] <= exchanges <= counts["reduce_scatter"] + counts["exchange"]
-        assert 0 <= num_bytes["reduce_scatter"] - PER_STEP * size / 2 <= 8 * 2 * PER_STEP * buckets
-    for way, rank in itertools.product(("local", "sharded", "two_pass"), (0, 1)):  # whatever the data
-        assert uneven[rank][way] == empty[rank][way]
-        names = [[name for name, _ in seen[way][3]] for seen in (uneven[rank], first)]
-        assert names[0] == names[1]
+@pytest.mark.parametrize("engines", [ENGINES[:1], pytest.param(ENGINES, marks=pytest.mark.full)])
+def test_collectives_of_a_logical_batch(engines: list[tuple[str, int]]) -> None:
+    """No rank holds more than two buckets unsharded.
 
-
-def shards_of(shards: Sequence[GradShard]) -> Sums:
-    return {(s.name, s.offset): s.values.clone() for s in shards}
-
-
-@pytest.fixture
-def sums(two_ranks: list[dict[str, Any]]) -> list[Any]:
-    return [rank["sums"] for rank in two_ranks]
-
-
-def _sums(engine: Any, deal: tuple[int, ...], most: list[int], *, one_bucket: bool) -> dict[str, Sums]:
-    """Two logical batches with the same accumulator: the second starts from zero."""
-    ways: list[tuple[str, Any, Any]] = [
-        ("local", "bookkeeping", LocalSums),
-        ("buckets", "bookkeeping", sharded()),
-        ("two_pass", "two_pass", sharded()),
-    ]
-    if one_bucket:
-        ways.append(("one bucket", "bookkeeping", ShardedSums))
-    found = {}
-    for way, mode, accumulator in ways:
-        clipped = ClippedSum(
-            engine.module, 0.7, shapes=engine.shapes, accumulator=accumulator, mode=mode, self_check=False
-        )  # type: ignore[arg-type]
-        for batch in micro_batches(pairs(), deal)[:1]:
-            clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
-        clipped.zero_()
-        for batch in micro_batches(pairs(), deal)[:PER_STEP]:
-            clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
-        found[way] = shards_of(reduce_to_owners(clipped, engine.layout))
-        if isinstance(clipped.accumulator, CountingOpenBuckets):
-            most.append(clipped.accumulator.most)
-        clipped.detach()
-    return found
-
-
-@every_engine
-def test_sharded_sums_equal_local_ones(engine: tuple[str, int], sums: list[Any]) -> None:
-    for found in (rank[engine] for rank in sums):
-        for way, shards in found.items():
-            assert list(shards) == list(found["local"]), way
-            for key, values in shards.items():
-                assert values.dtype == torch.float64
-                torch.testing.assert_close(values, found["local"][key], rtol=1e-5, atol=1e-7, msg=f"{way} {key}")
+    One in the order of the model; raw parameters of a module are used before its layers, but registered after them.
+    """
+    ranks = run_ranks(f"{__name__}:rank_operations", 2, engines=engines)
+    for engine in engines:
+        uneven, empty = ([rank[engine][i] for rank in ranks] for i in range(len(DEALS)))
+        assert all(0 < found["open"] <= 2 * BUCKET for found in (*uneven, *empty))
+        first, buckets = uneven[0], uneven[0]["buckets"]
+        assert buckets >= 5
+        counts, num_bytes, exchanges, _ = first["local"]
+        assert counts["reduce_scatter"] == exchanges == 1
+        size = 8 * NUM_PARAMETERS  # in fp64; all but the own half is sent
+        assert 0 <= num_bytes["reduce_scatter"] - size / 2 <= 0.1 * size
+        for way in ("sharded", "two_pass"):
+            counts, num_bytes, exchanges, _ = first[way]
+            assert counts["reduce_scatter"] == PER_STEP * buckets
+            assert counts["exchange"] == buckets
+            assert counts["reduce_scatter"] <= exchanges <= counts["reduce_scatter"] + counts["exchange"]
+            assert 0 <= num_bytes["reduce_scatter"] - PER_STEP * size / 2 <= 8 * 2 * PER_STEP * buckets
+        for way, rank in itertools.product(("local", "sharded", "two_pass"), (0, 1)):  # whatever the data
+            assert uneven[rank][way] == empty[rank][way]
+            names = [[name for name, _ in seen[way][3]] for seen in (uneven[rank], first)]
+            assert names[0] == names[1]
 
 
 def random_layout(shapes: Mapping[str, torch.Size], world_size: int, rng: random.Random) -> ShardLayout:
@@ -262,10 +201,3 @@ def _random_sums(device: torch.device, seed: int) -> float:
 def test_any_layout_order_and_missing_contribution(world_size: int, count: int) -> None:
     for errors in run_ranks(f"{__name__}:rank_random_sums", world_size, seeds=range(count)):
         assert max(errors[1::2]) < 1e-14 and 0 < max(errors) < 1e-9  # fp64, and whole numbers
-
-
-@every_engine
-def test_no_rank_holds_more_than_two_buckets_unsharded(engine: tuple[str, int], sums: list[Any]) -> None:
-    """One in the order of the model; raw parameters of a module are used before its layers, but registered after them."""
-    for rank in sums:
-        assert 0 < max(rank[engine, "open"]) <= 2 * BUCKET

@@ -22,6 +22,7 @@ from tests.distributed.test_engines import (
     micro_batches,
     pairs,
     tiny_captioner,
+    whole_parameters,
 )
 from tests.distributed.test_parity import ENGINES, MAX_GRAD_NORM, OPTIMIZERS, SIGMA, NamedNoise
 from tests.privacy.clipping import oracle
@@ -67,15 +68,10 @@ def rank_link(device: torch.device, engine: str, optimizer: str, folder: Path, n
 
 
 def whole_state(engine: Engine) -> State:
-    """Master weights and moments put together from all ranks' pieces: (kind, parameter) -> flat tensor."""
-    mine = [(s.piece, {kind: part.clone().cpu() for kind, part in s.tensors.items()}) for s in engine.state()]
-    out: State = {}
-    for pieces in collectives.gather_objects(mine):
-        for piece, tensors in pieces:
-            for kind, part in tensors.items():
-                empty = torch.full((engine.shapes[piece.name].numel(),), torch.nan)
-                out.setdefault((kind, piece.name), empty)[piece.offset : piece.offset + piece.length] = part
-    return out
+    """Master weights and moments put together from all ranks' pieces, by kind and parameter; a fresh engine has no moments."""
+    mine = {kind for shard in engine.state() for kind in shard.tensors}
+    kinds = sorted(set().union(*collectives.gather_objects(mine)))
+    return {(kind, name): whole for kind in kinds for name, whole in whole_parameters(engine, kind).items()}
 
 
 def equal_bits(left: State, right: State) -> bool:

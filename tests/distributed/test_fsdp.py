@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
@@ -17,6 +16,7 @@ from privacy.step import collectives
 from privacy.step.engine import Engine, Piece
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_accumulation import Collectives
 from tests.distributed.test_engines import (
     a_mechanism,
     machine_settings,
@@ -96,26 +96,13 @@ def test_contract_7_replicas_take_the_noise_from_its_owner(two_ranks: list[tuple
     assert all(not torch.equal(first[1][name], first[2][name]) for name in start)
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts torch's own collectives in this thread, whoever calls them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _collectives(device: torch.device, engine: str) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives while gradients are computed, and the units whose weights are whole afterwards and after the step."""
     wrapped = build(device, engine)
     clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes, self_check=False)
     batches = micro_batches(pairs(), (5, 2))
     assert len(batches) == NUM_MICRO_BATCHES
-    with CollectiveCounter() as counter:
+    with Collectives(least=0) as counter:
         for batch in batches:
             clipped.add_micro_batch(wrapped.module, batch.inputs, batch.is_padding_B)
     assert all(parameter.grad is None for parameter in wrapped.module.parameters())
@@ -126,7 +113,7 @@ def _collectives(device: torch.device, engine: str) -> tuple[dict[str, int], dic
         wrapped.module(**pairs(2))
     a_noisy_step(wrapped, 2)
     raw_shards(wrapped)
-    return dict(counter.counts), whole
+    return Counter(name for name, _ in counter.seen), whole
 
 
 def gathered_units(model: nn.Module) -> int:

@@ -17,7 +17,6 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
 from privacy.step import collectives
-from privacy.step.engine import Engine
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
@@ -98,19 +97,13 @@ def _steps(device: torch.device, engine_name: str, mode: str) -> dict[str, Any]:
     assert states <= set(engine.shapes) and all(
         p.grad is None for p in engine.module.parameters() if not p.requires_grad
     )
-    return {"trained": whole_parameters(engine), "frozen": whole_frozen(engine), "logits": logits.clone()}
-
-
-def whole_frozen(engine: Engine) -> dict[str, Tensor]:
-    frozen = {name: p for name, p in engine.module.named_parameters() if not p.requires_grad}
-    return {name: _whole(parameter).detach().clone() for name, parameter in frozen.items()}
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor()
-    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        return parameter.detach().clone()
+    frozen = {}
+    for parameter_name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                frozen[parameter_name] = whole.detach().clone()
+    return {"trained": whole_parameters(engine), "frozen": frozen, "logits": logits.clone()}
 
 
 @pytest.fixture(scope="module", params=[REDUCED, pytest.param(ALL, marks=pytest.mark.full)], ids=["reduced", "all"])

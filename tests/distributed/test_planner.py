@@ -37,11 +37,11 @@ def settings(name: str) -> MachineSettings:
 
 
 def on_rank(device: torch.device, accumulation: str) -> list[Found]:
-    return [_one(device, engine, name, ACCUMULATORS[accumulation]) for engine, name in CASES]
+    """What this rank holds and sends in each case, without a micro-batch: that depends on shapes alone."""
+    return [_one(device, *case, ACCUMULATORS[accumulation]) for case in CASES]
 
 
 def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> Found:
-    """What this rank holds and sends, without a micro-batch: that depends on shapes alone."""
     engine: Any = build_engine(name, fresh_captioner(), OPTIMIZER, settings(ds_config), device, 2)  # type: ignore[arg-type]
     clipped = ClippedSum(
         engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, cap=CAP, rows=CAP, self_check=False

@@ -15,11 +15,10 @@ from tests.processes import ROOT, quiet_environment
 FULL = pytest.mark.full
 
 
-@pytest.mark.parametrize("part", [*PARTS, "pauses"])
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_can_be_imported(part: str) -> None:
     """Here and in every `make test`; the others run them."""
-    module = importlib.import_module(f"tests.gpu.{part}")
-    assert callable(getattr(module, "checks", None) or module.main)
+    assert callable(importlib.import_module(f"tests.gpu.{part}").checks)
 
 
 WRONG_FACTOR = """

@@ -21,12 +21,10 @@ def plain_decoder(
     length, width = len(tokens_L), decoder.width
 
     def linear(name: str, x: Tensor) -> Tensor:
-        return x @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0.0)
+        return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
 
     def norm(name: str, x: Tensor) -> Tensor:
-        centred = x - x.mean(dim=1, keepdim=True)
-        scaled = centred / (centred.square().mean(dim=1, keepdim=True) + decoder.norm_eps).sqrt()
-        return scaled * p[f"{name}.weight"] + p[f"{name}.bias"]
+        return F.layer_norm(x, (width,), p[f"{name}.weight"], p[f"{name}.bias"], decoder.norm_eps)
 
     def branch(index: int, kind: int, x: Tensor) -> Tensor:
         block = f"decoder.blocks.{index}"

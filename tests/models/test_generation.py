@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.captioner import Captioner
 from models.generation import IncrementalDecoder, beam_captions, greedy_captions
-from tests.models.tiny import VOCAB, tiny_captioner, tiny_config
+from tests.models.tiny import VOCAB, tiny_captioner
 
 VARIANTS = [
     {},
@@ -56,11 +56,18 @@ def test_every_token_of_a_tree_is_what_its_path_alone_gives(overrides: dict[str,
 
 @pytest.mark.parametrize("overrides", VARIANTS)
 def test_one_beam_is_greedy(overrides: dict[str, object]) -> None:
-    model, images_BCHW = peaked(**overrides), images(40)
+    """A token a call, whatever ends when: ranks that gather weights in each call make equally many."""
+    model, images_BCHW, calls = peaked(**overrides), images(40), list[int]()
+    model.register_forward_hook(lambda _model, arguments, _out: calls.append(arguments[1].shape[1]))
     expected_BL = greedy_captions(model, images_BCHW, max_tokens=8)
+    assert calls == list(range(1, 9))
     found = beam_captions(model, images_BCHW, max_tokens=8)
     torch.testing.assert_close(found.tokens_BL, expected_BL)
     assert (expected_BL == model.config.pad_id).any(), "no caption ended: the test shows less than it should"
+    with torch.no_grad():
+        model.decoder.head.bias[model.config.eos_id] += 1e4
+    only_ends_BL = greedy_captions(model, images_BCHW, max_tokens=8)
+    assert len(calls) == 16 and (only_ends_BL[:, 0] == model.config.eos_id).all() and not only_ends_BL[:, 1:].any()
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, pytest.param(1.0, marks=pytest.mark.full)])
@@ -95,27 +102,3 @@ def test_numbers_out_of_range_are_refused(max_tokens: int) -> None:
         beam_captions(model, images_BCHW, max_tokens=9)
     with pytest.raises(ValueError, match="num_beams"):
         beam_captions(model, images_BCHW, max_tokens=3, num_beams=0)
-
-
-class Scripted(nn.Module):
-    """Says `script[i]` to image i, one token per call, and counts its calls."""
-
-    def __init__(self, script: list[list[int]]) -> None:
-        super().__init__()
-        self.script_BL = torch.tensor(script)
-        self.num_calls = 0
-        self.config = tiny_config()
-
-    def forward(self, images_BCHW: torch.Tensor, tokens_BL: torch.Tensor, output: str) -> torch.Tensor:
-        self.num_calls += 1
-        assert output == "logits" and tokens_BL.shape[1] == self.num_calls
-        return nn.functional.one_hot(self.script_BL[:, : self.num_calls], VOCAB).float()
-
-
-def test_padding_follows_the_end_and_calls_do_not_depend_on_it() -> None:
-    for script in ([[4, 5, 2, 9, 9], [2, 9, 9, 9, 9]], [[4, 4, 4, 4, 4], [5, 5, 5, 5, 2]], [[2] * 5, [2] * 5]):
-        model = Scripted(script)
-        tokens_BL = greedy_captions(model, torch.zeros(2, 3, 16, 16), max_tokens=5)
-        expected = [row[: row.index(2) + 1] if 2 in row else row for row in script]
-        assert tokens_BL.tolist() == [row + [0] * (5 - len(row)) for row in expected]
-        assert model.num_calls == 5

@@ -1,4 +1,4 @@
-"""What clipping costs in FLOPs, counted by torch on the meta device; and that the profile adds up."""
+"""What clipping costs in FLOPs, counted by torch on the meta device."""
 
 import pytest
 import torch

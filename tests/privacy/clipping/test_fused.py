@@ -130,9 +130,10 @@ def test_contract_4_norms_of_strips_and_parts(dtype: torch.dtype, on_matrix_unit
         check_norm(a.to(dtype), g.to(dtype))
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_contract_4_compiled_norms(count: int, on_matrix_units: None, compiles: set[str]) -> None:
-    for a, g in cases(SHAPES[:count]):
+@pytest.mark.full
+def test_contract_4_compiled_norms(on_matrix_units: None, compiles: set[str]) -> None:
+    """`make test` has those of a whole model, below."""
+    for a, g in cases(SHAPES[:2]):
         check_norm(a.bfloat16(), g.bfloat16())
     assert compiles == {"_strip", "_norm_of_strips"}
 
@@ -169,6 +170,7 @@ def unit_sum(products: np.ndarray) -> np.ndarray:
     return total
 
 
+@pytest.mark.full
 def test_compiled_norm_layers_repeat_their_bits(compiles: set[str]) -> None:
     """Shapes that another graph would fit as well come between the two calls: two_pass sums what the second of them gives."""
     torch.manual_seed(0)

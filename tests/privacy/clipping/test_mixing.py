@@ -6,6 +6,7 @@ large. A mechanism over the tokens of each example is right, at any strength.
 """
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -209,9 +210,9 @@ RIGHT: dict[str, Callable[[Around, Tensor], Tensor]] = {
 
 
 def cases(names: Iterable[str], seed: int, *, every: bool) -> list[tuple[str, float, bool, bool]]:
-    """(mechanism, strength, words or not, fp32 inside or not): all of them, or each with one strength."""
+    """(mechanism, strength, words or not, fp32 inside or not): all of them, or each in two ways with one strength."""
     draw = random.Random(seed)
-    ways = [(words, narrow) for words in (False, True) for narrow in (False, True)]
+    ways = list(itertools.product((False, True), repeat=2)) if every else [(False, False), (True, True)]
     return [
         (name, s, *way) for name in names for way in ways for s in (STRENGTHS if every else [draw.choice(STRENGTHS)])
     ]

@@ -72,10 +72,11 @@ def test_equals_the_loop_in_float64(name: str, mode: Mode) -> None:
     assert all(total.abs().max() > 0 for total in sums.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["bookkeeping", pytest.param("two_pass", marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "captioner"])
 def test_contract_4_one_image_moves_the_sum_by_at_most_c(name: str, dtype: torch.dtype, mode: Mode) -> None:
+    """The captioner: test_sensitivity.py, and every variant of it in tests/models/test_captioner_variants.py."""
     (model, base), moved = cast(MODELS[name](), dtype), 0
     for image in (1e4, -1e-4, float("nan"), float("inf"), 1000.0):
         example = {name: x[2:3].clone() for name, x in base.items()}

@@ -51,18 +51,13 @@ def test_contract_6_norms_and_sums_are_fp32_and_the_model_keeps_its_setting(
     assert seen == {"model": {precision}, "norms": {"highest"}, "sums": {"highest"}}
 
 
-def test_allow_tf32_is_lifted_too() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = True
-    with exact(CPU):
-        assert not torch.backends.cuda.matmul.allow_tf32
-    assert torch.backends.cuda.matmul.allow_tf32
-
-
-def test_the_setting_is_put_back_after_an_error() -> None:
+def test_settings_are_lifted_and_put_back_after_an_error_too() -> None:
     torch.set_float32_matmul_precision("high")
-    with pytest.raises(ZeroDivisionError), exact(CPU):
+    torch.backends.cuda.matmul.allow_tf32 = True
+    with pytest.raises(ZeroDivisionError), exact(CPU):  # noqa: PT012  # the setting inside is looked at first
+        assert not torch.backends.cuda.matmul.allow_tf32
         raise ZeroDivisionError
-    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() == "high"
 
 
 @pytest.mark.parametrize("place", ["cuda.matmul", "mkldnn.matmul"])

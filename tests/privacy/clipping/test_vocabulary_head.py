@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from models.captioner import build_captioner
@@ -16,8 +18,6 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 from privacy.releases import SENSITIVITY_SLACK
-from tests.models.largest_tensor import LargestTensor
-from tests.models.tiny import tiny_batch, tiny_captioner
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_sensitivity import change
 
@@ -79,6 +79,7 @@ def test_a_frozen_half_of_the_head(frozen: str) -> None:
     model, inputs = language()
     model.get_parameter(frozen).requires_grad_(False)
     assert oracle.error(model, inputs) < 1e-9
+    check_against_autograd(model, inputs)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -101,19 +102,23 @@ def test_under_autocast_the_same_scores_are_computed_again() -> None:
     assert oracle.error(model, inputs, task=task) <= 1e-2
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(30, marks=pytest.mark.full)])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "folded"])
-@pytest.mark.parametrize("tied", [False, True])
+CASES = list(itertools.product(MODES, (torch.float32, torch.bfloat16, "folded"), (False, True)))
+DAILY = [("bookkeeping", torch.float32, True), ("two_pass", "folded", False)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "tied"),
+    [case if case in DAILY else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
+)
 def test_contract_4_adversarial_examples(
-    count: int, mode: Mode, dtype: torch.dtype | str, tied: bool, monkeypatch: pytest.MonkeyPatch
+    mode: Mode, dtype: torch.dtype | str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scaled, non-finite, all-padding and repeated tokens: each moves the sum by at most C (1 + r)."""
     if dtype == "folded":  # as on CUDA, where the factor is rounded to bf16 too
         monkeypatch.setattr(contributions, "_has_bf16_units", lambda device: True)
         dtype = torch.bfloat16
     (model, inputs), moved = language(dtype, tied=tied), 0
-    for i in range(count):
+    for i in range(12):
         example = {k: v[i % B : i % B + 1].clone() for k, v in inputs.items()}
         example["scale_B"][:] = [1e-6, 1e6, torch.nan, torch.inf, 3e30, 1.0][i % 6]
         if i % 4 == 0:
@@ -123,16 +128,21 @@ def test_contract_4_adversarial_examples(
         size = change(model, inputs, example, mode)
         assert size <= 1 + SENSITIVITY_SLACK, (i, size)
         moved += size > 0.5
-    assert moved >= count // 6
+    assert moved >= 2
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_captioner_by_chunks_clips_like_the_whole_one(mode: str) -> None:
-    images_BCHW, tokens_BL, mask_BL = tiny_batch()
-    inputs = {"images_BCHW": images_BCHW.double(), "tokens_BL": tokens_BL, "token_mask_BL": mask_BL}
-    model = tiny_captioner(max_logits=50).double()
-    assert oracle.error(model, inputs, mode=mode) < 1e-9
-    check_against_autograd(tiny_captioner(max_logits=50), {**inputs, "images_BCHW": images_BCHW})
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation makes. Views count as what they show, expanded ones as what they store."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                stored = x.untyped_storage().nbytes() // x.element_size()
+                self.num_elements = max(self.num_elements, min(x.numel(), stored))
+        return out
 
 
 @pytest.mark.parametrize("mode", MODES)
