@@ -161,7 +161,8 @@ def module_sharder(
     config = resolve(machine, micro_batch_size=micro_batch_size, world_size=world_size)
 
     def shard(module: nn.Module) -> None:
-        direct = nn.ParameterList(module.parameters(recurse=False))
+        # Without what an earlier module shares with this one, such as a tied head's weight: that is in shards already.
+        direct = nn.ParameterList(p for p in module.parameters(recurse=False) if not hasattr(p, "ds_tensor"))
         for parameter in direct:
             part = -(-parameter.numel() // world_size)
             values = parameter.detach().flatten()[rank * part : (rank + 1) * part]
