@@ -93,6 +93,11 @@ def test_group_of_one_is_the_single_example():
     assert epsilon_group([group], 1e-6, 2, 5e-3) > 1.5 * single
 
 
+def test_a_group_whose_records_are_all_drawn_moves_the_sum_by_all_of_them():
+    both = epsilon_group([ReleaseGroup(1.0, 4.0, 5)], 1e-6, 2, 5e-3)
+    assert both == pytest.approx(epsilon([ReleaseGroup(1.0, 2.0, 5)], 1e-6), rel=5e-3)
+
+
 def test_nothing_released_and_no_noise():
     nothing, silent = [ReleaseGroup(0.1, 1.0, 0)], [ReleaseGroup(0.1, 0.0, 1)]
     for function in (epsilon, epsilon_pld, epsilon_rdp, epsilon_replace_one):
