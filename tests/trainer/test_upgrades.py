@@ -73,8 +73,8 @@ def test_a_run_of_0_1_0_is_verified_and_resumed(folder: Path, monkeypatch: pytes
         verified(verifier, folder)
     before = (folder / "ledger.jsonl").read_bytes()
     assert build_card(folder).formal_guarantee and open_model(folder).manifest["step"] == 2
-    there = run_folder._version
-    monkeypatch.setattr(run_folder, "_version", lambda package: "99.0" if package == "torch" else there(package))
+    there = run_folder.version
+    monkeypatch.setattr(run_folder, "version", lambda package: "99.0" if package == "torch" else there(package))
     assert start(folder, folder / "config.toml") == 0
     ledger = (folder / "ledger.jsonl").read_bytes()
     assert ledger.startswith(before)
