@@ -114,7 +114,7 @@ def _draw(module: nn.Module, generator: torch.Generator | None, token_std: float
     """Sets the module's own parameters and buffers, not those of its children."""
 
     def sample(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, device="cpu" if generator is None else generator.device)
+        return torch.empty(tensor.shape, dtype=torch.float32, device="cpu" if generator is None else generator.device)
 
     match module:
         case nn.LayerNorm():

@@ -19,6 +19,17 @@ def test_dtype_of_the_model_does_not_change_the_draw(dtype: torch.dtype) -> None
     assert all(torch.equal(a, b.to(dtype)) for a, b in pairs)
 
 
+def test_nor_does_the_default_dtype_of_the_program() -> None:
+    expected = tiny_captioner(seed=5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = tiny_captioner(seed=5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in pairs)
+
+
 def test_distributions() -> None:
     model = build_captioner(captioner_config("pico"), generator=torch.Generator().manual_seed(0))
     for module in model.modules():
