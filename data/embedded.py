@@ -56,11 +56,13 @@ def unpack_fashion(root: Path) -> Path:
                     ids = range(start, min(start + _SHARD_EXAMPLES, first + size))
                     write_shard(made / f"{part}-{number:05d}.tar", ((f"{i:05d}", members(i)) for i in ids))
                 first += size
-            made.rename(folder)
-        except BaseException:
-            shutil.rmtree(made)
-            if not folder.is_dir():
-                raise
+            try:
+                made.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first
+                    raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)  # where it has not become the folder
     except (OSError, lzma.LZMAError) as error:
         raise DataError(f"cannot unpack {FASHION_FILE} into {folder}: {error}") from error
     return folder

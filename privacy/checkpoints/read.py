@@ -55,27 +55,6 @@ def has_checkpoints(folder: Path) -> bool:
     return any(folder.glob("step-*"))
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that LATEST names, or None before the first one.
-
-    Raises:
-        ConfigError: it is not there.
-    """
-    pointer = folder / LATEST
-    if not pointer.exists():
-        return None
-    path = folder / _pointed_at(pointer)
-    if not (path / MANIFEST).is_file():
-        raise ConfigError(
-            f"{pointer} names {path.name}, which is not there; point it at a whole checkpoint in that folder"
-        )
-    return path
-
-
-def _pointed_at(pointer: Path) -> str:
-    return pointer.read_text(errors="replace").strip()
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, if it is what was written.
 
@@ -260,10 +239,31 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
 def usable_names(folder: Path) -> list[str]:
     """The checkpoint that LATEST names, then those before it, newest first; all of them, if LATEST names none."""
     names = sorted((path.name for path in folder.glob("step-*")), reverse=True)
-    latest = _pointed_at(folder / LATEST) if (folder / LATEST).exists() else ""
+    latest = (folder / LATEST).read_text(errors="replace").strip() if (folder / LATEST).exists() else ""
     if not names or not latest.startswith("step-"):
         return names
     return [latest, *(name for name in names if name < latest)]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in this folder, or the newest whole one of this run folder; changes nothing on the disk.
+
+    Raises:
+        ConfigError: there is none, or none is whole.
+    """
+    if (path / MANIFEST).is_file():
+        return Checkpoint(path)
+    folder = path / "checkpoints"
+    names = usable_names(folder)
+    if not names:
+        raise ConfigError(f"{path} is neither a checkpoint nor a run folder with one")
+    failure = None
+    for name in names:
+        try:
+            return Checkpoint(folder / name)
+        except ConfigError as error:
+            failure = failure or error
+    raise ConfigError(f"none of the {len(names)} checkpoints in {folder} is whole ({failure}); restore one from a copy")
 
 
 def readable_manifests(folder: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.batch import Batch
-from privacy.checkpoints.read import Checkpoint, newest_checkpoint
+from privacy.checkpoints.read import open_checkpoint
 from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
 from privacy.step.step import train_step
@@ -188,9 +188,7 @@ def run(folder: Path, engine: str, ds_config: str, world_size: int, device: str)
             kill_group(rank)
     assert ("cuda (NVIDIA H100 80GB HBM3" in log.read_text()) == (device == "cuda")
     assert "held-out caption loss after step 2" in log.read_text()
-    newest = newest_checkpoint(run_dir / "checkpoints")
-    assert newest is not None
-    checkpoint = Checkpoint(newest)
+    checkpoint = open_checkpoint(run_dir)
     assert checkpoint.step == 2
     return {name: checkpoint.full("param", name) for name in checkpoint.shapes}, notes
 

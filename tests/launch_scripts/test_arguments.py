@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -184,9 +185,10 @@ BAD = {
 @pytest.mark.parametrize(
     ("script", "arguments", "words"), [(script, *case) for script, cases in BAD.items() for case in cases]
 )
-def test_what_is_refused_is_one_line_and_exit_code_2(script: str, arguments: str, words: str) -> None:
-    done = run_python([f"launch_scripts/{script}", *shlex.split(arguments)])
+def test_what_is_refused_is_one_line_and_exit_code_2(script: str, arguments: str, words: str, tmp_path: Path) -> None:
+    given = arguments.replace("--output x", f"--output {tmp_path / 'x'}")
+    done = run_python([f"launch_scripts/{script}", *shlex.split(given)])
     lines = [line for line in done.stderr.splitlines() if not line.startswith("computing epsilon")]
     assert done.returncode == 2 and len(lines) == 1, done.stdout + done.stderr
     assert lines[0].startswith("error: ") and words in lines[0]
-    assert not (ROOT / "x").exists() and not (ROOT / "runs/no/ledger.jsonl").exists()
+    assert not any(tmp_path.iterdir()) and not (ROOT / "runs/no/ledger.jsonl").exists()

@@ -22,7 +22,7 @@ from models.captioner import build_captioner
 from models.classifier import build_classifier, is_adapter
 from models.config import captioner_config
 from models.masked_autoencoder import build_masked_autoencoder
-from privacy.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint
+from privacy.checkpoints.read import Checkpoint, checkpoint_name, open_checkpoint
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from tests.e2e.launch import alone
 from tests.models.test_classifier import tiny
@@ -137,8 +137,7 @@ def test_private_training_of_a_part_stops_resumes_and_leaves_the_rest(
     mode: str, trained: Path, digits: Path, tmp_path: Path, in_this_process: Any
 ) -> None:
     """The checkpoint is whole without the run that it started from; nothing that is not public leaves private/."""
-    run, start = tmp_path / "run", newest_checkpoint(trained / "checkpoints")
-    assert start is not None
+    run, start = tmp_path / "run", open_checkpoint(trained).path
     overrides = of(digits, "private", *PRIVATE, f"init.checkpoint={start}", with_overrides(trainable=mode))
     assert in_this_process(run, [*overrides, "train.max_minutes=1e-9"]) == 7
     waiting = Checkpoint(run / "checkpoints" / checkpoint_name(0))

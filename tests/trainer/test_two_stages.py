@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from privacy.checkpoints.read import Checkpoint, newest_checkpoint
+from privacy.checkpoints.read import open_checkpoint
 from tests.trainer.test_recipes import ROOT, TINY
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
@@ -31,12 +31,6 @@ def run(recipe: str, folder: Path, *changes: str, shard: int = 0) -> int:
     return training.train(config, machine, "local", folder / recipe, ROOT, Ranks(), torch.device("cpu"))
 
 
-def last(folder: Path) -> Checkpoint:
-    path = newest_checkpoint(folder / "checkpoints")
-    assert path is not None
-    return Checkpoint(path)
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("one_rank")
 def test_two_stages_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +48,7 @@ def test_two_stages_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="shards of this run's private data"):
         run(TWO, tmp_path / "same", start)
     assert run(TWO, tmp_path, start, "train.max_minutes=1e-9", shard=1) == 7
-    before, waiting = last(tmp_path / ONE), last(tmp_path / TWO)
+    before, waiting = open_checkpoint(tmp_path / ONE), open_checkpoint(tmp_path / TWO)
     assert (before.step, waiting.step) == (2, 0)
     assert all(torch.equal(waiting.full("param", n), before.full("param", n)) for n in before.shapes)
     facts = waiting.manifest["initialisation"]
@@ -62,6 +56,6 @@ def test_two_stages_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     shutil.rmtree(tmp_path / ONE)  # a resumed second stage needs it no more
     assert run(TWO, tmp_path, start, shard=1) == 0
-    after = last(tmp_path / TWO)
+    after = open_checkpoint(tmp_path / TWO)
     assert after.step == 2 and after.manifest["initialisation"] == facts and after.manifest["formal_guarantee"]
     assert not all(torch.equal(after.full("param", n), waiting.full("param", n)) for n in after.shapes)

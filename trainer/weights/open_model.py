@@ -16,7 +16,7 @@ from torch import nn
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from models.config import CaptionerConfig
 from models.converters.native import config_from_facts
-from privacy.checkpoints.read import MANIFEST, Checkpoint, file_digest, usable_names
+from privacy.checkpoints.read import MANIFEST, Checkpoint, file_digest, open_checkpoint
 from privacy.files.toml_text import read_toml
 from trainer.config.recipe import DataSection, validated
 from trainer.errors import ConfigError
@@ -78,27 +78,6 @@ def open_model(
             f"{checkpoint.path}: {broken[0]} has entries that are NaN or infinite; take an earlier checkpoint"
         )
     return OpenedModel(model.to(device=device, dtype=dtype).eval(), task, checkpoint.manifest, checkpoint.path)
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in this folder, or the newest whole one of this run folder; changes nothing on the disk.
-
-    Raises:
-        ConfigError: there is none, or none is whole.
-    """
-    if (path / MANIFEST).is_file():
-        return Checkpoint(path)
-    folder = path / "checkpoints"
-    names = usable_names(folder)
-    if not names:
-        raise ConfigError(f"{path} is neither a checkpoint nor a run folder with one")
-    failure = None
-    for name in names:
-        try:
-            return Checkpoint(folder / name)
-        except ConfigError as error:
-            failure = failure or error
-    raise ConfigError(f"none of the {len(names)} checkpoints in {folder} is whole ({failure}); restore one from a copy")
 
 
 def run_folder_of(checkpoint: Path) -> Path | None:
