@@ -28,9 +28,8 @@ def read(shards: ShardSet, index: Path) -> list[RawExample]:
 
 @pytest.fixture(scope="module")
 def clothes(tmp_path_factory: pytest.TempPathFactory) -> Raws:
-    root = tmp_path_factory.mktemp("project")
-    unpack_fashion(root)
-    return {part: read(find_shards(f"runs/fashion/{part}-*.tar", root), root / part) for part in PARTS}
+    indices = tmp_path_factory.mktemp("indices")
+    return {part: read(find_shards(f"runs/fashion/{part}-*.tar", ROOT), indices / part) for part in PARTS}
 
 
 def test_clothes_are_captioned_and_split(clothes: Raws) -> None:

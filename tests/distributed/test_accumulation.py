@@ -34,11 +34,11 @@ from tests.distributed.test_engines import (
 )
 
 ENGINES = [("deepspeed", 3), ("local", 1), ("fsdp", 3), ("deepspeed", 1), ("fairscale", 1)]
-"""`make test` measures the first, which gathers weights."""
+"""`make test` measures `local`, whose collectives are all ours."""
 DEALS, PER_STEP = [(3, 1), (3, 0)], 2
 """Examples per rank, and micro-batches of a step: some with padding, some of padding alone."""
-NUM_PARAMETERS = 30_637
-BUCKET = 5000
+NUM_PARAMETERS = 21_277
+BUCKET = 3500
 """Coordinates: several buckets for the tiny captioner."""
 
 
@@ -119,7 +119,7 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("engines", [ENGINES[:1], pytest.param(ENGINES, marks=pytest.mark.full)])
+@pytest.mark.parametrize("engines", [ENGINES[1:2], pytest.param(ENGINES, marks=pytest.mark.full)])
 def test_collectives_of_a_logical_batch(engines: list[tuple[str, int]]) -> None:
     """No rank holds more than two buckets unsharded.
 

@@ -122,8 +122,8 @@ def both(sums_products_in_all: None) -> Any:
 @pytest.mark.parametrize(
     ("name", "stage", "sharded"),
     [
-        pytest.param("local", 1, False, marks=pytest.mark.full),
-        ("deepspeed", 3, True),
+        ("local", 1, True),
+        pytest.param("deepspeed", 3, True, marks=pytest.mark.full),
         pytest.param("deepspeed", 3, False, marks=pytest.mark.full),
         pytest.param("fsdp", 3, True, marks=pytest.mark.full),
     ],

@@ -44,7 +44,7 @@ NUM_EXAMPLES, MICRO_BATCH, MICRO_BATCHES = 7, 2, 4
 def fresh_captioner(after: Callable[[torch.nn.Module], None] | None = None) -> torch.nn.Module:
     config = captioner_config(
         "pico", image_size=16, patch_size=8, vocab_size=37, num_tokens=7, encoder_width=16, encoder_depth=2,
-        encoder_num_heads=2, decoder_width=24, decoder_depth=2, decoder_num_heads=2,
+        encoder_num_heads=2, decoder_width=24, decoder_depth=1, decoder_num_heads=2,
     )  # fmt: skip
     return build_captioner(config, generator=torch.Generator().manual_seed(3), after=after)
 
@@ -168,7 +168,7 @@ def rank_clipped_sums(device: torch.device, cases: list[Case], c: float) -> dict
 DEALS = [(5, 2), (7, 0)]
 
 
-@pytest.mark.parametrize("engines", [[ENGINES[0], ENGINES[3]], pytest.param(ENGINES, marks=pytest.mark.full)])
+@pytest.mark.parametrize("engines", [ENGINES[3:], pytest.param(ENGINES, marks=pytest.mark.full)])
 def test_clipped_sums_are_as_good_as_a_float32_loop(engines: list[tuple[str, int]]) -> None:
     exact_model, model, inputs = tiny_captioner(torch.float64), tiny_captioner(), pairs()
     c = oracle.median_norm(exact_model, exact_model, double(inputs))

@@ -29,7 +29,7 @@ from tests.distributed.test_parity import CPU, MAX_GRAD_NORM, build
 from trainer.engines import require_supported
 from trainer.errors import ConfigError
 
-NUM_BLOCKS, NUM_MICRO_BATCHES = 4, 4
+NUM_BLOCKS, NUM_MICRO_BATCHES = 3, 4
 GATHERS = {
     "fsdp": NUM_MICRO_BATCHES * (2 * NUM_BLOCKS + 1),  # blocks for forward and backward, the rest once
     "fsdp gathered": NUM_BLOCKS + 1,

@@ -73,6 +73,7 @@ def test_compiled_blocks_and_a_vocabulary_by_chunks_on_two_ranks(tmp_path: Path)
     assert [line["type"] for line in ledger_lines(run_dir)].count("done") == 4
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_rank")
 def test_requests_for_private_heldout_data_say_nothing_about_members(tmp_path: Path) -> None:
     """The same examples in the same order at every evaluation; the shards of the training data are staged."""

@@ -71,6 +71,7 @@ def peak(mode: str, way: str) -> int:
     return max(memory.live_bytes)
 
 
+@pytest.mark.full
 def test_peak_memory_falls() -> None:
     """two_pass keeps one block's activations; bookkeeping saves what lies between the linear layers only."""
     assert peak("two_pass", "on") < 0.4 * peak("two_pass", "off")

@@ -92,6 +92,7 @@ def test_two_ranks_agree_and_leave_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "log"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_rank")
 def test_what_a_killed_dry_run_left_goes_with_the_next(tmp_path: Path) -> None:
     """But not what one that still runs has, nor another program's folder."""

@@ -69,8 +69,8 @@ def verified(verifier: Path, folder: Path) -> None:
 
 def test_a_run_of_0_1_0_is_verified_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own verifier and this one accept it; torch and the project may change on the way, and the ledger says so."""
-    for verifier in (folder / "verify.py", Path(verify.__file__)):
-        verified(verifier, folder)
+    verified(folder / "verify.py", folder)
+    assert verify.verify(folder, None)[0] == 0
     before = (folder / "ledger.jsonl").read_bytes()
     assert build_card(folder).formal_guarantee and open_model(folder).manifest["step"] == 2
     there = run_folder.version
