@@ -80,10 +80,13 @@ def main() -> int:
     if code != 0:
         print(f"error: training ended with exit code {code}; run folder {run_dir}", file=sys.stderr)
         return code
-    reported = run(sys.executable, "launch_scripts/report.py", "--run_dir", run_dir, "--json")
-    if reported.returncode != 0:
-        print(reported.stderr.strip(), file=sys.stderr)
-        return reported.returncode
+    from privacy.card.folder import write_card
+    from trainer.progress import working
+    from trainer.report import build_card
+
+    with working("computing the privacy card"):
+        card = build_card(run_dir)
+        write_card(run_dir, card)
     captions_right = _captions_right(run_dir)
     # As somebody would who has only the published folder: without this project.
     verified = run(sys.executable, "-I", run_dir / "verify.py", run_dir)
@@ -112,7 +115,7 @@ def main() -> int:
         "heldout_loss": last.get("loss"),
         "blind_loss": last.get("blind_loss"),
         "shuffled_loss": last.get("shuffled_loss"),
-        "epsilon": json.loads(reported.stdout)["epsilon"],
+        "epsilon": card.epsilon,
         "seconds": round(time.monotonic() - started, 1),
     }
     print(json.dumps(summary))
