@@ -45,7 +45,7 @@ GRID = [
 
 @pytest.mark.parametrize(
     ("group", "delta"),
-    [pytest.param(*case, marks=[] if number % 11 == 4 else pytest.mark.full) for number, case in enumerate(GRID)],
+    [pytest.param(*case, marks=[] if number == 26 else pytest.mark.full) for number, case in enumerate(GRID)],
 )
 def test_contract_10_accountants_agree(group, delta):
     """RDP >= PLD >= PRV lower, and PLD is at most 1 % above the PRV upper bound; PRV may fail at huge epsilon only."""
@@ -63,9 +63,9 @@ def test_contract_10_accountants_agree(group, delta):
 
 def test_dpcap_point_against_published_numbers():
     assert epsilon_pld([DPCAP], DELTA) == pytest.approx(7.360, abs=1e-3)
-    assert epsilon_pld([DPCAP], DELTA / 2) == pytest.approx(7.5624, abs=1e-3)
+    assert epsilon_pld([DPCAP], DELTA / 2, 3e-4) == pytest.approx(7.5624, abs=1e-3)
     assert epsilon_rdp([DPCAP], DELTA) == pytest.approx(8.073, abs=1e-3)
-    assert epsilon_replace_one([DPCAP], DELTA) == pytest.approx(9.699, abs=2e-3)
+    assert epsilon_replace_one([DPCAP], DELTA, 1e-3) == pytest.approx(9.699, abs=2e-3)
     assert tan([DPCAP]) == pytest.approx(1 / (B / N / 0.728 * math.sqrt(T / 2)))
 
 
@@ -88,13 +88,13 @@ def test_groups_compose():
 
 def test_group_of_one_is_the_single_example():
     group = ReleaseGroup(0.05, 1.0, 100)
-    single = epsilon_pld([group], 1e-6, 5e-3)
-    assert epsilon_group([group], 1e-6, 1, 5e-3) == pytest.approx(single, rel=5e-3)
-    assert epsilon_group([group], 1e-6, 2, 5e-3) > 1.5 * single
+    single = epsilon_pld([group], 1e-6, 2e-2)
+    assert epsilon_group([group], 1e-6, 1, 2e-2) == pytest.approx(single, rel=5e-3)
+    assert epsilon_group([group], 1e-6, 2, 2e-2) > 1.5 * single
 
 
 def test_a_group_whose_records_are_all_drawn_moves_the_sum_by_all_of_them():
-    both = epsilon_group([ReleaseGroup(1.0, 4.0, 5)], 1e-6, 2, 5e-3)
+    both = epsilon_group([ReleaseGroup(1.0, 4.0, 5)], 1e-6, 2, 2e-2)
     assert both == pytest.approx(epsilon([ReleaseGroup(1.0, 2.0, 5)], 1e-6), rel=5e-3)
 
 
@@ -112,7 +112,7 @@ def test_pld_is_refused_below_delta_1e_12_and_rdp_takes_over():
     for function in (epsilon_pld, epsilon_replace_one, lambda groups, delta: epsilon_group(groups, delta, 2)):
         with pytest.raises(PrivacyConfigError, match="RDP"):
             function([group], 9e-13)
-    assert epsilon([group], 9e-13) == epsilon_rdp([group], 9e-13) > epsilon_pld([group], 1e-12)
+    assert epsilon([group], 9e-13) == epsilon_rdp([group], 9e-13) > epsilon_pld([group], 1e-12, 1e-3)
 
 
 def test_cap_overflow_is_charged_in_delta_for_rdp():
@@ -128,15 +128,15 @@ def test_cap_overflow_is_charged_in_delta_for_rdp():
 @pytest.mark.parametrize("cap", [None, pytest.param(240, marks=pytest.mark.full)])
 def test_table_bounds_every_count_and_is_monotone(cap):
     group = ReleaseGroup(0.05, 2.0, 1, 3000, cap)
-    table = EpsilonTable(group, 1e-5, 53, 50)
-    values = [table.epsilon(count) for count in range(54)]
+    table = EpsilonTable(group, 1e-5, 13, 10)
+    values = [table.epsilon(count) for count in range(14)]
     assert values[0] == 0 and all(a <= b for a, b in itertools.pairwise(values))
-    for count in (1, 3, 49):
+    for count in (1, 9):
         exact = epsilon_pld([group.without_cap().times(count)], 1e-5)
         later = epsilon_pld([group.without_cap().times(count + 1)], 1e-5)  # the grid's stride is 1 here
         assert exact - 1e-6 <= values[count] <= later + 1e-3
-    assert values[50] == table.exact(50) and values[53] == table.exact(53)
-    assert table.epsilon(54) == table.exact(54) > values[53]
+    assert values[10] == table.exact(10) and values[13] == table.exact(13)
+    assert table.epsilon(14) == table.exact(14) > values[13]
 
 
 def test_contract_10_between_two_counts_of_the_table_the_larger_one_is_stated(monkeypatch):
@@ -203,8 +203,8 @@ def test_dpcap_point_with_cap_reserve_and_slack_within_the_time_limit():
 @pytest.mark.parametrize(
     ("group", "delta", "target", "slack"),
     [
-        (ReleaseGroup(0.05, 0, 100), 1e-5, 3.0, 1e-3),
-        (ReleaseGroup(0.02, 0, 40), 1e-6, 0.5, 0.0),
+        pytest.param(ReleaseGroup(0.05, 0, 100), 1e-5, 3.0, 0.0, marks=pytest.mark.full),
+        (ReleaseGroup(0.02, 0, 40), 1e-6, 0.5, 1e-3),
         pytest.param(ReleaseGroup(0.01, 0, 6, 3000, 80), 1e-5, 0.5, 1e-4, marks=pytest.mark.full),
         (ReleaseGroup(0.05, 0, 100), 1e-14, 8.0, 0.0),
         (ReleaseGroup(1.0, 0, 3), 1e-5, 0.05, 0.0),
@@ -254,7 +254,7 @@ def test_risk_at_the_dpcap_point_against_riskcal():
 def test_risk_of_a_gaussian_is_its_trade_off_curve():
     """Dong et al. 2022, section 2.2: true positives Phi(Phi^-1(a) + mu), advantage 2 Phi(mu / 2) - 1."""
     sigma = 0.8
-    risk = risk_of(loss_distribution([ReleaseGroup(1.0, sigma, 1)], 1e-4))
+    risk = risk_of(loss_distribution([ReleaseGroup(1.0, sigma, 1)], 1e-3))
     assert risk["advantage"] == pytest.approx(2 * stats.norm.cdf(0.5 / sigma) - 1, abs=1e-4)
     for rate, bound in risk["true_positive_rates"]:
         expected = stats.norm.cdf(stats.norm.ppf(rate) + 1 / sigma)

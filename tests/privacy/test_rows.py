@@ -19,7 +19,7 @@ KEY = bytes(range(32))
 @pytest.mark.parametrize("x", range(3))
 def test_contract_4_the_rows_of_the_others_do_not_depend_on_whether_one_was_drawn(x: int) -> None:
     """All 20 places of two members in 5 rows: equally likely when there are two, and when they are two of three."""
-    draws, places = 8000, list(itertools.permutations(range(5), 2))
+    draws, places = 2000, list(itertools.permutations(range(5), 2))
     without = Counter(tuple(rows_of_members(KEY, step, 2, 5).tolist()) for step in range(draws))
     there = Counter(tuple(np.delete(rows_of_members(KEY, step, 3, 5), x).tolist()) for step in range(draws))
     for found in (without, there):
@@ -57,7 +57,7 @@ def test_more_members_than_rows_are_refused() -> None:
 @pytest.mark.parametrize("x", [0, 5])
 def test_contract_4_with_shares_the_rows_of_the_others_do_not_depend_on_one(x: int) -> None:
     """Two nodes of one rank and four rows each; examples 0 to 3 are of the first, 4 to 7 of the second."""
-    shares, draws = shares_of_nodes((0, 1), 8), 2000
+    shares, draws = shares_of_nodes((0, 1), 8), 1000
     others = np.array([2, 3, 6])
 
     def places(step: int, members: np.ndarray) -> tuple[int, ...]:

@@ -137,11 +137,12 @@ def test_no_epsilon_is_stated_where_several_pass_the_edge() -> None:
     plan = plan_of(233_000_000, 98_304, 6000, 0.451, cap=None)
     groups = [plan.release_group(plan.num_steps)]
     assert noise_tail_of_plan(plan, 5) > plan.target_delta > noise_tail_of_plan(plan, 2) > 100 * plan.noise_tail_delta
-    assert epsilon_of_several(plan, groups, 5, 5e-3) == math.inf
-    two = epsilon_of_several(plan, groups, 2, 5e-3)
-    assert math.isfinite(two) and two >= accountants.epsilon_group(groups, plan.accounted_delta, 2, 5e-3)
+    assert epsilon_of_several(plan, groups, 5, 2e-2) == math.inf
+    two = epsilon_of_several(plan, groups, 2, 2e-2)
+    assert math.isfinite(two) and two >= accountants.epsilon_group(groups, plan.accounted_delta, 2, 2e-2)
 
 
+@pytest.mark.full
 def test_copies_that_meet_in_a_batch_move_it_together() -> None:
     """Where all are always drawn, k of them are one release of k times the sensitivity: the closed form."""
     together = accountants.epsilon_gaussian([accountants.ReleaseGroup(1.0, 20 / 3, 4)], 1e-5)
