@@ -65,7 +65,7 @@ def plans(count: int) -> Iterator[StepPlan]:
     return (StepPlan(step, np.zeros(0, np.int64), np.zeros(0, np.uint64), 1) for step in range(1, count + 1))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_steps_hold_exactly_the_batch_and_go_on_where_they_were(shards: list[Path], num_workers: int) -> None:
     def steps(start: int, count: int) -> list[list[Batch]]:
         make = CaptionExample(16, 12, EMBEDDED_TOKENIZER)  # random crops: the keys are the same, too

@@ -74,7 +74,7 @@ def test_captions_are_true_of_the_pixels(indices: range) -> None:
             assert all(one[1] < two[0] for one, two in pairwise(spans)), example.caption
 
 
-@pytest.mark.parametrize("count", [160, pytest.param(4000, marks=MANY)])
+@pytest.mark.parametrize("count", [80, pytest.param(4000, marks=MANY)])
 def test_counts_and_colours_of_drawn_shapes(count: int) -> None:
     """Groups of solid shapes: as many connected areas of the colour as the caption says."""
     checked: Counter[int] = Counter()

@@ -6,6 +6,7 @@ write is in tests/crashes.
 
 import copy
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -534,12 +535,13 @@ def may_be_accepted(kind, path, old, new):
     return kind_of(new) == kind_of(old) or (path[-1] in OPTIONAL and (new is None or old is None))
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("which", ["run", "owner"])
-def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_error(run, owner, which):
+def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_error(run, owner, which, every):
     """verify.py refuses every line of a run that the library refuses."""
     path, state_of = (run, LedgerState) if which == "run" else (owner, SharedState)
     lines, count = path.read_bytes().splitlines(), 0
-    for number, kind, place, old, new, data in forgeries(lines):
+    for number, kind, place, old, new, data in itertools.islice(forgeries(lines), 0, None, every):
         state, honest = state_of(), state_of()
         try:
             read_chain(data, state, "it")
@@ -556,7 +558,7 @@ def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_er
         if which == "run":
             read_chain(b"\n".join(lines[:number]) + b"\n", honest, "it")
             assert state.num_charged >= honest.num_charged
-    assert count > 800
+    assert count > 800 // every
 
 
 # A ledger written anew, with a chain that fits: no number in an intent lowers epsilon

@@ -6,6 +6,7 @@ from privacy.clipping import clipped_sum
 
 BOTH = ("test_oracle", "test_sensitivity", "test_rounding", "test_shared_uses")
 ONCE = (
+    "test_contract_4_adversarial_pairs",
     "test_contract_4_sharded_accumulation_rounds_no_worse",
     "test_contract_4_neighbours_drawn_at_random",
     "test_contract_4_neighbours_of_products_that_are_added_up_as_on_cuda",

@@ -384,7 +384,7 @@ def outcome(name: str) -> tuple[str, float]:
     return ("exact, by the fallback for " + "; ".join(lines).replace("model.", "") if lines else "exact"), worst
 
 
-FEW = ("Swin", "LLaVA", "ResNet", "Qwen2-VL", "ViLT")
+FEW = ("Swin", "LLaVA", "ResNet")
 TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in MODELS]
 
 

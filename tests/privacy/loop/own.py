@@ -56,7 +56,7 @@ def make(run_dir: Path, model: nn.Module | None = None, dataset: Any = None, **c
         "example": (floats(D), integers(K)),
         "expected_batch_size": 15,
         "num_steps": 6,
-        "noise_multiplier": 4.0,
+        "noise_multiplier": 16.0,
         "micro_batch_size": 8,
         "starts_from": "public",
     }

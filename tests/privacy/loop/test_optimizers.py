@@ -22,7 +22,7 @@ OF_TORCH = sorted(
 QUICK = (
     *("Adam", "LBFGS", "Muon", "SGD", "SparseAdam"),
     *("rate", "key of its own", "attribute", "hook before", "another step", "state of nothing", "number in the state"),
-    *("one cycle", "warm-up", "fused", "rate as a tensor"),
+    *("warm-up", "rate as a tensor"),
 )
 """What `make test` tries of the tables below."""
 
