@@ -18,7 +18,6 @@ from tests.data.conftest import ROOT
 
 DEMO = ROOT / "data" / "demo"
 CLOTHES = CaptionExample(28, 8, ROOT / "data/tokenizer/fashion.json", train=False)
-Raws = dict[str, list[RawExample]]
 
 
 def read(shards: ShardSet, index: Path) -> list[RawExample]:
@@ -26,15 +25,17 @@ def read(shards: ShardSet, index: Path) -> list[RawExample]:
     return list(TarReader(table).read_all(range(len(table))))
 
 
-@pytest.fixture(scope="module")
-def clothes(tmp_path_factory: pytest.TempPathFactory) -> Raws:
-    indices = tmp_path_factory.mktemp("indices")
-    return {part: read(find_shards(f"runs/fashion/{part}-*.tar", ROOT), indices / part) for part in PARTS}
-
-
-def test_clothes_are_captioned_and_split(clothes: Raws) -> None:
+@pytest.mark.parametrize(
+    "parts", [{"train": 1000, "choice": 300, "test": 500}, pytest.param(PARTS, marks=pytest.mark.full)]
+)
+def test_clothes_are_captioned_and_split(
+    parts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No caption is so frequent that saying it blindly is of use, half of them say dark, and the ground is white."""
-    assert {part: len(examples) for part, examples in clothes.items()} == PARTS
+    monkeypatch.setattr("data.embedded.PARTS", parts)
+    unpack_fashion(tmp_path)
+    clothes = {part: read(find_shards(f"runs/fashion/{part}-*.tar", tmp_path), tmp_path / part) for part in parts}
+    assert {part: len(examples) for part, examples in clothes.items()} == parts
     for examples in clothes.values():
         captions = Counter(raw.caption or "" for raw in examples)
         assert len(captions) == 20 and max(captions.values()) <= 0.12 * len(examples)

@@ -201,7 +201,7 @@ def test_every_class_and_step_of_a_method_gets_noise_of_its_own(method: str, opt
     """Of the standard deviation that the ledger states, independent between classes, steps and statistics; it costs the plan."""
     features, labels = data()
     head, draws, mu = make_method(method, dict(options)), [], 0.8
-    for _ in range(150):
+    for _ in range(80):
         budget = Noted(head.statistics(L), mu, SystemNoise())
         budget.drawn = {}
         head.fit(Rows(features, labels), L, budget)

@@ -84,13 +84,13 @@ def test_no_room_is_exit_3_and_never_fitting_exit_2(shared, tmp_path):
     number = 0
     with pytest.raises(BudgetSpent, match="would be reserved") as refused:  # noqa: PT012
         for number in range(20):
-            _open(tmp_path / f"run{number}", shared, _plan(1.0), fixed_in_advance=True).release()
+            _open(tmp_path / f"run{number}", shared, _plan(0.95), fixed_in_advance=True).release()
     assert refused.value.exit_code == 3
     assert 2 <= number < 20 and shared.read().epsilon() <= 2.0
     assert len(shared.read().reservations) == number
     # The refused runs have no ledger. They can be tried again; where nothing has changed, they are refused again.
     with pytest.raises(BudgetSpent):
-        _open(tmp_path / f"run{number}", shared, _plan(1.0), fixed_in_advance=True)
+        _open(tmp_path / f"run{number}", shared, _plan(0.95), fixed_in_advance=True)
     for name in ("huge", f"run{number}"):
         assert not (tmp_path / name / "ledger.jsonl").exists()
     _open(tmp_path / "huge", shared, _plan(50.0), fixed_in_advance=True).release()

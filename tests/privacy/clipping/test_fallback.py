@@ -23,6 +23,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
+from tests.privacy.clipping.neighbours import MODES
 from tests.privacy.clipping.test_wirings import D, Piece, T, freeze_idle, require_exact
 
 Use = Callable[[Any, Tensor], Tensor]
@@ -64,9 +65,10 @@ def is_exact(model: nn.Module, *how: Any, **counts: Any) -> None:
 
 
 def in_both_modes(names: Iterable[str], *quick: str) -> pytest.MarkDecorator:
-    """In two passes `make test` tries the quick ones."""
-    full = [pytest.param(n, "two_pass", marks=[] if n in quick else pytest.mark.full) for n in names]
-    return pytest.mark.parametrize(("name", "mode"), [*((n, "bookkeeping") for n in names), *full])
+    """In two passes `make test` tries the quick ones, and all others with bookkeeping."""
+    daily = [(n, "two_pass" if n in quick else "bookkeeping") for n in names]
+    full = [pytest.param(n, mode, marks=pytest.mark.full) for n in names for mode in MODES if (n, mode) not in daily]
+    return pytest.mark.parametrize(("name", "mode"), [*daily, *full])
 
 
 def windows(m: Piece, x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def tiny(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float64
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("micro", [1, 3, 7])
+@pytest.mark.parametrize("micro", [3, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 7))])
 def test_float64_equals_the_loop(tied: bool, micro: int, mode: str) -> None:
     model, inputs = tiny(tied=tied)
     assert oracle.error(model, inputs, micro=micro, mode=mode) < 1e-9

@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     after = PrivacyPlan.epsilon_after
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrivacyPlan, "epsilon_after", lambda plan, count: after(plan, count) if count == 3 else 1.0)
-        with make(folder, num_steps=3, noise_multiplier=4.0) as loop:
+        with make(folder, num_steps=3, noise_multiplier=16.0) as loop:
             list(loop)
     return folder, loop.epsilon
 
@@ -34,13 +34,13 @@ def test_plan_report_and_loop_state_one_epsilon(
     """The plan of these numbers, the card of the finished run and its loop; `--json` prints one object and nothing else."""
     folder, epsilon = run
     monkeypatch.setattr("privacy.card.report.epsilon_of_several", lambda *_arguments: None)  # takes seconds
-    assert main(["plan", *NUMBERS, "--noise_multiplier", "4", "--json"]) == 0
+    assert main(["plan", *NUMBERS, "--noise_multiplier", "16", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert main(["report", str(folder), "--json"]) == 0
     card = json.loads(capsys.readouterr().out)
     assert planned["epsilon"] == card["epsilon"] == epsilon < planned["epsilon_with_reserve"]
     assert planned["delta"] == card["delta"] == 1 / (2 * N)
-    assert main(["plan", *NUMBERS, "--noise_multiplier", "4"]) == 0
+    assert main(["plan", *NUMBERS, "--noise_multiplier", "16"]) == 0
     said = re.match(r"epsilon ([0-9.]+) at delta ", capsys.readouterr().out)
     assert said is not None and epsilon <= float(said[1]) < epsilon + 1e-3  # rounded, and never down
     assert (folder / "report" / "privacy_card.html").is_file()

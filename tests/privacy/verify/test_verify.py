@@ -26,7 +26,7 @@ from privacy.releases import step_releases
 from tests.privacy.published import PLAN, Judge, publish, rewrite, sentences
 from trainer.loop.metrics import as_fp32
 
-ASKED: dict[str, Any] = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 3, "noise_multiplier": 4.0}
+ASKED: dict[str, Any] = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 3, "noise_multiplier": 8.0}
 
 
 def test_an_honest_folder_is_consistent_and_its_epsilon_is_the_report_s(folder: Path, judge: Judge) -> None:
