@@ -44,8 +44,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+SLOW = ("a mirror that is there", "attempts, and no ledger")
+
+
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in SLOW)) for n in REFUSED])
 def test_a_new_run_is_refused_as_without_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunFolder, "lock", lambda self: None)
     damage, change = REFUSED[name]
