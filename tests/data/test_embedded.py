@@ -17,6 +17,7 @@ from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
 
 DEMO = ROOT / "data" / "demo"
+FEW = {"train": 1000, "choice": 300, "test": 500}
 CLOTHES = CaptionExample(28, 8, ROOT / "data/tokenizer/fashion.json", train=False)
 
 
@@ -25,9 +26,7 @@ def read(shards: ShardSet, index: Path) -> list[RawExample]:
     return list(TarReader(table).read_all(range(len(table))))
 
 
-@pytest.mark.parametrize(
-    "parts", [{"train": 1000, "choice": 300, "test": 500}, pytest.param(PARTS, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("parts", [FEW, pytest.param(PARTS, marks=pytest.mark.full)])
 def test_clothes_are_captioned_and_split(
     parts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,10 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file
 
 from data.errors import DataError
 from evaluation.features import Features
+from evaluation.linear_probe import cross_validated_regression
 from evaluation.private_head import run as head_command
 from evaluation.private_head.methods import METHODS, accuracy
 from evaluation.private_head.rows import Rows
@@ -44,6 +47,7 @@ def run(tmp_path: Path, run: Evaluate) -> Evaluate:
     return lambda *arguments: run(*common, *arguments)
 
 
+@patch.object(head_command, "cross_validated_regression", partial(cross_validated_regression, num_folds=2))
 def test_one_head_next_to_what_it_would_be_without_privacy(run: Evaluate, tmp_path: Path) -> None:
     told = ("--method", "dp-ls", "--target_epsilon", "2", "--delta", "1e-5", "--option", "ridge=0.05", "--compare")
     record = run(*told)

@@ -1,6 +1,7 @@
 """What the pages cite as guards are tests, and `make test` runs them."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ README, GUARANTEE = ROOT / "privacy" / "README.md", ROOT / "docs" / "guarantee.m
 NOT_QUICK = re.compile(r"mark\.(full|gpu|cluster)|^FULL$")
 
 
+@functools.cache
 def quick_tests() -> dict[str, list[str]]:
     """Names of the tests that `make test` runs -> files. A test with one quick case is quick."""
     found: dict[str, list[str]] = {}

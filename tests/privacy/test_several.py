@@ -142,9 +142,8 @@ def test_no_epsilon_is_stated_where_several_pass_the_edge() -> None:
     assert math.isfinite(two) and two >= accountants.epsilon_group(groups, plan.accounted_delta, 2, 2e-2)
 
 
-@pytest.mark.full
 def test_copies_that_meet_in_a_batch_move_it_together() -> None:
     """Where all are always drawn, k of them are one release of k times the sensitivity: the closed form."""
     together = accountants.epsilon_gaussian([accountants.ReleaseGroup(1.0, 20 / 3, 4)], 1e-5)
-    found = accountants.epsilon_group([accountants.ReleaseGroup(1.0, 20.0, 4)], 1e-5, 3, 1e-3)
+    found = accountants.epsilon_group([accountants.ReleaseGroup(1.0, 20.0, 4)], 1e-5, 3, 1e-2)
     assert together <= found * (1 + 1e-9) and found == pytest.approx(together, rel=1e-2)

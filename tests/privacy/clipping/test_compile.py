@@ -89,13 +89,11 @@ def test_compiled_blocks_give_the_oracles_sums_without_graph_breaks(mode: str, c
     torch._dynamo.utils.counters.clear()
     assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
     assert graph_breaks() == 0
-    assert (
-        1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
-    )  # the first block's input requires no gradient
+    # The first block's input requires no gradient.
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    if (
-        not checkpointed
-    ):  # no weight gradients: the backward costs as much as the forward, and attention half as much again
+    if not checkpointed:
+        # No weight gradients: the backward costs as much as the forward, and attention half as much again.
         total = ClippedSum(model, c, self_check=False)
         with FlopCounterMode(display=False) as recorded, total._recorder.forward(model, inputs, 5) as passed:
             passed.backward(lambda call: None)

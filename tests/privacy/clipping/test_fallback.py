@@ -23,7 +23,6 @@ from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
 from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
-from tests.privacy.clipping.neighbours import MODES
 from tests.privacy.clipping.test_wirings import D, Piece, T, freeze_idle, require_exact
 
 Use = Callable[[Any, Tensor], Tensor]
@@ -67,7 +66,7 @@ def is_exact(model: nn.Module, *how: Any, **counts: Any) -> None:
 def in_both_modes(names: Iterable[str], *quick: str) -> pytest.MarkDecorator:
     """In two passes `make test` tries the quick ones, and all others with bookkeeping."""
     daily = [(n, "two_pass" if n in quick else "bookkeeping") for n in names]
-    full = [pytest.param(n, mode, marks=pytest.mark.full) for n in names for mode in MODES if (n, mode) not in daily]
+    full = [pytest.param(n, "bookkeeping" if n in quick else "two_pass", marks=pytest.mark.full) for n in names]
     return pytest.mark.parametrize(("name", "mode"), [*daily, *full])
 
 

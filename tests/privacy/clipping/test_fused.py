@@ -166,15 +166,12 @@ def test_compiled_norm_layers_repeat_their_bits(compiles: set[str]) -> None:
     """Shapes that another graph would fit as well come between the two calls: two_pass sums what the second of them gives."""
     torch.manual_seed(0)
     for call in (_layer_norm, _rms_norm):
-        inputs = [
-            (torch.randn(b, t, d).bfloat16(), torch.randn(b, t, d).bfloat16()) for b, t, d in ((3, 50, 64), (4, 7, 96))
-        ]
+        inputs = [tuple(torch.randn(2, *shape).bfloat16()) for shape in ((3, 50, 64), (4, 7, 96))]
         first, *_ = [call(x, g, x.shape[2:], 1e-5) for x, g in inputs]
         again = call(*inputs[0], inputs[0][0].shape[2:], 1e-5)
         reference = call.__wrapped__(*(x.double() for x in inputs[0]), inputs[0][0].shape[2:], 1e-5)  # type: ignore[attr-defined]
-        for a, b, expected in zip(
-            *(x if isinstance(x, tuple) else (x,) for x in (first, again, reference)), strict=True
-        ):
+        results = [x if isinstance(x, tuple) else (x,) for x in (first, again, reference)]
+        for a, b, expected in zip(*results, strict=True):
             assert torch.equal(a, b) and a.dtype == torch.float32
             torch.testing.assert_close(a.double(), expected, rtol=1e-4, atol=1e-4)
     assert compiles == {"_layer_norm", "_rms_norm"}
@@ -240,10 +237,8 @@ def test_contract_5_rows_that_are_zeroed_where_they_stand(
     total.require_repeated()
     assert int(stats.num_nonfinite) == 1
     found = {name: value.clone() for name, value in total.sums()}
-    assert (
-        oracle.relative_error(found, oracle.clipped_sum(model, model, {n: x[:2] for n, x in inputs.items()}, 0.1))
-        < 1e-4
-    )
+    expected = oracle.clipped_sum(model, model, {n: x[:2] for n, x in inputs.items()}, 0.1)
+    assert oracle.relative_error(found, expected) < 1e-4
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from privacy.lattice import LARGEST_SUM, NOISE_ROOM, Lattice
 
 CPU = torch.device("cpu")
 INT32 = st.integers(-(2**31), 2**31 - 1)
+MANY = 4 * settings.default.max_examples
 
 
 def contribution(k_Bn: torch.Tensor, limit: int) -> list[list[int]]:
@@ -58,7 +59,7 @@ def test_every_vector_of_a_small_lattice(bound: float, exponent: int) -> None:
     k=st.lists(INT32, min_size=1, max_size=40),
     scale=st.integers(0, 31),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=MANY)
 def test_no_vector_contributes_more_than_its_bound(
     bound: float, cap: int, sigma: float, k: list[int], scale: int
 ) -> None:
@@ -73,7 +74,7 @@ def test_no_vector_contributes_more_than_its_bound(
 
 
 @given(k=st.lists(INT32, min_size=1, max_size=60), repeats=st.integers(1, 50))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=MANY)
 def test_limbs_are_the_integers_that_python_has(k: list[int], repeats: int) -> None:
     norms = SquaredNorms(2, CPU)
     for _ in range(repeats):
@@ -123,7 +124,7 @@ HOSTILE = [float("nan"), float("inf"), -float("inf"), 3.4e38, -3.4e38, 1e-38, 1e
     scale=st.one_of(st.floats(0, 1e300), st.sampled_from([1.0, 2.0**30, 2.0**70, 1e-300])),
     exclude=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=MANY)
 def test_any_gradient_becomes_a_vector_within_the_bound(rows: list[list[float]], scale: float, exclude: bool) -> None:
     """Also with a factor that is wrong by any amount, and where a row that is not finite was not excluded."""
     grid = Lattice.of(1.0, 4096, 1.0)

@@ -213,10 +213,8 @@ def cases(names: Iterable[str], seed: int, *, every: bool) -> list[tuple[str, fl
     """(mechanism, strength, words or not, fp32 inside or not): all of them, or each in one way with one strength."""
     draw = random.Random(seed)
     if every:
-        return [
-            (*one, *way)
-            for *one, way in itertools.product(names, STRENGTHS, itertools.product((False, True), repeat=2))
-        ]
+        ways = itertools.product((False, True), repeat=2)
+        return [(name, strength, *way) for name, strength, way in itertools.product(names, STRENGTHS, ways)]
     return [(name, draw.choice(STRENGTHS), i % 2 == 1, i % 3 == 1) for i, name in enumerate(names)]
 
 
@@ -374,12 +372,8 @@ def test_layers_that_are_called_as_often_as_the_longest_example_asks_are_refused
     model, lattice = Halting(), Lattice.of(1.0, 64, 1.0)
     with pytest.raises(PrivacyConfigError, match=r"the layer of a\.\w+ was called \d times .* and \d times"):
         check_against_autograd(model, {"x": numbers(3, 4)})
-    certified = mode == "certified"
-    total = (
-        CertifiedSum(model, lattice, self_check=False)
-        if certified
-        else ClippedSum(model, 1.0, mode=mode, self_check=False)
-    )
+    certified, how = mode == "certified", {"self_check": False}
+    total = CertifiedSum(model, lattice, **how) if certified else ClippedSum(model, 1.0, mode=mode, **how)
     for size in (2, 3):
         add(total, model, numbers(size, 4))
     with pytest.raises(PrivacyConfigError, match=r"the layer of a\.\w+ was called 2 times .* and 1 times"):

@@ -100,7 +100,7 @@ def case(make: Make, x: Callable[[], Tensor], seed: int = 0) -> tuple[nn.Module,
     return model, {"x": inputs, "w": w}
 
 
-@pytest.mark.parametrize("micro", [None, 1, 3])
+@pytest.mark.parametrize("micro", [None, pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(("name", "make", "x"), LAYERS, ids=IDS)
 def test_float64_equals_the_loop(name: str, make: Make, x: Callable[[], Tensor], micro: int | None) -> None:
     model, inputs = case(make, x)

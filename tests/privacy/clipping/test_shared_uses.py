@@ -88,8 +88,8 @@ def test_contract_4_a_norm_counts_every_use(count: int, cancels: bool, mode: str
     assert clipped_steps(128 * x_KD[None], mode).norm() <= 1.001
 
 
-@pytest.mark.parametrize(("count", "examples"), [(12, 128), pytest.param(48, 64, marks=pytest.mark.full)])
-def test_contract_4_sums_of_many_uses_do_not_round_with_those_of_other_examples(count: int, examples: int) -> None:
+@pytest.mark.parametrize("count", [24, pytest.param(48, marks=pytest.mark.full)])
+def test_contract_4_sums_of_many_uses_do_not_round_with_those_of_other_examples(count: int) -> None:
     """The others hover at 16: half of their uses round up there, and half round down, unless x is missing below it."""
     unit = 2.0**-23 * 16
     whole = math.floor(0.95 / count / unit)
@@ -98,6 +98,6 @@ def test_contract_4_sums_of_many_uses_do_not_round_with_those_of_other_examples(
     filling = [torch.full((count, 1), amount / count) for amount in [0.999] * 15 + [0.5 - 15 * 0.999 + 15]]
     sums = []
     for amount in (1.0, 0.0):
-        rows = [torch.full((count, 1), amount / count), *filling, *[hovering] * (examples - 17)]
+        rows = [torch.full((count, 1), amount / count), *filling, *[hovering] * (64 - 17)]
         sums.append(clipped_steps(torch.stack(rows), "bookkeeping"))
     assert (sums[0] - sums[1]).norm() <= 1.001

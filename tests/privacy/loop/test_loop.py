@@ -163,19 +163,10 @@ def test_models_and_optimizers_that_void_the_claim_are_refused(tmp_path: Path) -
     assert not (tmp_path / "run/ledger.jsonl").exists()
 
 
-OTHER_KINDS = [
-    torch.optim.SGD,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.NAdam,
-    torch.optim.ASGD,
-]
+OTHERS = [getattr(torch.optim, name) for name in ("SGD", "AdamW", "RMSprop", "Adagrad", "NAdam", "ASGD")]
 
 
-@pytest.mark.parametrize(
-    "kind", [torch.optim.Adam, *(pytest.param(kind, marks=pytest.mark.full) for kind in OTHER_KINDS)]
-)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, *(pytest.param(one, marks=pytest.mark.full) for one in OTHERS)])
 def test_a_loop_that_is_left_goes_on_as_if_it_had_not_been(kind: Any, tmp_path: Path) -> None:
     """Weights, moments and counts come back to the bit: the same coins then give the same end."""
 

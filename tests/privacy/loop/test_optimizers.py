@@ -20,9 +20,8 @@ OF_TORCH = sorted(
     key=lambda kind: kind.__name__,
 )
 QUICK = (
-    *("Adam", "LBFGS", "Muon", "SGD", "SparseAdam"),
+    *("Adam", "LBFGS", "Muon", "SGD", "SparseAdam", "warm-up", "rate as a tensor"),
     *("rate", "key of its own", "attribute", "hook before", "another step", "state of nothing", "number in the state"),
-    *("warm-up", "rate as a tensor"),
 )
 """What `make test` tries of the tables below."""
 
