@@ -99,7 +99,7 @@ def test_lars_follows_the_released_rule(augmented: bool) -> None:
 
 def test_lars_and_lbfgs_agree_on_digits(tmp_path: Path, run: Evaluate) -> None:
     train, test = save_digits(tmp_path)
-    common = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "2")
+    common = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "3")
     record = run(*common, "--trust_coefficient", "0.03")
     scalars = record["scalars"]
     assert scalars["lbfgs_accuracy"] > 0.94
@@ -119,7 +119,7 @@ def test_lars_and_lbfgs_agree_on_digits(tmp_path: Path, run: Evaluate) -> None:
 
 def test_public_data_leave_the_private_part_and_few_steps_are_named(tmp_path: Path, run: Evaluate) -> None:
     train, test = save_digits(tmp_path, 300)
-    told = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "2")
+    told = ("linear-probe", "--train", train, "--test", test, "--output", str(tmp_path / "out"), "--num_folds", "3")
     record = run(*told, "--epochs", "2", "--data_is_public")
     assert "LARS has hardly converged" in record["notes"][0]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["evaluation"] and record["data_is_public"]
