@@ -190,7 +190,6 @@ def test_every_engine_passes_at_full_size(tmp_path: Path, engine: str, machine: 
     require_consistent(mechanism_audit(run, engine=engine, ds_config=ROOT / "ds_configs" / f"{machine}.json"))  # type: ignore[arg-type]
 
 
-@pytest.mark.full
 def test_a_rank_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(SandboxFailed, match=r"sandbox rank \d did not end well: .*broken\.json"):
         mechanism_audit(write_run(tmp_path), engine="local", ds_config=tmp_path / "broken.json")

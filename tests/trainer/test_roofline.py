@@ -81,7 +81,6 @@ def add_rounded(parts: list[Tensor], low: Tensor, high: Tensor, scale: float) ->
     low.add_(x.sub_(more, alpha=2.0**30).to(torch.int32))
 
 
-@pytest.mark.full
 def test_a_compiled_function_is_as_many_kernels_as_inductor_makes_of_it_for_cuda() -> None:
     """This one fails where torch changes what trainer/planner/inductor.py needs of it."""
     n = 1 << 20
