@@ -192,7 +192,7 @@ def test_every_engine_passes_at_full_size(tmp_path: Path, engine: str, machine: 
 
 def test_a_rank_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(SandboxFailed, match=r"sandbox rank \d did not end well: .*broken\.json"):
-        mechanism_audit(write_run(tmp_path), engine="local", ds_config=tmp_path / "broken.json")
+        mechanism_audit(write_run(tmp_path), engine="local", ds_config=tmp_path / "broken.json", ranks=1)
 
 
 def write_run(folder: Path) -> Path:
