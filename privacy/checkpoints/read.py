@@ -13,6 +13,7 @@ the ledger has charged the steps between, which are repeated with new coins and 
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ConfigError, NotRecorded
+from ..errors import ConfigError, NotRecorded, say
 from ..ledger import durable
 from ..ledger.records import LedgerState
 from ..step import collectives
@@ -246,7 +247,7 @@ def usable_names(folder: Path) -> list[str]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in this folder, or the newest whole one of this run folder; changes nothing on the disk.
+    """The checkpoint in this folder, or the newest whole one of this run folder; says on stderr which ones it passes over.
 
     Raises:
         ConfigError: there is none, or none is whole.
@@ -260,9 +261,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     failure = None
     for name in names:
         try:
-            return Checkpoint(folder / name)
+            checkpoint = Checkpoint(folder / name)
         except ConfigError as error:
             failure = failure or error
+            continue
+        if failure is not None:
+            say(f"warning: {failure}; {name} is opened", file=sys.stderr)
+        return checkpoint
     raise ConfigError(f"none of the {len(names)} checkpoints in {folder} is whole ({failure}); restore one from a copy")
 
 

@@ -403,6 +403,50 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
         restore()
 
 
+def writes_to(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> None:
+    """Calls the task thrice on the same two made-up examples: what a forward gathers for later ones shows before it is used.
+
+    A queue of features longer than all batches of the self-check mixes nothing in it, and everything in a run. Looked at are
+    attributes of modules, and dicts, lists, sets and deques among them, as `put_back` does.
+
+    Raises:
+        PrivacyConfigError: one holds more after every call, or a tensor that the forward writes in place into.
+    """
+
+    def held() -> dict[str, tuple[int, dict[int, tuple[Tensor, int]]]]:
+        """By attribute: entries and numbers that it holds, and its tensors, which keep their ids so, with their versions."""
+        found = {}
+        for path, module in _modules(model, task):
+            for name in vars(module).keys() - _OWN:
+                value = vars(module)[name]
+                entries = [*value.values()] if isinstance(value, dict) else [value]
+                entries = [*value] if isinstance(value, list | set | deque) else entries
+                tensors = [x for x in entries if isinstance(x, Tensor)]
+                count = len(entries) + sum(x.numel() for x in tensors)
+                found[f"{path}.{name}".strip(".")] = count, {id(x): (x, writes_to(x)) for x in tensors}
+        return found
+
+    restore()
+    two, found = {name: x[:2] for name, x in inputs.items()}, []
+    for _ in range(3):
+        with must_take("one call after another"):
+            task(**two)
+        found.append(held())
+    restore()
+    for place, (count, versions) in found[2].items():
+        before, known = found[1].get(place, (0, {}))
+        if count > before or any(known.get(key, (x, now))[1] != now for key, (x, now) in versions.items()):
+            raise PrivacyConfigError(
+                f"the forward keeps more with every call, or writes in place into a tensor that it keeps ({place}): what it "
+                "keeps of one micro-batch would reach later ones; keep no state in the forward"
+            )
+
+
 @contextmanager
 def untouched(model: nn.Module, task: object, dtype: torch.dtype | None = None) -> Iterator[Callable[[], None]]:
     """A check of a model leaves nothing behind: parameters, buffers and attributes of its modules are copies inside.

@@ -33,7 +33,7 @@ from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
 from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, add_together, blocks
-from .checked import require_passed, trained
+from .checked import require_passed, trained, writes_to
 from .compiled import compiled_weights
 from .contributions import ChunkedOuterProducts, Contribution, in_full, is_short, may_cancel, without
 from .coverage import claims
@@ -475,11 +475,6 @@ class ClippedSum:
         if into is not slot:
             slot.total.add([into.total.low], len(weight_B))
         self.accumulator.filled(name)
-
-
-def writes_to(tensor: Tensor) -> int:
-    """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
-    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def require_unwritten(writes: Writes, who: str) -> None:

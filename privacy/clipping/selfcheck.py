@@ -16,7 +16,7 @@ may be a thousand times as large. Three things find that at any size:
   thousand times too large. The examples around them must stay what they were, to the last bit. Other rows hold one example
   again and again, or cut to half of its tokens. Where a model refuses such rows itself, the neighbours are other examples.
 * Every example alone, and the first batch, meets the model as it was before its first call; the last batches meet it as a hostile
-  one has left it. So what a forward keeps of one call shows in another.
+  one has left it. So what a forward keeps of one call shows in another; what it gathers for much later ones is looked for.
 
 What clipping does besides, with many rows, with micro-batches one after the other, in the dtype and the mode of the run and
 under a compiler, is compared with single examples too (`check_at_size`); checked.py tries losses in every new shape.
@@ -52,6 +52,7 @@ from .checked import (
     compare_losses,
     must_take,
     nothing_is_small,
+    require_nothing_gathered,
     shortened,
     structure,
     untouched,
@@ -151,6 +152,8 @@ def check_against_autograd(
                 if precision is not None:
                     _by_groups(model, partial(_check, model, task, wide, precision, unreached, restore))
                 moved = changes(inside, structure(model, task))
+                if precision is not None:
+                    require_nothing_gathered(model, task, wide, restore)
             if precision is not None:
                 break
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
-from ..clipping.clipped_sum import writes_to
+from ..clipping.checked import writes_to
 from ..clipping.sharded import put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..step import collectives

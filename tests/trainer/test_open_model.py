@@ -8,8 +8,10 @@ import torch
 
 from privacy.checkpoints.read import Checkpoint, checkpoint_name
 from tests.trainer.trained_runs import recipe, trained
+from trainer.config.recipe import InitSection
 from trainer.errors import ConfigError
 from trainer.weights.open_model import open_model
+from trainer.weights.start import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +24,9 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_damaged_checkpoints_are_passed_over_and_never_repaired(captioner: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_passed_over_with_a_word_and_never_repaired(
+    captioner: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(captioner, run)
     (good,) = (run / "checkpoints").glob("step-*")
@@ -32,6 +36,10 @@ def test_damaged_checkpoints_are_passed_over_and_never_repaired(captioner: Path,
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert open_model(run).path == good
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {weights} is missing or damaged") and f"; {good.name} is opened" in said
+    with pytest.raises(ConfigError, match="is missing or damaged"):  # nobody trains from an older one unasked
+        find_checkpoint(InitSection(checkpoint=str(run)), ROOT)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
     (run / "config.toml").unlink()
     assert open_model(good).manifest["step"] == 3  # the embedded tokenizer is its tokenizer

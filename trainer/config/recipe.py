@@ -61,7 +61,7 @@ class InitSection(Section):
     """Start from another run's weights instead of random ones."""
 
     checkpoint: str
-    """A checkpoint's folder, or a run folder, of which the newest whole one is taken; relative to the project root."""
+    """A checkpoint's folder, or a run folder, of which the newest is taken; relative to the project root."""
     parts: Literal["all", "encoder", "none"] = "all"
     """What is taken; the rest starts at random. None: the run has no [init], whatever its recipe says."""
     disjoint_data: bool = False

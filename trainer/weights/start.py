@@ -19,7 +19,7 @@ from data.index.tar_index import MANIFEST as INDEX
 from data.index.tar_index import ExampleTable
 from models.classifier import is_adapter
 from models.layers import resized_positions
-from privacy.checkpoints.read import MANIFEST, Checkpoint, open_checkpoint, usable_names
+from privacy.checkpoints.read import MANIFEST, Checkpoint, usable_names
 from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
 from privacy.step.collectives import say
 from privacy.step.folder import RunFolder
@@ -48,13 +48,16 @@ def training_data_facts(config: RunConfig, table: ExampleTable, resumed: Checkpo
 
 
 def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
-    """The checkpoint that `init.checkpoint` names: its folder, or a run folder, of which the newest whole one is taken.
+    """The checkpoint that `init.checkpoint` names: its folder, or a run folder, of which the newest is taken.
 
     Raises:
-        ConfigError: nothing there, or none is whole.
+        ConfigError: nothing there, or damaged.
     """
     path = root / config.checkpoint
-    if not (path / MANIFEST).is_file() and not usable_names(path / "checkpoints"):
+    if (path / MANIFEST).is_file():
+        return Checkpoint(path)
+    names = usable_names(path / "checkpoints")
+    if not names:
         recipe, hint = root / "recipes" / f"{path.name}.toml", ""
         if recipe.is_file():  # recipes begin with their command
             command = recipe.read_text().partition("\n")[0].removeprefix("# ")
@@ -62,7 +65,7 @@ def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
         if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
             hint = ": it holds weights, and no checkpoint of this project; export.py --import makes one of them"
         raise ConfigError(f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{hint}")
-    return open_checkpoint(path)
+    return Checkpoint(path / "checkpoints" / names[0])  # an older one would have to be named
 
 
 def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: ExampleTable) -> dict[str, Any]:
