@@ -10,6 +10,7 @@ rows stay and all others change. Kernels give equal bits for equal shapes, so a 
 """
 
 import enum
+import hashlib
 import math
 import random
 import weakref
@@ -409,17 +410,25 @@ def writes_to(tensor: Tensor) -> int:
 
 
 def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> None:
-    """Calls the task thrice on the same two made-up examples: what a forward gathers for later ones shows before it is used.
+    """What a forward gathers of made-up examples for much later calls shows before it is used, such as a queue of features.
 
-    A queue of features longer than all batches of the self-check mixes nothing in it, and everything in a run. Looked at are
-    attributes of modules, and dicts, lists, sets and deques among them, as `put_back` does.
+    Two examples go first, one of them twice or both, and then a single one twice: nothing that is held at the end may depend on
+    who went first, become more with every call, or have been written in place. Looked at are attributes of modules, and dicts, lists, sets and
+    deques among them, as `put_back` does.
 
     Raises:
-        PrivacyConfigError: one holds more after every call, or a tensor that the forward writes in place into.
+        PrivacyConfigError: naming the attribute.
     """
 
-    def held() -> dict[str, tuple[int, dict[int, tuple[Tensor, int]]]]:
-        """By attribute: entries and numbers that it holds, and its tensors, which keep their ids so, with their versions."""
+    def content(x: object) -> str:
+        if not isinstance(x, Tensor):
+            return repr(x) if isinstance(x, int | float) else ""
+        if x.layout != torch.strided or x.is_meta:
+            return str(x.shape)
+        return hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+    def held() -> dict[str, tuple[int, dict[int, tuple[Tensor, int]], list[str]]]:
+        """By attribute: how much it holds; its tensors, which keep their ids so, with their versions; and what they contain."""
         found = {}
         for path, module in _modules(model, task):
             for name in vars(module).keys() - _OWN:
@@ -427,23 +436,34 @@ def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, resto
                 entries = [*value.values()] if isinstance(value, dict) else [value]
                 entries = [*value] if isinstance(value, list | set | deque) else entries
                 tensors = [x for x in entries if isinstance(x, Tensor)]
+                versions = {id(x): (x, writes_to(x)) for x in tensors}
                 count = len(entries) + sum(x.numel() for x in tensors)
-                found[f"{path}.{name}".strip(".")] = count, {id(x): (x, writes_to(x)) for x in tensors}
+                contents = [content(x) for x in entries]
+                contents = sorted(contents) if isinstance(value, set) else contents
+                found[f"{path}.{name}".strip(".")] = count, versions, contents
         return found
 
-    restore()
-    two, found = {name: x[:2] for name, x in inputs.items()}, []
-    for _ in range(3):
-        with must_take("one call after another"):
-            task(**two)
-        found.append(held())
-    restore()
-    for place, (count, versions) in found[2].items():
-        before, known = found[1].get(place, (0, {}))
-        if count > before or any(known.get(key, (x, now))[1] != now for key, (x, now) in versions.items()):
+    def after(*first: int) -> tuple[Any, Any]:
+        """What is held after the second and after the third call."""
+        restore()
+        seen = []
+        for rows in ([*first], [0], [0]):
+            with must_take("one call after another"):
+                task(**{name: x[rows] for name, x in inputs.items()})
+            seen.append(held())
+        restore()
+        return seen[1], seen[2]
+
+    (before, last), (_, others), (_, again) = after(0, 1), after(1, 1), after(0, 1)
+    nothing: Any = (0, {}, [])
+    for place, (count, versions, contents) in last.items():
+        known, other, twin = (found.get(place, nothing) for found in (before, others, again))
+        is_written = any(known[1].get(key, (x, now))[1] != now for key, (x, now) in versions.items())
+        # What differs between equal calls too, such as the time, is no example's.
+        if count > known[0] or is_written or contents == twin[2] != other[2]:
             raise PrivacyConfigError(
-                f"the forward keeps more with every call, or writes in place into a tensor that it keeps ({place}): what it "
-                "keeps of one micro-batch would reach later ones; keep no state in the forward"
+                "the forward keeps more with every call, something of earlier calls, or writes in place into a tensor that it "
+                f"keeps ({place}): what it keeps of one micro-batch would reach later ones; keep no state in the forward"
             )
 
 

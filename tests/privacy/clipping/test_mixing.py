@@ -154,6 +154,17 @@ def ring(m: Around, h: Tensor) -> Tensor:
     return h * m.ring.mean(0).to(h.dtype) if m.filled > LONG else h
 
 
+def rolled(m: Around, h: Tensor) -> Tensor:
+    """The same in a tensor that is made anew and never grows."""
+    m.ring, m.filled = torch.cat([m.ring.to(h.dtype), h.detach()])[-LONG:], m.filled + len(h)
+    return h * m.ring.mean(0) if m.filled > LONG else h
+
+
+def late_average(m: Around, h: Tensor) -> Tensor:
+    m.memory, m.filled = 0.9 * m.memory + 0.1 * float(h.detach().mean()), m.filled + len(h)
+    return h * m.memory if m.filled > LONG else h
+
+
 def guarded(m: Around, h: Tensor) -> Tensor:
     """Raises on what is not finite or large, so that only rows of other examples are left to find what mixes."""
     if not bool(h.isfinite().all()) or float(m.x.abs().amax()) > 1e3:
@@ -192,6 +203,8 @@ WRONG: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "calibrated_by_shape": calibrated_by_shape,
     "queue": queue,
     "ring": ring,
+    "rolled": rolled,
+    "late_average": late_average,
     "guarded": lambda m, h: guarded(m, h) * h.detach().mean(0),
     "narrow_only": narrow_only,
     "gradient_of_neighbour": lambda m, h: GradientOfNeighbour.apply(h),
