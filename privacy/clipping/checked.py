@@ -412,9 +412,9 @@ def writes_to(tensor: Tensor) -> int:
 def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> None:
     """What a forward gathers of made-up examples for much later calls shows before it is used, such as a queue of features.
 
-    Two examples go first, one of them twice or both, and then a single one twice: nothing that is held at the end may depend on
-    who went first, become more with every call, or have been written in place. Looked at are attributes of modules, and dicts, lists, sets and
-    deques among them, as `put_back` does.
+    Two examples go first, or one of them twice, and then a single one twice: nothing that is held at the end may depend on who
+    went first, become more with every call, or have been written in place. Looked at are attributes of modules, and dicts,
+    lists, sets and deques among them, as `put_back` does.
 
     Raises:
         PrivacyConfigError: naming the attribute.
