@@ -144,16 +144,16 @@ def example_keys(example_key: bytes, step: int, ids: Ids) -> Values:
 
 
 def coins(coin_key: bytes, step: int, start: int, stop: int) -> Iterator[tuple[int, Values]]:
-    """Yields (id of the first, values) over [start, stop); one CTR stream, so blocks are never computed twice."""
-    counter = step.to_bytes(8, "big") + (start // 2).to_bytes(8, "big")
-    encryptor = Cipher(algorithms.AES256(coin_key), modes.CTR(counter)).encryptor()
-    zeros = bytes(8 * min(CHUNK, stop - start + 2))
-    stream = bytearray(len(zeros) + 15)
+    """Yields (id of the first, values) over [start, stop), at most CHUNK values at a time.
+
+    Each array has memory of its own, so callers may keep them all. One CTR stream: blocks are never computed twice.
+    """
     position = start - start % 2
+    counter = step.to_bytes(8, "big") + (position // 2).to_bytes(8, "big")
+    encryptor = Cipher(algorithms.AES256(coin_key), modes.CTR(counter)).encryptor()
     while position < stop:
-        count = min(CHUNK, stop - position + (stop - position) % 2)
-        encryptor.update_into(memoryview(zeros)[: 8 * count], stream)
-        values = np.frombuffer(stream, dtype="<u8", count=count)
+        count = min(CHUNK, stop - position)
+        stream = encryptor.update(bytes(8 * (count + count % 2)))
         skip = max(0, start - position)
-        yield position + skip, values[skip : min(count, stop - position)]
+        yield position + skip, np.frombuffer(stream, dtype="<u8")[skip:count]
         position += count

@@ -36,10 +36,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import PrivacyConfigError
+from ..errors import PrivacyConfigError, PrivacyStateRefused
 from .poisson import Ids, coins
 
 _OVERFLOW_BITS = 100
+_MOST_TRIES = 4
+"""Of 2^21 numbers of 64 bits two are equal with a probability of 2^-23, four times in a row with one of 2^-92."""
 
 
 class Share(NamedTuple):
@@ -96,15 +98,22 @@ def rows_of_members(row_key: bytes, step: int, count: int, num_rows: int) -> Ids
 
 
 def _order_of_rows(row_key: bytes, step: int, num_rows: int) -> Ids:
-    """All rows in random order."""
-    start = 0
-    while True:
+    """All rows in random order.
+
+    Raises:
+        PrivacyStateRefused: equal numbers in every try, which a working cipher gives with a probability below 2^-90.
+    """
+    for attempt in range(_MOST_TRIES):
+        start = attempt * num_rows
         values = np.concatenate([part for _, part in coins(row_key, step, start, start + num_rows)])
         order = np.argsort(values)
         in_order = values[order]
         if not (in_order[1:] == in_order[:-1]).any():
             return order.astype(np.int64)
-        start += num_rows
+    raise PrivacyStateRefused(
+        f"step {step}: {num_rows:,} random numbers for as many rows were not all different in {_MOST_TRIES} tries: the cipher of "
+        "this machine's cryptography package is broken; install it again"
+    )
 
 
 def deal(

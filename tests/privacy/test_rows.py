@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from privacy.errors import PrivacyConfigError
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.sampling import rows
+from privacy.sampling.poisson import CHUNK
 from privacy.sampling.rows import deal, most_of_share, rows_of_members, shares_of_nodes
 
 KEY = bytes(range(32))
@@ -47,6 +48,27 @@ def test_equal_numbers_are_passed_over_together() -> None:
 
     with mock.patch.object(rows, "coins", given):
         assert rows_of_members(KEY, 0, 4, 4).tolist() == [1, 3, 2, 0]
+
+
+def test_numbers_that_are_never_all_different_end_in_an_error() -> None:
+    """A broken cipher must not be drawn from for ever: beyond one chunk of coins that had become the rule."""
+
+    def equal(key: bytes, step: int, start: int, stop: int):  # type: ignore[no-untyped-def]
+        yield start, np.zeros(stop - start, np.uint64)
+
+    with (
+        mock.patch.object(rows, "coins", equal),
+        pytest.raises(PrivacyStateRefused, match="step 7: 5 random numbers .* in 4 tries"),
+    ):
+        rows_of_members(KEY, 7, 4, 5)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("num_rows", [CHUNK + 2, 1_310_720 + 9_160])
+def test_a_logical_batch_of_a_million_is_dealt_to_distinct_rows(num_rows: int) -> None:
+    """More rows than one chunk of coins, as every DP-Cap recipe has."""
+    dealt = rows_of_members(KEY, 1, num_rows, num_rows)
+    assert np.array_equal(np.sort(dealt), np.arange(num_rows))
 
 
 def test_more_members_than_rows_are_refused() -> None:
