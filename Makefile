@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # else every process compiles all modules anew: 17 s in place of 9 before the first test
 
-.PHONY: quickstart test test-all test-cluster gpu coverage docs release examples lint format clean venv
+.PHONY: quickstart test test-all test-cluster rehearsal gpu coverage docs release examples lint format clean venv
 
 $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
@@ -44,6 +44,10 @@ test-all: $(STAMP) lint
 test-cluster: $(STAMP)
 	@tests/install_packages.sh cluster
 	$(PYTEST) -m cluster
+
+# Each dimension of the mission at its true size, everything else tiny: make rehearsal [PART=data]
+rehearsal: $(STAMP)
+	@$(BIN)/python -m tests.rehearsal $(if $(PART),--part $(PART))
 
 # Acceptance on one GPU, with a Python that is there already: make gpu [PART=sums] [DEVICE=cpu REDUCED=1] [OUTPUT=folder]
 gpu: PYTHON := $(if $(filter file,$(origin PYTHON)),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)),$(PYTHON))

@@ -58,7 +58,7 @@ def test_numbers_that_are_never_all_different_end_in_an_error() -> None:
 
     with (
         mock.patch.object(rows, "coins", equal),
-        pytest.raises(PrivacyStateRefused, match="step 7: 5 random numbers .* in 4 tries"),
+        pytest.raises(PrivacyStateRefused, match=r"step 7: 5 random numbers .* in 4 tries"),
     ):
         rows_of_members(KEY, 7, 4, 5)
 
