@@ -1,0 +1,144 @@
+"""The project's main command on two ranks, with logical batches of 1,310,720 out of 1.4 million pictures of 8 x 8 pixels.
+
+Two steps are taken; the run is killed in the second, resumed by the same command, verified and audited.
+"""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data.index.tar_writer import Example, write_shard
+from tests.e2e.launch import count, ledger_lines
+from tests.processes import quiet_environment
+from tests.rehearsal.part import ROOT, Part, command, say
+
+NUM_EXAMPLES, BATCH = 1_400_000, 1_310_720
+EXAMPLES_A_SHARD = 10_000
+WORDS = ("red", "green", "blue", "grey", "dark", "bright", "soft", "sharp")
+SECONDS_INTO_STEP_2 = 30.0
+"""The run is killed so long after its first step is done."""
+
+
+def rehearse(part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH, micro_batch_size: int = 2048) -> None:
+    """Makes the shards, takes step 1, is killed in step 2, takes it again, and has three programs check the run."""
+    shards, run_dir = part.folder / "shards", part.folder / "run"
+    settings = [
+        f"data.shards={shards}",
+        f"privacy.expected_batch_size={batch}",
+        f"train.micro_batch_size={micro_batch_size}",
+    ]
+    train = [
+        *(Path(sys.executable).parent / "deepspeed", "--num_gpus", "2", "launch_scripts/train.py"),
+        *("--ds_config", "ds_configs/zero3.json", "--recipe", "tests/rehearsal/batch.toml", "--run_dir", run_dir),
+        *settings,
+    ]
+    part.stage("write shards", lambda: write_shards(shards, num_examples))
+    part.stage("dry run", lambda: {"lines": dealt_lines(command(*train, "--dry_run", log=part.folder / "dry.log"))})
+    part.stage("step 1, killed in step 2", lambda: killed_in_step_2(train, run_dir, part.folder / "killed.log"))
+    part.stage("resume, step 2", lambda: resumed(train, run_dir, part.folder / "resumed.log"))
+    python = sys.executable
+    part.stage("verify.py", lambda: last_line(command(python, "-I", run_dir / "verify.py", run_dir)))
+    for audit in ("ledger", "schedule"):
+        words = (python, "launch_scripts/audit.py", audit, "--run_dir", run_dir)
+        part.stage(f"audit {audit}", lambda words=words: last_line(command(*words)))
+    part.ran(expected_batch_size=batch)
+
+
+def write_shards(folder: Path, num_examples: int) -> dict[str, Any]:
+    """Writes `num_examples` different pictures with captions, 10,000 a shard; shards that are there stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, first in enumerate(range(0, num_examples, EXAMPLES_A_SHARD)):
+        path = folder / f"train-{number:05}.tar"
+        if not path.exists():
+            write_shard(path, made_examples(number, first, min(first + EXAMPLES_A_SHARD, num_examples)))
+    paths = list(folder.glob("*.tar"))
+    return {"examples": num_examples, "shards": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+
+
+def made_examples(number: int, first: int, stop: int) -> Iterator[Example]:
+    """Yields examples `first` to `stop` of shard `number`: noise as a PNG, and two words."""
+    generator = np.random.default_rng(number)
+    for example in range(first, stop):
+        picture = io.BytesIO()
+        Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(picture, "PNG", compress_level=0)
+        words = f"{WORDS[example % 8]} {WORDS[example // 8 % 8]}"
+        yield f"{example:08}", {"png": picture.getvalue(), "txt": words.encode()}
+
+
+def killed_in_step_2(train: list[object], run_dir: Path, log: Path) -> dict[str, Any]:
+    """Starts the run, waits for its first step, and kills launcher and ranks while the second one runs."""
+    began = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [str(word) for word in train], cwd=ROOT, env=quiet_environment(), stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    while count(run_dir, "checkpoint") == 0:
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(1)
+    to_step_1 = time.monotonic() - began
+    time.sleep(SECONDS_INTO_STEP_2)
+    assert process.poll() is None, log.read_text()[-3000:]
+    end_session(process)
+    say(log.read_text()[-2000:])
+    kinds = [line["type"] for line in ledger_lines(run_dir)]
+    assert kinds.count("done") == 1 and kinds.count("intent") == 1, kinds
+    return {"seconds_to_checkpoint_1": round(to_step_1, 1), **private_counts(run_dir)}
+
+
+def end_session(process: "subprocess.Popen[bytes]") -> None:
+    """Kills every process of the started session: the launcher's ranks have sessions of their own, so they are asked for."""
+    children = [int(line) for line in pids_of("launch_scripts/train.py")]
+    os.killpg(process.pid, signal.SIGKILL)
+    for pid in children:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+def pids_of(words: str) -> list[str]:
+    """The processes of this user whose command line holds `words` and the part's recipe."""
+    listed = subprocess.run(
+        ["pgrep", "-f", f"{words}.*rehearsal/batch.toml"], capture_output=True, text=True, check=False
+    )
+    return listed.stdout.split()
+
+
+def resumed(train: list[object], run_dir: Path, log: Path) -> dict[str, Any]:
+    """Gives the same command again: it takes the second step from the checkpoint of the first, and ends the run."""
+    command(*train, log=log, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    lines = ledger_lines(run_dir)
+    kinds = [line["type"] for line in lines]
+    assert kinds.count("done") == 2 and kinds.count("session") == 2, kinds
+    assert 2 <= kinds.count("intent") <= 3, kinds
+    nonces = [line["nonce"] for line in lines if line["type"] == "session"]
+    assert len(set(nonces)) == 2, nonces
+    return private_counts(run_dir)
+
+
+def private_counts(run_dir: Path) -> dict[str, Any]:
+    """Realised batch and seconds of the last step, from the private read-out."""
+    last = json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])
+    return {name: value for name, value in last.items() if isinstance(value, int | float)}
+
+
+def dealt_lines(output: str) -> list[str]:
+    """What the dry run says of the step that it dealt."""
+    return [line.strip() for line in output.splitlines() if "rows" in line or "bytes" in line]
+
+
+def last_line(output: str) -> dict[str, Any]:
+    """The last line of a program's output: its verdict."""
+    return {"verdict": output.strip().splitlines()[-1]}
