@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from trainer.ranks import heartbeat
+from trainer.ranks import distributed, heartbeat
 from trainer.ranks.discovery import process_identity, process_state
-from trainer.ranks.heartbeat import Beat, Heartbeat, Timing
+from trainer.ranks.heartbeat import Beat, Heartbeat, Timing, Wait
 from trainer.ranks.rendezvous import Place, connect
 
 FAST = Timing(interval=0.05, dead_after=0.6, suspect_after=0.25, slow_after=0.3)
@@ -245,7 +246,7 @@ def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable
     if way == "elsewhere":
         last.standing = lambda: (time.monotonic(), "")  # type: ignore[method-assign]
     elif way == "data":
-        last.reads = True
+        last.wait = Wait("a micro-batch is read", time.monotonic(), moves=True)
     elif way == "a silent rank":
         last.leave()
     deadline = time.monotonic() + 1.2
@@ -254,3 +255,37 @@ def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable
             last.note()
         time.sleep(0.1)
     assert not world.ends
+
+
+def test_what_ranks_wait_for_is_said_after_a_minute(worlds: Callable[..., World]) -> None:
+    """All ranks deal for ever: rank 0 says so once, and again only after twice as long; nobody is behind the others."""
+    world = worlds(SEEN, slow_after=0.3)
+    for rank in world.ranks:
+        rank.wait = Wait("the examples of the next step are dealt", time.monotonic())
+    wait_until(lambda: world.warnings)
+    assert re.fullmatch(
+        r"ranks 0, 1, 2 \(hosts node0, node1\) have waited for \d+ s: the examples of the next step are dealt",
+        world.warnings[0],
+    )
+    assert world.ranks[0]._next_wait >= 2 * 0.3
+
+
+def test_dealing_inside_a_wait_for_data_is_no_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader pulls a plan when it wants its ids: while that is drawn, a rank that stands still is seen to stand still."""
+    beat = Heartbeat(lambda: dist.HashStore(), 0, ["node0", "node0"])
+    monkeypatch.setattr(distributed, "_heartbeat", beat)
+    waits: list[Wait] = []
+
+    def plans() -> Iterator[Any]:
+        for step in (1, 2):
+            waits.append(beat.wait)
+            yield step
+
+    def batches(dealt: Iterator[Any]) -> Iterator[Any]:
+        for step in dealt:
+            waits.append(beat.wait)
+            yield step
+
+    assert list(distributed.reading(batches(distributed.dealing(plans())), "data")) == [1, 2]
+    assert [wait.moves for wait in waits] == [False, True] * 2
+    assert beat.wait == Wait()

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -17,10 +18,11 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from privacy.step.batches import Dealt
 from privacy.step.collectives import gather_objects
 from trainer.errors import ConfigError, HostError, RemoteError, Said, in_one_line
 from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks
-from trainer.ranks.heartbeat import Heartbeat, Timing, end_process
+from trainer.ranks.heartbeat import Heartbeat, Timing, Wait, end_process
 from trainer.ranks.rendezvous import connect, find_store, meet
 
 T = TypeVar("T")
@@ -186,20 +188,35 @@ def note_progress(step: int, *, charged: bool = False) -> None:
         _heartbeat.note(2 * step + charged)
 
 
-def reading(items: Iterator[T]) -> Iterator[T]:
-    """Yields them. A rank moves with each, and while it waits for one: staging or a slow store may take hours."""
+def reading(items: Iterator[T], what: str) -> Iterator[T]:
+    """Yields items that are read. A rank counts as moving while it waits for one: staging or a slow store may take hours.
+
+    Args:
+        what: such as "micro-batches of step 3"; the console says after a minute that a rank waits for them.
+    """
+    return _waiting(items, what, moves=True)
+
+
+def dealing(plans: Iterator[Dealt]) -> Iterator[Dealt]:
+    """Yields plans that are drawn when they are pulled, by all ranks together: a rank that stands still in it does not move."""
+    return _waiting(plans, "the examples of the next step are dealt", moves=False)
+
+
+def _waiting(items: Iterator[T], what: str, *, moves: bool) -> Iterator[T]:
+    """Tells the heartbeat of every wait for an item. One wait may lie inside another: a plan is pulled while data are awaited."""
     beat = _heartbeat
     if beat is None:
         yield from items
         return
     while True:
-        beat.reads = True
+        outer = beat.wait
+        beat.wait = Wait(what, time.monotonic(), moves)
         try:
             item = next(items)
         except StopIteration:
             return
         finally:
-            beat.reads = False
+            beat.wait = outer
             beat.note()
         yield item
 

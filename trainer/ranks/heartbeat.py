@@ -13,7 +13,8 @@ Ranks can also all live and wait for ever: for a collective that one of them nev
 is gone. A rank moves when its main thread is elsewhere in the program than at the last beat, when it takes up a micro-batch or a
 phase of a step, and all the while that it waits for data, whose readers have limits of their own. When no rank has moved for
 long, they end (`Timing.still_after`). Hours of hashing, a compilation or a long step are many moves; one call of one library
-would have to last as long.
+would have to last as long. Dealing the examples of a step is no wait for data. Whatever a rank waits for, rank 0 says so after a
+minute (`Wait`).
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -62,13 +63,26 @@ class Timing(NamedTuple):
     still_after: float = 1800.0
 
 
+class Wait(NamedTuple):
+    """What the main thread of a rank waits for ("" for nothing), from when on, and whether it counts as moving meanwhile."""
+
+    what: str = ""
+    since: float = 0.0
+    moves: bool = False
+
+
 class Beat(NamedTuple):
-    """What a rank reports: a number that shows that it lives, twice its step (and 1 once that is charged), and its moves."""
+    """What a rank reports: a number that shows that it lives, twice its step (and 1 once that is charged), and its moves.
+
+    `waits_for` is what it has waited for during the last `waited` seconds.
+    """
 
     number: int = 0
     position: int = 0
     moves: int = 0
     place: str = "its start"
+    waits_for: str = ""
+    waited: float = 0.0
 
 
 class Verdict(NamedTuple):
@@ -127,7 +141,7 @@ class Heartbeat:
         self._wake = threading.Event()
         # The talking thread takes these from here.
         self._position = self._noted = 0
-        self.reads, self.standing = False, standing
+        self.wait, self.standing = Wait(), standing
         self._last_words: Verdict | None = None
         self._saw_broken_connection = False
         # The talking thread puts these here.
@@ -142,6 +156,7 @@ class Heartbeat:
         # Only the judging thread uses these.
         self._leader, self._leader_since, self._next_warning = 0, now, self.timing.slow_after
         self._next_late = self.timing.dead_after
+        self._next_wait = self.timing.slow_after
         self._moves: list[int] = []
         self._still_since, self._longest = now, 0.0
 
@@ -197,8 +212,11 @@ class Heartbeat:
             try:
                 store = store or self.connect()
                 where, place = self.standing()
-                moves = self._mine.moves + (self.reads or self._stood != (where, self._noted))
-                self._stood, self._mine = (where, self._noted), Beat(count, self._position, moves, place)
+                wait = self.wait
+                moves = self._mine.moves + (wait.moves or self._stood != (where, self._noted))
+                waited = time.monotonic() - wait.since if wait.what else 0.0
+                self._stood = (where, self._noted)
+                self._mine = Beat(count, self._position, moves, place, wait.what, waited)
                 store.set(f"beat/{self.rank}", json.dumps(self._mine))
                 if self._last_words is not None and not self._posted.is_set():
                     store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
@@ -291,6 +309,7 @@ class Heartbeat:
             waited = f"others wait for {now - self._leader_since:.0f} s (alive)"
             self.warn(f"warning: {self._are(behind)} slow: {waited}")
             self._next_warning *= 2
+        self._look_for_the_waiting(beats)
         # Or every process lives, and yet nothing will ever happen again.
         moves, still = [beat.moves for beat in beats.values()], now - self._still_since
         silence = now - min(since for _, since in self._beats.values())
@@ -309,6 +328,21 @@ class Heartbeat:
                 "a collective that some rank never joins, or a GPU or network card that is gone; all ranks end, and the same "
                 "command resumes"
             )
+
+    def _look_for_the_waiting(self, beats: Mapping[int, Beat]) -> None:
+        longest = max(beat.waited for beat in beats.values())
+        if longest <= self.timing.slow_after:
+            self._next_wait = self.timing.slow_after
+        if longest <= self._next_wait:
+            return
+        self._next_wait = 2 * longest
+        ranks_by_wait: dict[str, list[int]] = {}
+        for rank, beat in sorted(beats.items()):
+            if beat.waited > self.timing.slow_after:
+                ranks_by_wait.setdefault(beat.waits_for, []).append(rank)
+        for what, ranks in ranks_by_wait.items():
+            have = "have" if len(ranks) > 1 else "has"
+            self.warn(f"{named_ranks(ranks, self.hosts)} {have} waited for {longest:.0f} s: {what}")
 
     def _give_up(self, words: str) -> None:
         self.fail(words, 1)

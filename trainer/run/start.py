@@ -406,6 +406,7 @@ def _read(
     loader: Loader | StreamingLoader, plans: Iterator[Dealt]
 ) -> Generator[tuple[Dealt, Iterator[Batch]], None, None]:
     """The data room reads what it is told, and knows no plan of privacy."""
+    plans = distributed.dealing(plans)
     with contextlib.closing(loader.steps(itertools.starmap(StepPlan, plans))) as steps:
-        for plan, batches in distributed.reading(steps):
-            yield Dealt(*plan), distributed.reading(batches)
+        for plan, batches in distributed.reading(steps, "the first micro-batch of the next step is read"):
+            yield Dealt(*plan), distributed.reading(batches, f"the next micro-batch of step {plan.step} is read")
