@@ -26,7 +26,7 @@ from tests.rehearsal.part import ROOT, Part, command, say
 
 NUM_EXAMPLES, BATCH = 1_400_000, 1_310_720
 EXAMPLES_A_SHARD = 10_000
-WORDS = ("red", "green", "blue", "grey", "dark", "bright", "soft", "sharp")
+WORDS = ("bag", "boot", "coat", "dress", "jumper", "sandal", "shirt", "sneaker")
 SECONDS_INTO_STEP_2 = 30.0
 """The run is killed so long after its first step is done."""
 
@@ -72,7 +72,7 @@ def tar_blocks(number: int, first: int, stop: int) -> Iterator[bytes]:
     """Yields the blocks of shard `number`: examples `first` to `stop`, each noise as a PNG and two words, and the end."""
     pictures = np.random.default_rng(number).integers(0, 256, (stop - first, 8, 8, 3), dtype=np.uint8)
     for example in range(first, stop):
-        words = f"{WORDS[example % 8]} {WORDS[example // 8 % 8]}".encode()
+        words = f"{WORDS[example % 8]} {WORDS[example // 8 % 8]}".encode()  # of the recipe's tokenizer
         for extension, payload in (("png", png_of(pictures[example - first])), ("txt", words)):
             member = tarfile.TarInfo(f"{example:08}.{extension}")
             member.size = len(payload)

@@ -5,6 +5,7 @@ Starts in a folder that holds a run are in tests/trainer/test_refused_starts.py.
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -62,6 +63,19 @@ def test_a_new_run_is_refused_as_without_it(name: str, tmp_path: Path, monkeypat
     assert (type(dry.value), str(dry.value)) == (type(refusal.value), str(refusal.value))
 
 
+def require_dealt_step(said: str) -> None:
+    """The step of tests' recipe: a batch of 24 with its cap of rows, in micro-batches of 16, from the four shards of the demo."""
+    found = re.search(
+        r"one step is dealt: (\d+) examples in (\d+) rows, [\d.]+% of them padding; (\d+) micro-batches of 16 a rank",
+        said,
+    )
+    assert found, said
+    examples, rows, micro_batches = map(int, found.groups())
+    assert 0 < examples <= 24 + 8 * 24**0.5 and rows == 16 * micro_batches >= 24 + 24**0.5
+    assert re.search(r"sums take (6|8) bytes a coordinate \((int32\+int16|int64)\)", said)
+    assert re.search(r"the step reads [\d.e-]+ GB from \d of \d shards", said)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_what_a_new_run_and_a_resumed_one_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The words of the start itself, steps and epsilon of the whole run; shared ledger, mirror and run folder as they were."""
@@ -72,7 +86,9 @@ def test_what_a_new_run_and_a_resumed_one_would_do(tmp_path: Path, capsys: pytes
     assert image(tmp_path) == before
     said = capsys.readouterr().out
     planned = next(line for line in said.splitlines() if line.startswith("epsilon planned"))
-    assert "would take 4 steps from step 1, each of" in said and "seconds of computing (ranks: 1)" in said
+    said_once = " ".join(said.split())
+    assert "would take 4 steps from step 1, each of" in said_once and "seconds of computing (ranks: 1)" in said_once
+    require_dealt_step(said_once)
     stop_after(2, tmp_path / "runs/one", *options)
     assert planned in capsys.readouterr().out, "the run promises another epsilon than the dry run"
     status = json.loads((tmp_path / "runs/one/private/status.json").read_text())

@@ -6,12 +6,15 @@ index of shards that have none, ledger and key are made there, and go with it. S
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from data.index.tar_index import MANIFEST
@@ -19,7 +22,9 @@ from privacy.errors import DONE
 from privacy.ledger.shared import SharedLedger
 from privacy.run.ledger import Opening
 from privacy.run.run import Finished, Run, open_run
+from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
 from privacy.step import collectives
+from privacy.step.batches import LogicalBatches
 from privacy.step.collectives import on_main, say
 from privacy.step.folder import RunFolder
 from trainer.config.machine import MachineSettings
@@ -46,13 +51,14 @@ def dry_run(
     with _nothing_left(asked) as folder:
         start = DryStart(config, machine, engine, folder, root, ranks, device, None, may_restart, asked=asked)
         run = open_run(start, is_dry=True)
-        hosts = len(set(collectives.gather_objects(socket.gethostname())))
+        hosts = collectives.gather_objects(socket.gethostname())
+        dealt = [] if isinstance(run, Finished) or config.data.streaming else deal_one_step(start, run, hosts)
         if ranks.is_main:
             if isinstance(run, Finished):
                 say(f"{run_dir} is finished: there would be nothing to do")
             else:
                 announce(start.training(run), engine, machine, start.choice)
-                for line in _forecast(start, run, -(-ranks.world_size // hosts)):
+                for line in (*dealt, *_forecast(start, run, -(-ranks.world_size // len(set(hosts))))):
                     say(line)
             say("dry run: nothing is charged or left behind; without --dry_run it starts")
     return DONE
@@ -146,6 +152,57 @@ class DryStart(TrainerStart):
 
 class _Asked(Exception):
     """Leaves before the reservation is written."""
+
+
+class DealtPart(NamedTuple):
+    """What one rank is dealt: its examples, the rows of its micro-batches, and what it reads for them."""
+
+    examples: int
+    rows: int
+    bytes: int
+    shards: frozenset[int]
+
+
+def deal_one_step(start: DryStart, run: Run, hosts: Sequence[str]) -> list[str]:
+    """Deals a step as the run would, with coins of a key that is thrown away, and says what it comes to. Collective.
+
+    The number of examples that is printed says nothing about the data: those coins decide no step of any run.
+
+    Args:
+        hosts: each rank's host, which stands for its node where nodes read their own shares (data.staging).
+    """
+    plan, config, table = run.plan, start.config, start.table
+    size = config.train.micro_batch_size
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    nodes = tuple(numbers[host] for host in hosts) if config.data.staging is not None else ()
+    secret = on_main(lambda: secrets.token_bytes(KEY_BYTES + NONCE_BYTES))
+    batches = LogicalBatches(
+        plan.sampler,
+        SamplingKey(secret[:KEY_BYTES]),
+        secret[KEY_BYTES:],
+        {},
+        size,
+        pads_to_cap=plan.enabled,
+        nodes=nodes,
+        expected_batch_size=plan.expected_batch_size,
+    )
+    dealt = batches.plan(1)
+    places = table.extents(dealt.example_ids)
+    shards = frozenset(np.unique(places.shards).tolist())
+    mine = DealtPart(len(dealt.example_ids), dealt.num_micro_batches * size, int(places.lengths.sum()), shards)
+    parts = collectives.gather_objects(mine)
+    examples, rows = sum(part.examples for part in parts), sum(part.rows for part in parts)
+    opened = frozenset[int]().union(*(part.shards for part in parts))
+    bytes_read = sum(part.bytes for part in parts)
+    grid = run.parts.clipped.grid
+    sums = f"{6 if grid.layout == 'int32+int16' else 8} bytes a coordinate ({grid.layout})"
+    return [
+        f"one step is dealt: {examples:,} examples in {rows:,} rows, {1 - examples / rows:.1%} of them padding; "
+        f"{dealt.num_micro_batches:,} micro-batches of {size:,} a rank",
+        f"sums take {sums}",
+        f"the step reads {bytes_read / 1e9:.3g} GB from {len(opened):,} of {len(table.entries):,} shards, one rank at most "
+        f"{max(part.bytes for part in parts) / 1e9:.3g} GB from {max(len(part.shards) for part in parts):,}",
+    ]
 
 
 def _forecast(start: DryStart, run: Run, ranks_per_host: int) -> Iterator[str]:
