@@ -33,9 +33,11 @@ SECONDS_INTO_STEP_2 = 30.0
 
 def rehearse(part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH, micro_batch_size: int = 2048) -> None:
     """Makes the shards, takes step 1, is killed in step 2, takes it again, and has three programs check the run."""
-    shards, run_dir = part.folder / "shards", part.folder / "run"
+    shards, run_dir, index = part.folder / "shards", part.folder / "run", part.folder / "index"
+    python = sys.executable
     settings = [
         f"data.shards={shards}",
+        f"data.index={index}",
         f"privacy.expected_batch_size={batch}",
         f"train.micro_batch_size={micro_batch_size}",
     ]
@@ -45,10 +47,11 @@ def rehearse(part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH, m
         *settings,
     ]
     part.stage("write shards", lambda: write_shards(shards, num_examples))
+    prepare = (python, "launch_scripts/prepare.py", "index", shards, "--output", index)
+    part.stage("prepare.py index", lambda: last_line(command(*prepare)))
     part.stage("dry run", lambda: {"lines": dealt_lines(command(*train, "--dry_run", log=part.folder / "dry.log"))})
     part.stage("step 1, killed in step 2", lambda: killed_in_step_2(train, run_dir, part.folder / "killed.log"))
     part.stage("resume, step 2", lambda: resumed(train, run_dir, part.folder / "resumed.log"))
-    python = sys.executable
     part.stage("verify.py", lambda: last_line(command(python, "-I", run_dir / "verify.py", run_dir)))
     for audit in ("ledger", "schedule"):
         words = (python, "launch_scripts/audit.py", audit, "--run_dir", run_dir)
