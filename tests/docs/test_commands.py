@@ -35,6 +35,18 @@ def test_the_doors_of_the_first_page_are_commands() -> None:
         check(command)
 
 
+def test_the_first_screen_has_the_commands_that_set_everything_up_and_the_main_one() -> None:
+    first = next(block for block in blocks("README.md") if block.language == "bash")
+    words = [" ".join(command.words) for command in commands(first)]
+    assert words == [
+        "make quickstart",
+        "make test",
+        ". .venv/bin/activate",
+        "deepspeed launch_scripts/train.py --ds_config ds_configs/zero3.json",
+    ]
+    assert first.line <= 15, "before the picture"
+
+
 @pytest.mark.parametrize("page", GUIDES)
 def test_every_block_says_what_it_is(page: str) -> None:
     """So that no command hides in a block that nobody checks. tests/tools/test_delivery.py checks the entries for BibTeX."""

@@ -26,6 +26,7 @@ SHORTER = {
 """What is added to a command that matches."""
 NOT_RUN = {
     r"^make quickstart": "tests/e2e/test_quickstart.py",
+    r"^make test": "this suite",
     r"--hostfile": "a cluster; tests/distributed/test_launchers.py has each of these launchers between two hosts",
     r"^launch_scripts/cluster/|^HEAD=|mpirun -n 16|^sbatch": "the same",
     r"^tensorboard": "serves until it is stopped; its pages are read in tests/e2e/test_launches.py",
