@@ -1,29 +1,40 @@
 """The shipped recipes: published hyper-parameters, shapes that fit, and a sigma that gives what the comment says."""
 
+import functools
 import json
 import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from data.errors import DataError
+from data.index.shard import ROW
+from data.index.tar_index import ExampleTable
 from privacy.accounting.accountants import epsilon_rdp
 from privacy.plan import PrivacyPlan, make_plan
-from privacy.sampling.poisson import usual_cap
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import Decided, PoissonSampler, usual_cap
+from privacy.step.batches import LogicalBatches
+from tests.docs import stand_ins
 from tests.e2e.launch import alone, train_arguments
 from tests.processes import run_python
+from tests.rehearsal.data import made_entry
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.planner.resources import padding, padding_note
 from trainer.ranks.discovery import Ranks
 from trainer.run import start as training
+from trainer.run.dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 DPCAP = [ROOT / "recipes" / f"dpcap_{size}.toml" for size in ("base", "large", "small", "tiny")]
+ALL_DPCAP = sorted((ROOT / "recipes").glob("dpcap_*.toml"))
 CALIBRATED = [path for path in RECIPES if path.stem.startswith(("dpcap_", "vip_", "finetune_"))]
 STAGE_ONE = [path for path in RECIPES if path.stem.startswith(("synthetic_dpcap", "synthetic_vip"))]
 STAGE_TWO = [path for path in RECIPES if path.stem.startswith(("dpcap_", "vip_"))]
@@ -110,6 +121,99 @@ def test_two_small_steps_of_every_recipe(path: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout[-3000:]
     claim = "no formal guarantee" if path.stem.startswith("synthetic") else "epsilon"
     assert f"done: 2 steps, {claim}" in result.stdout
+
+
+def table_without_shards(num_examples: int) -> ExampleTable:
+    """As many examples of 50 kB in shards of 10,000 that are not there; their rows take no memory."""
+    row = np.zeros(1, ROW)
+    row["low"] = 100  # blocks of 512 bytes
+    counts = [min(10_000, num_examples - first) for first in range(0, num_examples, 10_000)]
+    entries = [made_entry(number, count, 51_200 * count) for number, count in enumerate(counts)]
+    return ExampleTable(Path("made"), "made", entries, np.broadcast_to(row, (num_examples,)))
+
+
+@functools.cache
+def decided(num_examples: int, batch: int) -> tuple[PoissonSampler, Decided]:
+    """The coins of one step, which recipes of one size share."""
+    sampler = PoissonSampler.with_expected_batch(num_examples, batch, usual_cap(batch))
+    return sampler, sampler.decide(bytes(32), 1)
+
+
+@functools.cache
+def dealt_rows(num_examples: int, batch: int, micro_batch_size: int) -> tuple[int, np.ndarray]:
+    """(rows of a rank, the rows of all members) of a step on one rank, by the code of a run."""
+    sampler, coins = decided(num_examples, batch)
+    batches = LogicalBatches(sampler, SamplingKey(bytes(32)), bytes(16), {}, micro_batch_size)
+    with mock.patch.object(PoissonSampler, "decide", return_value=coins):
+        dealt = batches.plan(1)
+    assert dealt.rows is not None
+    return dealt.num_micro_batches * micro_batch_size, dealt.rows
+
+
+@pytest.mark.parametrize("path", ALL_DPCAP, ids=lambda p: p.stem)
+def test_a_logical_batch_of_a_million_is_dealt(path: Path) -> None:
+    """1,310,720 of 233,804,767 examples, each in a row of its own; more rows than one chunk of coins."""
+    config = load_config(path)
+    assert config.data.num_examples is not None
+    batch = config.privacy.expected_batch_size
+    num_rows, rows = dealt_rows(config.data.num_examples, batch, config.train.micro_batch_size)
+    assert abs(len(rows) - batch) < 8 * batch**0.5
+    assert len(np.unique(rows)) == len(rows)
+    assert rows.min() >= 0 and rows.max() < num_rows
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A masked autoencoder of one step, whose encoder the fine-tuning recipes start from."""
+    return stand_ins.trained(tmp_path_factory.mktemp("trained"))
+
+
+DEALT = re.compile(
+    r"one step is dealt: ([\d,]+) examples in ([\d,]+) rows, .* ([\d,]+) micro-batches of ([\d,]+) a rank"
+)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_the_dry_run_of_every_recipe_deals_a_step(
+    path: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own numbers of examples, rows and steps, its own plan; networks are narrow, and there are no shards."""
+    own = load_config(path)
+    shrunk = [change for change in TINY if change.startswith(("model.", "data."))]
+    if not path.stem.startswith(("dpcap_", "vip_", "finetune_", "synthetic_")):  # small as they are
+        shrunk = [change for change in shrunk if change.startswith("data.shards")]
+    if own.heldout is not None:
+        shrunk.append("heldout.shards=data/demo/heldout-*.tar")
+    if own.model.kind != "captioner":
+        shrunk = [change for change in shrunk if "decoder" not in change or own.model.kind == "masked_autoencoder"]
+        shrunk = [change for change in shrunk if "num_tokens" not in change]
+    if path.stem.startswith("finetune_"):
+        shrunk = [change for change in shrunk if "encoder_depth" not in change]
+        start = [f"init.checkpoint={trained / 'vip_base'}", "model.overrides.encoder_depth=12"]
+        shrunk += [*start, "model.overrides.patch_size=8"]
+    elif own.init is not None:
+        shrunk.append(RANDOM_START)
+    config = load_config(path, shrunk)
+    count = own.data.num_examples or 1_000_000
+    monkeypatch.setattr("trainer.run.dry_run.training_table", lambda *given: table_without_shards(count))
+    monkeypatch.setattr(training.TrainerStart, "look_at_examples", lambda self: None)
+    machine = load_machine_settings(ROOT / "ds_configs/zero1.json")
+    before = sorted(tmp_path.rglob("*"))
+    assert dry_run(config, machine, "local", tmp_path / "run", ROOT, Ranks(), torch.device("cpu")) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    said = " ".join(capsys.readouterr().out.split())
+    if config.data.streaming:
+        assert "one step is dealt" not in said
+        return
+    match = DEALT.search(said)
+    assert match, said
+    examples, rows, micro_batches, size = (int(number.replace(",", "")) for number in match.groups())
+    batch = own.privacy.expected_batch_size
+    assert abs(examples - batch) < 8 * batch**0.5 and rows == micro_batches * size >= examples
+    assert "sums take" in said and "the step reads" in said
 
 
 MISSING = "missing or empty shards: {} is missing; mend the path or fetch it again"
