@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.rehearsal.part import ROOT, Part, say
-from tests.rehearsal.record import JSON_RECORD, render_record
+from tests.rehearsal.record import JSON_RECORD, page_of
 
 PARTS = ("batch", "loop", "data", "steps", "model", "ranks", "budget", "faults")
 
@@ -40,7 +40,7 @@ def run_part(name: str, folder: Path, *, anew: bool) -> None:
         "stages": part.stages,
     }
     JSON_RECORD.write_text(json.dumps({name: record[name] for name in PARTS if name in record}, indent=1) + "\n")
-    render_record()
+    JSON_RECORD.with_suffix(".md").write_text(page_of())
 
 
 def commit() -> str:

@@ -49,7 +49,7 @@ def rehearse(part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH, m
     part.stage("write shards", lambda: write_shards(shards, num_examples))
     prepare = (python, "launch_scripts/prepare.py", "index", shards, "--output", index)
     part.stage("prepare.py index", lambda: last_line(command(*prepare)))
-    part.stage("dry run", lambda: {"lines": dealt_lines(command(*train, "--dry_run", log=part.folder / "dry.log"))})
+    part.stage("dry run", lambda: {"dealt": dealt_step(command(*train, "--dry_run", log=part.folder / "dry.log"))})
     part.stage("step 1, killed in step 2", lambda: killed_in_step_2(train, run_dir, part.folder / "killed.log"))
     part.stage("resume, step 2", lambda: resumed(train, run_dir, part.folder / "resumed.log"))
     part.stage("verify.py", lambda: last_line(command(python, "-I", run_dir / "verify.py", run_dir)))
@@ -155,9 +155,11 @@ def private_counts(run_dir: Path) -> dict[str, Any]:
     return {name: value for name, value in last.items() if isinstance(value, int | float)}
 
 
-def dealt_lines(output: str) -> list[str]:
-    """What the dry run says of the step that it dealt."""
-    return [line.strip() for line in output.splitlines() if "rows" in line or "bytes" in line]
+def dealt_step(output: str) -> str:
+    """What the dry run says of the step that it dealt, unfolded."""
+    words = " ".join(output.split())
+    start = words.index("one step is dealt")
+    return words[start : words.index("would take", start)].strip()
 
 
 def last_line(output: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tests.rehearsal.part import ROOT
@@ -24,8 +23,8 @@ def ran_sizes() -> dict[str, int]:
     return largest
 
 
-def render_record() -> Path:
-    """Writes the page beside the JSON file."""
+def page_of() -> str:
+    """The page, in Markdown."""
     parts: dict[str, dict[str, Any]] = json.loads(JSON_RECORD.read_text())
     lines = [TITLE, "| dimension | largest size that ran |", "|---|---|"]
     lines += [f"| {dimension} | {size:,} |" for dimension, size in sorted(ran_sizes().items())]
@@ -43,9 +42,7 @@ def render_record() -> Path:
         for stage in part["stages"]:
             numbers = f"{stage['seconds']:,.1f} | {stage['processor_seconds']:,.1f} | {stage['peak_gib']:.2f}"
             lines.append(f"| {stage['name']} | {numbers} | {in_words(stage['measured'])} |")
-    page = JSON_RECORD.with_suffix(".md")
-    page.write_text("\n".join(lines) + "\n")
-    return page
+    return "\n".join(lines) + "\n"
 
 
 def in_words(measured: Mapping[str, Any]) -> str:
