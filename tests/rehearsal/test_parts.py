@@ -26,6 +26,7 @@ def test_data(tmp_path: Path) -> None:
     assert part.stages[-1]["measured"]["ranks_compared"] == 8
 
 
+@pytest.mark.full
 def test_loop(tmp_path: Path) -> None:
     part = Part("loop", tmp_path)
     loop.rehearse(part, 20_000, 5_000)
