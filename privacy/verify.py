@@ -730,9 +730,7 @@ def check_order(folder: Folder) -> str:
 def check_plan(folder: Folder) -> str:
     """config.toml asks for this very plan; what it leaves open has its default."""
     if "head" in folder.ledger.opened:
-        require(
-            not folder.has("config.toml"), "the ledger is of a private head, which has no config.toml, and one is here"
-        )
+        require(not folder.has("config.toml"), "a private head has no config.toml, and one is here")
         return "all intents state the planned noise; a private head has no config.toml"
     if not folder.has("config.toml"):
         raise Undecided("config.toml is missing: only the ledger itself says what was asked for")
@@ -817,8 +815,8 @@ def check_behind(folder: Folder) -> str:
         same = (len(ledger.hashes), ledger.hashes[-1]) == (place["lines"], place["hash"])
         require(same, f"{place['file']} is not the one that the ledger names")
         require(not ledger.plan.reasons, f"{place['file']} is of a run without a guarantee")
-        known = {other.hashes[0] for other in (folder.ledger, *found)}
-        require(ledger.hashes[0] not in known, f"{place['file']} is of a run that the chain has already")
+        newer = {other.hashes[0] for other in (folder.ledger, *found)}
+        require(ledger.hashes[0] not in newer, f"{place['file']} is of a run that the chain has already")
         found.append(ledger)
     parents = set[int]()  # that a ledger behind this one names
     for number, ledger in enumerate(found, start=1):  # a run behind it may have gone on before this one started
@@ -1005,8 +1003,6 @@ def check_checkpoints(folder: Folder) -> str:
         line = whole(position, "seq")
         known = line < len(ledger.hashes) and ledger.hashes[line] == position.get("hash")
         require(known, f"{name} remembers another line {line + 1}: the ledger was cut or replaced")
-        _, reached = ledger.reached_at(line)
-        require(not plan["enabled"] or step == reached, f"{name} remembers line {line + 1}, which is of another step")
         guarantee, stated = manifest.get("formal_guarantee"), manifest.get("charged_attempts", ledger.charged(line + 1))
         require(equal(guarantee, not plan.reasons), f"{name} says something else about the guarantee")
         require(equal(stated, ledger.charged(line + 1)), f"{name} states {shown(stated)} charges, the ledger others")
@@ -1014,6 +1010,8 @@ def check_checkpoints(folder: Folder) -> str:
             may = ledger.may_lack_record(step, line)
             require(may, f"{name}: manifest.json is not the one that the ledger recorded")
             undecided.append(f"{name}: the ledger has no record of it, as after a crash between the two")
+        _, reached = ledger.reached_at(line)
+        require(not plan["enabled"] or step == reached, f"{name} remembers line {line + 1}, which is of another step")
         unlisted = sorted({*os.listdir(place)} - {"manifest.json", *files})
         require(not unlisted, f"{name} holds {shown_list(unlisted[:9])}, which its manifest does not list")
         for file, listed in files.items():
