@@ -89,7 +89,7 @@ def described(folder: RunFolder, recorded: Recorded | None, said: list[Path] | N
     found = dict[bytes, LedgerBehind]()
     for one in behind:  # a run behind several of them counts once, with all that it charged, and stands behind them
         first = _first(one.copy)
-        less, more = sorted((found.pop(first, one), one), key=lambda ledger: len(ledger.copy))
+        more, less = sorted((found.pop(first, one), one), key=lambda ledger: len(ledger.copy), reverse=True)
         if not more.copy.startswith(less.copy.removesuffix(TORN_MARK + b"\n")):
             raise PrivacyConfigError(
                 f"starts_from: {less.run} and {more.run} are copies of one run that were both trained further, and no ledger "
