@@ -10,17 +10,20 @@ chain        every line of ledger.jsonl is canonical JSON, repeats the SHA-256 o
 order        sessions, intents, `done`, checkpoints and repairs follow each other as they must, every intent states the planned
              noise and sensitivity, and no more are charged than planned and reserved; with --head, the ledger has that line
 plan         the plan is consistent, and config.toml asks for it
-behind       the ledgers of the private runs whose weights the run started from are here and whole
+behind       the ledgers of the private runs whose weights the run started from are here and whole, and are those that config.toml
+             and manifests name
 epsilon      is recomputed from the ledgers alone by privacy loss distributions (zero-out neighbours), the cap of the batches and
              every charged attempt included
 card         claim, plan and counts of report/privacy_card.json follow from the ledger, and no other of its fields is compared. An
              epsilon may be larger than the one that is computed here, never smaller
-checkpoints  every manifest is the one that the ledger recorded, remembers a line of it, and its files have their hashes
+checkpoints  every manifest is the one that the ledger recorded, remembers a line of it where its step was reached, and its files
+             have their hashes
 metrics      metrics.jsonl and held-out results have no other names than a run publishes, no step, charge, norm or C that the
              ledger lacks, and no smaller epsilon
 noise        no norm of a noised sum is too small for the noise that its intent states: that refutes, and never verifies
 
-Claim and mechanism are printed: believe them and not the pages of the card, which nothing here reads.
+Claim and mechanism are printed: believe them and not the pages of the card, which nothing here reads, as the last line says. What
+a browser shows of a page follows from styles and scripts, too, and no plain check can tell which number that is.
 The documentation of the ledger's format is docs/run_folder.md of the project. This is a second implementation of it.
 Exit codes: 0 consistent; 5 violated: something contradicts the ledger; 6 inconclusive: nothing does, but something is missing
 that a check needs, as config.toml, a ledger in behind/, or a checkpoint's file; 2 bad input. A folder from a stranger may hold
@@ -61,6 +64,7 @@ CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
 MOST, MOST_COUNTS = 10**12, 20
 USELESS, TORN = "; a delta of 1/n or more protects nobody", b" #torn"
+UNREAD = "; no page was read: believe this line"
 HAIR, FP32, PUBLISHED = 1e-9, 1e-7, 2.0**-23 + 6e-9
 """How much two machines' rounding of one computation may differ, that to fp32 above, and a number of the metrics from that of the
 ledger: half a step of fp32 by rounding, half by its shortest decimal, and the ledger's nine digits."""
@@ -489,14 +493,18 @@ class Ledger:
         """The charges of the first lines, or of all."""
         return len(self.charges) if num_lines is None else bisect_right(self.charges, num_lines - 1)
 
+    def reached_at(self, line: int) -> tuple[int, int | None]:
+        """The entry of `reached` that a line belongs to."""
+        place = bisect_right(self.reached, line, key=itemgetter(0)) - 1
+        return self.reached[place] if place >= 0 else (0, None)
+
     def may_lack_record(self, step: int, line: int) -> bool:
         """Whether a crash can have come between a checkpoint, which remembers this line, and its record.
 
         Then it is of the step that its session had reached, and the ledger knows of nothing that comes after it: a session
         begins with a record of the checkpoint that it goes on from, unless there is one.
         """
-        place = bisect_right(self.reached, line, key=itemgetter(0)) - 1
-        since, reached = self.reached[place] if place >= 0 else (0, None)
+        since, reached = self.reached_at(line)
         later = any(at > since and known >= step for at, known, *_ in self.checkpoints)
         return step == reached and not later and self.closed is None
 
@@ -672,12 +680,14 @@ class Folder:
 
     Attributes:
         behind: the ledgers of private runs that led to the initial weights; None where one of them is missing.
+        config: the content of config.toml, if there is one.
     """
 
     path: Path
     ledger: Ledger
     head: str | None = None
     behind: list[Ledger] | None = None
+    config: dict[str, Any] | None = None
     epsilon: float | None = None
     delta: float = 0.0
 
@@ -720,6 +730,7 @@ def check_order(folder: Folder) -> str:
 def check_plan(folder: Folder) -> str:
     """config.toml asks for this very plan; what it leaves open has its default."""
     if "head" in folder.ledger.opened:
+        require(not folder.has("config.toml"), "a private head has no config.toml, and one is here")
         return "all intents state the planned noise; a private head has no config.toml"
     if not folder.has("config.toml"):
         raise Undecided("config.toml is missing: only the ledger itself says what was asked for")
@@ -729,10 +740,10 @@ def check_plan(folder: Folder) -> str:
         dots = max(re.sub(r'"[^"]*"|\'[^\']*\'', "", line).count(".") for line in text.split("\n"))
         if dots > 100:
             raise ValueError("a key of more than 100 parts")
-        config = tomllib.loads(text)
+        folder.config = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"config.toml is no TOML: {shown(error)}") from error
-    return compare_plan(folder.ledger, config)
+    return compare_plan(folder.ledger, folder.config)
 
 
 def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
@@ -744,8 +755,8 @@ def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
     disjoint = bool(ledger.behind) and tables["init"].get("disjoint_data", False)
     rows = [  # what config.toml asks for, and what the ledger states
         ("enabled", asked.get("enabled", True), plan["enabled"]),
-        ("train.num_steps", tables["train"].get("num_steps", steps), steps),
-        ("data.num_examples", tables["data"].get("num_examples", n), n),
+        ("train.num_steps", tables["train"].get("num_steps"), steps),
+        ("data.num_examples", tables["data"].get("num_examples", n if "model" in config else None), n),
         ("max_examples_per_owner", asked.get("max_examples_per_owner"), ledger.opened.get("max_examples_per_owner")),
         ("shared_ledger", "shared_ledger" in asked, ledger.opened.get("shared_ledger") is not None),
         ("init.disjoint_data", disjoint, ledger.opened.get("disjoint_from_start", False)),
@@ -765,6 +776,8 @@ def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
         require(known, f"config.toml asks for cap at most {shown(usual)}, and the ledger has {shown(cap)}")
     for name, value, known in rows:
         require(equal(value, known), f"config.toml asks for {name} = {shown(value)}, and the ledger has {shown(known)}")
+    unknown = Counter(starts_in(config) or ()) - Counter(place["run"] for place in ledger.behind)
+    require(not unknown, f"config.toml starts from {shown_list(sorted(unknown))}, and `behind` of the ledger does not")
     require(bool(plan.reasons) or not asked.get("simulation"), "config.toml has a simulation, the plan a guarantee")
     if not plan["enabled"]:
         return "config.toml asks for a run without privacy, as the plan is"
@@ -780,6 +793,18 @@ def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
     return f"q = {plan.rate:.6g} ({batch} of {n}), sigma = {sigma:.6g}, C = {plan['max_grad_norm']:g}, as asked"
 
 
+def starts_in(config: dict[str, Any]) -> list[str] | None:
+    """The private runs that the config.toml of a loop says the weights started from, none for public ones; None if it is silent.
+
+    A run that gave the same name to its folder as another one stands there once more.
+    """
+    stated = config.get("init", {}).get("starts_from")
+    names = [stated] if isinstance(stated, str) else stated
+    words = isinstance(names, list) and bool(names) and all(isinstance(name, str) for name in names)
+    require(stated is None or words, 'config.toml: init.starts_from is neither "public" nor names of runs')
+    return [] if stated == "public" else names
+
+
 def check_behind(folder: Folder) -> str:
     """The ledgers of private runs behind the initial weights are here, whole, and each names those behind itself."""
     listed, found = folder.ledger.behind, list[Ledger]()
@@ -790,11 +815,22 @@ def check_behind(folder: Folder) -> str:
         same = (len(ledger.hashes), ledger.hashes[-1]) == (place["lines"], place["hash"])
         require(same, f"{place['file']} is not the one that the ledger names")
         require(not ledger.plan.reasons, f"{place['file']} is of a run without a guarantee")
+        newer = {other.hashes[0] for other in (folder.ledger, *found)}
+        require(ledger.hashes[0] not in newer, f"{place['file']} is of a run that the chain has already")
         found.append(ledger)
+    parents = set[int]()  # that a ledger behind this one names
     for number, ledger in enumerate(found, start=1):  # a run behind it may have gone on before this one started
-        named = [(one["lines"], one["hash"]) for one in ledger.behind]
-        known = [any(line in other.hashes[count - 1 : count] for other in found[number:]) for count, line in named]
-        require(all(known), f"{listed[number - 1]['file']} names other ledgers behind it than there are")
+        what, older = listed[number - 1]["file"], range(number, len(found))
+        for place in ledger.behind:
+            those = {at for at in older if place["hash"] in found[at].hashes[place["lines"] - 1 : place["lines"]]}
+            require(bool(those), f"{what} names other ledgers behind it than there are")
+            parents |= those
+        covers = not ledger.opened.get("disjoint_from_start") or len(ledger.behind) == len(older)
+        require(covers, f"{what} declares data disjoint from those of runs that it does not name")
+    started = None if folder.config is None else starts_in(folder.config)
+    for number, place in enumerate(listed):
+        known = started is None or number in parents or place["run"] in started
+        require(known, f"the ledger starts from {shown(place['run'])}, and config.toml does not")
     folder.behind = found
     return f"{len(listed)} private runs had made the initial weights; their ledgers are here and whole"
 
@@ -843,7 +879,8 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         "attempts_charged": at.charged(), "adjacency": plan["adjacency"], "unit_of_privacy.num_examples": plan["num_examples"],
         "mechanism.noise_multiplier_accounted": plan.accounted,
         "sampling.key_commitment_sha256": at.opened["key_commitment"], "accounting.epsilon": None, "accounting.delta": delta,
-        "accounting.attempts.allowed": plan["most_charges"], "provenance.ledger.lines": len(at.hashes) + at.unterminated,
+        "accounting.attempts.charged": at.charged(), "accounting.attempts.allowed": plan["most_charges"],
+        "provenance.ledger.lines": len(at.hashes) + at.unterminated,
     }  # fmt: skip
     card |= {f"plan.{name}": value for name, value in at.opened["plan"].items() if name != "target_epsilon"}
     if not plan.reasons:
@@ -851,13 +888,27 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         left, card["epsilon"] = delta - plan.noise_tail(), Bound(folder.epsilon or 0.0)
         card |= {f"accounting.epsilon{name}": Bound(epsilon([plan.releases(n)], left)) for name, n in counts.items()}
         card |= {"accounting.noise_tail_delta": plan.noise_tail(), "accounting.epsilon_target": plan["target_epsilon"]}
+    if plan.reasons or not folder.behind:
+        return card | {"composition": None}
+    card |= {"composition.epsilon": card["epsilon"], "composition.delta": folder.delta}
+    places = [{"run": "this run", "file": "ledger.jsonl"}, *at.behind]
+    for number, (named, run) in enumerate(zip(places, [at, *folder.behind], strict=True)):
+        own = run.plan["target_delta"]
+        stated = {
+            "name": named["run"], "file": named["file"], "attempts_charged": run.charged(), "delta": own,
+            "epsilon": Bound(epsilon_of([run], own)),
+            "disjoint_from_those_before": run.opened.get("disjoint_from_start") is True,
+        }  # fmt: skip
+        card |= {f"composition.runs.{number}.{name}": value for name, value in stated.items()}
+    card[f"composition.runs.{len(places)}"] = ...
     return card
 
 
 def value_at(tree: Any, place: str) -> Any:
     """What stands there in a card, or `...`."""
     for name in place.split("."):
-        tree = tree.get(name, ...) if isinstance(tree, dict) else ...
+        entries = {str(number): entry for number, entry in enumerate(tree)} if isinstance(tree, list) else tree
+        tree = entries.get(name, ...) if isinstance(entries, dict) else ...
     return tree
 
 
@@ -867,7 +918,8 @@ def compare(what: str, stated: Any, expected: Any, place: str) -> str:
         right = math.isclose(stated, expected, rel_tol=HAIR) or (isinstance(expected, Bound) and stated > expected)
     else:  # JSON has no infinity
         right = equal(stated, expected) or (isinstance(expected, Bound) and math.isinf(expected) and stated is None)
-    return "" if right else f"{what}'s {place} is {shown(stated)}, and the ledger gives {shown(expected)}"
+    given = "nothing" if expected is ... else shown(expected)
+    return "" if right else f"{what}'s {place} is {shown(stated)}, and the ledger gives {given}"
 
 
 def check_card(folder: Folder) -> str:
@@ -905,13 +957,40 @@ def check_card(folder: Folder) -> str:
     return f"{len(expected) + agreed} fields agree with the ledger, and no other is compared"
 
 
+def compare_start(folder: Folder, manifest: dict[str, Any], name: str) -> None:
+    """What a manifest of the trainer says of the weights it started from: private runs bring their charges along.
+
+    Their ledgers may say more than it does, since a run may go on between two looks at it, and never less.
+    """
+    start, config, chain = manifest.get("initialisation"), folder.config or {}, list[dict[str, Any]]()
+    if start is None and "model" not in config:  # of a loop, whose config.toml says it
+        return
+    kind = start["kind"] if isinstance(start, dict) else ...
+    require(kind is not ..., f"{name} does not say what its weights started from")
+    asked = "checkpoint" not in config.get("init", {}) or kind == "checkpoint"
+    require(asked, f"config.toml starts from init.checkpoint, and {name} says {shown(kind)}")
+    while isinstance(start, dict) and len(chain) <= 100:
+        chain += [start] if start.get("guarantee") else []
+        start = start.get("before_that")
+    runs, named = [place["run"] for place in folder.ledger.behind], [str(link.get("run")) for link in chain]
+    differ = f"{name} says private runs {shown_list(named) or 'none'} made its weights, the ledger {shown_list(runs) or 'none'}"
+    require(runs == named, differ)
+    for link, ledger in zip(chain, folder.behind or [], strict=False):
+        what, own = f"{name} states of {shown(link['run'])}", ledger.plan["target_delta"]
+        spent, delta = link["guarantee"]["epsilon"], link["guarantee"]["delta"]
+        whole = equal(delta, own) and spent <= epsilon_of([ledger], own) * (1 + 1e-3)
+        require(whole, f"{what} epsilon {shown(spent)} at delta {shown(delta)}, and its ledger in behind/ gives less")
+
+
 def check_checkpoints(folder: Folder) -> str:
     """Manifests against the ledger, and files against manifests; a run may remove checkpoints."""
     ledger, plan = folder.ledger, folder.ledger.plan
-    if not folder.has("checkpoints"):
-        return "there is no checkpoint here"
-    names = sorted(name for name in os.listdir(folder.path / "checkpoints") if name.startswith("step-"))
+    every = os.listdir(folder.path / "checkpoints") if folder.has("checkpoints") else []
+    names = sorted(name for name in every if name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
+    started = "checkpoint" in (folder.config or {}).get("init", {}) and not ledger.behind and not plan.reasons
+    if started and not names:
+        raise Undecided("config.toml starts from init.checkpoint, and no manifest says whether a private run made that")
     recorded = {(step, digest) for _, step, digest in ledger.checkpoints}
     undecided, hashed = [], 0
     for name in names:
@@ -931,6 +1010,8 @@ def check_checkpoints(folder: Folder) -> str:
             may = ledger.may_lack_record(step, line)
             require(may, f"{name}: manifest.json is not the one that the ledger recorded")
             undecided.append(f"{name}: the ledger has no record of it, as after a crash between the two")
+        _, reached = ledger.reached_at(line)
+        require(not plan["enabled"] or step == reached, f"{name} remembers line {line + 1}, which is of another step")
         unlisted = sorted({*os.listdir(place)} - {"manifest.json", *files})
         require(not unlisted, f"{name} holds {shown_list(unlisted[:9])}, which its manifest does not list")
         for file, listed in files.items():
@@ -942,11 +1023,8 @@ def check_checkpoints(folder: Folder) -> str:
                 found = hashlib.file_digest(opened, "sha256").hexdigest()
             require(found == listed, f"{name}: {file} has another hash than its manifest says")
             hashed += 1
-        spent, start = 0, manifest.get("initialisation")
-        while isinstance(start, dict) and spent <= 100:  # weights of a run with a guarantee bring its charges along
-            spent, start = spent + bool(start.get("guarantee")), start.get("before_that")
-        named = bool(plan.reasons) or spent <= len(ledger.behind)
-        require(named, f"{name}: its weights started from private runs that the ledger does not name")
+        if not plan.reasons:
+            compare_start(folder, manifest, name)
     if undecided:
         raise Undecided("; ".join(undecided[:3]))
     return f"{len(names)} manifests are those that the ledger recorded, and {hashed} files have their hashes"
@@ -1080,11 +1158,14 @@ def declarations(folder: Folder) -> dict[str, str]:
         "in ledger.jsonl": shown_list(sorted(folder.ledger.loose)),
         **(chained if folder.ledger.behind else {}),
         "metrics.jsonl, heldout.jsonl": "learning rates and held-out results",
-        "config.toml": "all but [privacy] as the plan holds it, numbers of steps and examples, init.disjoint_data",
-        "manifests of checkpoints": "all but step, charges, guarantee, line and hashes",
+        "config.toml": "all but [privacy] as the plan holds it, numbers of steps and examples, disjoint_data and starts_from of "
+        "[init]; whether init.checkpoint is of a private run is for manifests to say",
+        "manifests of checkpoints": "all but step, charges, guarantee, line, hashes, and private runs that they started from",
         "verify.py": "judges nothing about itself: take it from the project, not from the folder",
-        "tensorboard/, private/ and all other files": "nothing here looks at them; audit.py of the project does",
-        "privacy_card.json": "all but the claim, the plan, and numbers of steps, attempts, examples and lines",
+        "privacy_card.html, privacy_card.md": "nothing here reads them, whatever they show",
+        "tensorboard/, private/ and all other files": "nothing here looks at them, nor at an epsilon that they state",
+        "privacy_card.json": "all but the claim, what it is composed of, the plan, and numbers of steps, attempts, examples and "
+        "lines; not the epsilons of groups and other neighbours, nor the rates of attacks",
     }
 
 
@@ -1103,7 +1184,8 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
         ledger = read_ledger(path / "ledger.jsonl")
     except Violated as error:
         broken = {"name": "ledger", "outcome": "violated", "sentence": printable(str(error))}
-        return VIOLATED, {"verdict": "violated", "exit_code": VIOLATED, "checks": [broken]}
+        line = f"violated: no epsilon was found{UNREAD}"
+        return VIOLATED, {"verdict": "violated", "exit_code": VIOLATED, "line": line, "checks": [broken]}
     folder = Folder(path, ledger, head)
     checks = [("chain", "ok", f"{len(ledger.hashes)} lines are canonical and chained by their hashes")]
     for judge in CHECKS:
@@ -1127,8 +1209,13 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
         "state of the run": ledger.closed or "open",
     }  # fmt: skip
     finite = folder.epsilon is not None and math.isfinite(folder.epsilon)
+    claim = "no epsilon is claimed" if plan.reasons else "no epsilon was found"
+    if folder.epsilon is not None and finite:
+        claim = f"epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
+        claim += USELESS if folder.delta * plan["num_examples"] >= 1 else ""
     return codes[verdict], {
-        "verdict": verdict, "exit_code": codes[verdict], "formal_guarantee": not plan.reasons,
+        "verdict": verdict, "exit_code": codes[verdict], "line": f"{verdict}: {claim}{UNREAD}",
+        "formal_guarantee": not plan.reasons,
         "epsilon": folder.epsilon if finite else None, "delta": folder.delta or plan["target_delta"],
         "head_known": head is not None,
         "checks": [dict(zip(("name", "outcome", "sentence"), map(printable, check), strict=True)) for check in checks],
@@ -1140,7 +1227,6 @@ def to_text(found: dict[str, Any]) -> str:
     """What a reader needs to know, in the order of its importance from the bottom upwards."""
     marks = {"ok": "ok          ", "violated": "VIOLATED    ", "inconclusive": "undecided   "}
     lines = [f"{marks[check['outcome']]}{check['name']}: {check['sentence']}" for check in found["checks"]]
-    claim = ""
     if "attested" in found:
         lines += ["attested by the ledger's chain; believe this, and no page that says something else:"]
         lines += [f"  {name}: {value}" for name, value in found["attested"].items()]
@@ -1152,10 +1238,7 @@ def to_text(found: dict[str, Any]) -> str:
             ]
         if found["attested"]["state of the run"] == "open":
             lines += ["the ledger is open: the run may go on, or its last lines were cut off"]
-        if found["epsilon"] is not None:
-            claim = f": epsilon {rounded_up(found['epsilon'])} at delta {found['delta']:g}"
-            claim += USELESS if found["delta"] * found["attested"]["num_examples"] >= 1 else ""
-    return "\n".join(map(printable, [*lines, f"verify: {found['verdict']}{claim}"]))
+    return "\n".join(map(printable, [*lines, f"verify: {found['line']}"]))
 
 
 class Parser(argparse.ArgumentParser):

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..checkpoints.read import has_checkpoints
 from ..errors import PrivacyConfigError
+from ..ledger.chain import TORN_MARK
 from ..ledger.claim import LedgerBehind, keep_copies, ledgers_of_run, read_copies, require_kept, states_behind
 from ..ledger.records import read_state
 from ..run.ledger import Recorded
@@ -88,7 +89,13 @@ def described(folder: RunFolder, recorded: Recorded | None, said: list[Path] | N
     found = dict[bytes, LedgerBehind]()
     for one in behind:  # a run behind several of them counts once, with all that it charged, and stands behind them
         first = _first(one.copy)
-        found[first] = max(found.pop(first, one), one, key=lambda ledger: len(ledger.copy))
+        more, less = sorted((found.pop(first, one), one), key=lambda ledger: len(ledger.copy), reverse=True)
+        if not more.copy.startswith(less.copy.removesuffix(TORN_MARK + b"\n")):
+            raise PrivacyConfigError(
+                f"starts_from: {less.run} and {more.run} are copies of one run that were both trained further, and no ledger "
+                "here holds what both spent: start from one of them"
+            )
+        found[first] = more
     declared = (read_state(one.copy, one.run).opened.get("disjoint_from_start") for one in behind)
     if len(said or ()) > 1 and any(declared):
         raise PrivacyConfigError(

@@ -234,7 +234,7 @@ class OwnStart:
             learning_rate=self.learning_rate or (lambda step: float(self.optimizer.param_groups[0]["lr"])),
             note_charge=lambda _: engine.require_all_noised(),  # the caller's loss and items have run
             stored=self._stored,
-            configuration=(self._configuration(), None, {}),
+            configuration=lambda: (self._configuration(), None, {}),
             retention=Retention(KEPT),
             save_every=self.save_every,
         )
@@ -248,13 +248,15 @@ class OwnStart:
 
     def _configuration(self) -> str:
         """The run's configuration in the trainer's words, which the card, the audit and verify.py compare with the ledger."""
-        request, behind, mirror = self.request, self.starts_from, self.mirror
+        request, mirror = self.request, self.mirror
+        # Names as the ledger has them: two folders of one run are one, and a resume need not say it again.
+        behind = [place["run"] for place in self.ledger.opened.get("behind", ())]
         asked = ("expected_batch_size", "noise_multiplier", "target_epsilon", "target_delta", "max_grad_norm")
         sections: dict[str, dict[str, Any]] = {
             "data": {"num_examples": request.num_examples},
             "privacy": {name: getattr(request, name) for name in asked},
             "optimizer": {"name": type(self.optimizer).__name__},
-            "init": {} if behind is None else {"starts_from": [one.resolve().name for one in behind] or "public"},
+            "init": {"starts_from": behind or "public"} if behind or self.starts_from is not None else {},
             "train": {"num_steps": request.num_steps, "micro_batch_size": self.reader.micro_batch_size},
         }
         sections["privacy"]["ledger_mirror"] = None if mirror is None else str(mirror)

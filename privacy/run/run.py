@@ -46,7 +46,7 @@ class Parts:
         save_every: steps between checkpoints; by default a twentieth of the reserve lies between two, so that it lasts for twenty
             crashes.
         stored: called at each checkpoint.
-        configuration: arguments of `RunFolder.record_configuration`.
+        configuration: called when the ledger is there; arguments of `RunFolder.record_configuration`.
     """
 
     engine: Engine
@@ -58,7 +58,7 @@ class Parts:
     learning_rate: Callable[[int], float]
     note_charge: Callable[[int], object]
     stored: Callable[[], Stored]
-    configuration: tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]
+    configuration: Callable[[], tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]]
     retention: Retention
     save_every: int | None = None
     in_background: bool = False
@@ -167,7 +167,7 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     nonce = ledger.start_session(restarted=restarted)
     if resumed is not None:
         ledger.adopt(resumed)
-    collectives.on_main(lambda: folder.record_configuration(*parts.configuration))
+    collectives.on_main(lambda: folder.record_configuration(*parts.configuration()))
     return Run(folder, ledger, parts, nonce, resumed)
 
 

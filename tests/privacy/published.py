@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 from privacy.card.folder import write_card
 from privacy.checkpoints.read import sealed
 from privacy.ledger.chain import hash_line
+from privacy.ledger.claim import claim_of, keep_copies, ledgers_of_run
 from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
@@ -33,11 +35,12 @@ def sentences(found: dict[str, Any], outcome: str = "violated") -> str:
     return "\n".join(f"{one['name']}: {one['sentence']}" for one in found["checks"] if one["outcome"] == outcome)
 
 
-def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
-    """The recipe that asks for a plan, as far as the verifier reads it.
+def config_of(plan: PrivacyPlan, owner: int | None = None, init: Mapping[str, Any] | None = None) -> str:
+    """The recipe that asks for a plan, as far as the verifier reads it: that of a loop, or of the trainer, which has a model.
 
     Args:
         owner: the most examples of one owner.
+        init: the section of that name, where there is one; the trainer's names a checkpoint.
     """
     names = [
         "expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling", "arithmetic",
@@ -48,9 +51,11 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
         asked |= {"clipping_function": "adaptive", **asdict(plan.adaptive_clipping)}
     asked |= {} if owner is None else {"max_examples_per_owner": owner}
     lines = [f"{name} = {json.dumps(value)}" for name, value in asked.items()]
-    return "\n".join(
-        ["[privacy]", *lines, "[train]", f"num_steps = {plan.num_steps}", "[data]", 'provenance = "private"']
-    )
+    lines += ["[train]", f"num_steps = {plan.num_steps}"]
+    lines += ["[data]", 'provenance = "private"', f"num_examples = {plan.num_examples}"]
+    lines += ["[model]", 'size = "tiny"'] if "checkpoint" in (init or {}) else []
+    lines += ["[init]", *(f"{key} = {json.dumps(value)}" for key, value in init.items())] if init else []
+    return "\n".join(["[privacy]", *lines])
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -80,15 +85,40 @@ def noised(plan: PrivacyPlan, std: float, step: int, part: float = 1.0) -> dict[
     return stated
 
 
-def publish(folder: Path, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any) -> Path:
+def publish(
+    folder: Path,
+    plan: PrivacyPlan = PLAN,
+    *,
+    steps: int | None = None,
+    behind: Sequence[Path] = (),
+    by_trainer: bool = False,
+    with_card: bool = True,
+    **opened: Any,
+) -> Path:
     """Writes a folder with a retry of step 2 in a second session, a checkpoint and, after the last step, the end.
 
     Args:
+        behind: folders of private runs that the weights started from; the trainer's runs have one.
+        by_trainer: what config.toml and manifest say of the start is in the words of the trainer, and not of a loop.
         opened: further fields of the `open` record.
     """
     folder.mkdir(parents=True)
     shutil.copy(VERIFIER, folder / "verify.py")
-    (folder / "config.toml").write_text(config_of(plan, opened.get("max_examples_per_owner")))
+    init, start = dict[str, Any](), {"kind": "random"}
+    if behind:
+        # Those of a common start stand once, behind all that started from it.
+        copies = {one.copy: one for run in reversed(behind) for one in reversed(ledgers_of_run(run))}
+        opened["behind"] = keep_copies(folder, [*reversed(copies.values())])
+        init = {"starts_from": [run.name for run in behind]}
+    if behind and by_trainer:
+        (run,) = behind
+        before = read_ledger(run / "ledger.jsonl")
+        (manifest,) = (json.loads(path.read_text()) for path in run.glob("checkpoints/step-*/manifest.json"))
+        spent = {"epsilon": before.epsilon(), "delta": before.plan.target_delta}
+        start = {"kind": "checkpoint", "run": run.name, "step": manifest["step"], "training_data": "private"}
+        start |= {"guarantee": spent, "before_that": manifest["initialisation"]}
+        init = {"checkpoint": run.name}
+    (folder / "config.toml").write_text(config_of(plan, opened.get("max_examples_per_owner"), init))
     steps = plan.num_steps if steps is None else steps
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee", **opened}
     fields["noised_coordinates"], bound = COORDINATES, plan.max_grad_norm
@@ -111,17 +141,19 @@ def publish(folder: Path, plan: PrivacyPlan = PLAN, *, steps: int | None = None,
         seq, line_hash = ledger.position()
         manifest = {
             "step": steps, "formal_guarantee": plan.formal_guarantee, "charged_attempts": steps + 1,
-            "ledger": {"seq": seq, "hash": line_hash}, "initialisation": {"kind": "random"},
-            "training_data": {"provenance": "private"},
+            "ledger": {"seq": seq, "hash": line_hash}, "training_data": {"provenance": "private"},
+            **({"initialisation": start} if by_trainer or not behind else {}),
             "files": {"weights.safetensors": hashlib.sha256(b"weights").hexdigest()},
         }  # fmt: skip
         (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
         ledger.checkpoint(steps, place.name, hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest())
         if steps == plan.num_steps:
             ledger.close("finished")
-    last = {"step": steps, "privacy/charged_attempts": steps + 1, "privacy/epsilon": plan.epsilon_after(steps + 1)}
+    claim = claim_of(folder, read_ledger(folder / "ledger.jsonl"))
+    last = {"step": steps, "privacy/charged_attempts": steps + 1, "privacy/epsilon": claim and claim[0]}
     (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
-    write_card(folder, build_card(folder))
+    if with_card:
+        write_card(folder, build_card(folder))
     return folder
 
 

@@ -345,7 +345,7 @@ class TrainerStart:
             retention=Retention(train.keep_checkpoints, train.keep_every),
             in_background=train.async_checkpoints,
             stored=stored,
-            configuration=(to_toml(config), dict(machine.raw), chosen),
+            configuration=lambda: (to_toml(config), dict(machine.raw), chosen),
         )
 
     def training(self, run: Run) -> Training:

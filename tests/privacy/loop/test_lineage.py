@@ -13,6 +13,7 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.claim import read_copies
 from privacy.loop import lineage
 from tests.privacy.loop.own import cross_entropy, ledger_of, make, net, quick
+from tests.privacy.published import rewrite, sentences
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,41 @@ def test_the_claim_composes_all_runs_behind_the_weights(tmp_path: Path) -> None:
     assert verify.verify(tmp_path / "run", None)[0] == 6
     with pytest.raises(PrivacyStateRefused, match="cannot be read"):
         make(tmp_path / "run", model, starts_from=None)
+
+
+def test_the_configuration_names_the_runs_that_the_ledger_composes(tmp_path: Path) -> None:
+    """Also after a resume that does not say it again, and where one run is given under two names. Without them in the ledger
+    the two contradict each other."""
+    run = tmp_path / "run"
+    with quick():
+        trained(tmp_path / "first")
+        trained(tmp_path / "second", starts_from=tmp_path / "first")
+        shutil.copytree(tmp_path / "second", tmp_path / "copy")
+        starts = [tmp_path / name for name in ("second", "copy", "first")]
+        for said in (starts, None):
+            with make(run, starts_from=said) as loop:
+                loop.step()
+            assert read_recipe(run)["init"] == {"starts_from": ["second", "first"]}
+        assert verify.verify(run, None)[0] == 0
+    shutil.rmtree(run / "behind")
+    rewrite(run, lambda records: records[0].pop("behind"))
+    code, found = verify.verify(run, None)
+    assert code == 5 and "config.toml starts from first, second" in sentences(found)
+
+
+def test_two_copies_of_a_run_that_both_went_on_are_refused(tmp_path: Path) -> None:
+    """The weights carry the steps of both, and each ledger lacks those of the other."""
+    with quick():
+        with make(tmp_path / "one") as loop:
+            loop.step()
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+        trained(tmp_path / "one", starts_from=None)
+        make(tmp_path / "run", starts_from=[tmp_path / "one", tmp_path / "two"]).close()
+        lineage.TRAINED.clear()
+        trained(tmp_path / "two", starts_from=None)
+        with pytest.raises(PrivacyConfigError, match="copies of one run that were both trained further"):
+            make(tmp_path / "next", starts_from=[tmp_path / "one", tmp_path / "two"])
+    assert not (tmp_path / "next/ledger.jsonl").exists()
 
 
 def test_what_is_no_run_with_a_guarantee_is_refused(tmp_path: Path) -> None:

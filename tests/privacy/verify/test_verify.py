@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,6 +54,33 @@ def test_it_runs_where_this_project_is_not_installed(folder: Path, tmp_path: Pat
     assert done.stderr == f"checking {folder}: ledger, epsilon, card and files (up to a minute)\n"
 
 
+UNREAD = "; no page was read: believe this line"
+
+
+def test_the_card_asks_for_the_whole_line_of_the_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the numbers of this run: a folder of another run, or a page with other numbers, does not end with that line."""
+    card = json.loads((folder / "report/privacy_card.json").read_text())
+    found = re.search(r"has to end with a line that begins `(.+?)`", (folder / "report/privacy_card.md").read_text())
+    asked = found and found[1]
+    assert asked == f"verify: consistent: epsilon {rounding.rounded_up(card['epsilon'])} at delta 1e-05"
+    assert f"<code>{asked}</code>" in (folder / "report/privacy_card.html").read_text()
+    assert verify.main([str(folder)]) == 0 and capsys.readouterr().out.splitlines()[-1] == asked + UNREAD
+
+
+@pytest.mark.parametrize("file", ["privacy_card.md", "privacy_card.html"])
+def test_a_verdict_says_that_no_page_was_read(
+    file: str, folder: Path, judge: Judge, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And states the ledger's epsilon, whatever the page shows."""
+    page, honest = folder / "report" / file, "verify: consistent: epsilon 0.104 at delta 1e-05" + UNREAD
+    page.write_text(page.read_text().replace("0.104", "0.010"))
+    assert verify.main([str(folder)]) == 0 and capsys.readouterr().out.splitlines()[-1] == honest
+    assert "verify: " + judge(folder)[1]["line"] == honest
+    (folder / "ledger.jsonl").write_text("no ledger\n")
+    assert verify.main([str(folder)]) == 5
+    assert capsys.readouterr().out.splitlines()[-1] == "verify: violated: no epsilon was found" + UNREAD
+
+
 PLANS = {
     "one Gaussian": {"expected_batch_size": 2000, "cap": None},
     "no cap": {"cap": None},
@@ -78,6 +106,7 @@ def test_a_run_without_a_guarantee_claims_nothing(tmp_path: Path, judge: Judge) 
     folder = publish(tmp_path / "run", plan)
     code, found = judge(folder)
     assert code == 0 and found["epsilon"] is None and found["formal_guarantee"] is False, sentences(found)
+    assert found["line"] == "consistent: no epsilon is claimed" + UNREAD
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text().replace("null", "0.5"))
     assert judge(folder)[0] == 5
