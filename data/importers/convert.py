@@ -7,6 +7,7 @@ until nothing changes. What has no letter left is no caption. Images are decoded
 metadata (places, cameras, names).
 """
 
+import errno
 import hashlib
 import html
 import json
@@ -140,6 +141,8 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, bytes, int | No
     except (FileNotFoundError, NotADirectoryError):
         return "missing_image"
     except OSError as error:  # a broken disk must not look like bad data
+        if error.errno == errno.ELOOP:
+            return "unsafe_path"
         raise ReadError(f"cannot read the picture of {item.key}: {error.strerror or type(error).__name__}") from error
     captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
     try:

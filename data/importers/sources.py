@@ -29,7 +29,10 @@ PARQUET = ".parquet"
 _MAX_FIELD = 1 << 20
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 _COLUMN_NAME = re.compile(r"(?:[^\W\d][\w -]{0,39})?")
-"""What a header holds; other first lines may be data, and are not shown."""
+_USUAL_COLUMN = re.compile(
+    "(image|img|picture|file)([ _-]?(name|path|file))?s?|path|url|key|id|captions?|text|title|alt|description|labels?|class|owner"
+)
+"""A first line of words, one of which is among these, is a header; another may be data, and is not shown."""
 _PROBLEMS = {"unexpected": "a quote is never closed", "field": f"a text has more than {_MAX_FIELD:,} characters"}
 """The first word of what the csv module says of a malformed line, in plain words."""
 _NAME_BYTES = 255
@@ -251,24 +254,21 @@ def open_source(
     return {"csv": table_source, "coco": coco_source, "parquet": parquet_source}[source_format](path, columns, root)
 
 
-def require_columns(present: Sequence[str], columns: Columns, where: Path, shown: Sequence[str] | None = None) -> None:
+def require_columns(present: Sequence[str], columns: Columns, where: Path, *, is_shown: bool = True) -> None:
     """Refuses a table without the columns that are asked for, or with two of one name. With labels captions are not needed.
 
     Args:
-        shown: the columns that the message may name; all by default.
+        is_shown: whether a message may say which columns there are.
 
     Raises:
-        DataError: as said; names the columns that are there.
+        DataError: a column is missing, or two have one name.
     """
     for name in columns:
         is_needed = name is not None and (columns.label is None or name != columns.caption)
         if is_needed and name not in present:
-            names = present if shown is None else shown
-            there = (
-                f"it has {', '.join(map(repr, names[:20]))}" if names else "its first line does not look like a header"
-            )
+            listed = ", ".join(map(repr, present[:20])) if is_shown else "a first line that does not look like a header"
             raise DataError(
-                f"{where} has no column {name}; {there}. See --image_column, --caption_column, --label_column, "
+                f"{where} has no column {name}; it has {listed or 'none'}. See --image_column, --caption_column, --label_column, "
                 "--owner_field"
             )
         if name is not None and present.count(name) > 1:
@@ -276,16 +276,11 @@ def require_columns(present: Sequence[str], columns: Columns, where: Path, shown
 
 
 class _Row(NamedTuple):
-    """A row of a table, and the numbers of its first and last line.
-
-    Attributes:
-        has_quotes: its lines hold some, so that one too many or too few may have made one field of several.
-    """
+    """A row of a table, and the numbers of its first and last line."""
 
     first: int
     last: int
     fields: list[str]
-    has_quotes: bool
 
 
 def _read_rows(path: Path, separator: str) -> Iterator[_Row]:
@@ -295,20 +290,17 @@ def _read_rows(path: Path, separator: str) -> Iterator[_Row]:
         DataError: it cannot be read, or a line is malformed, which it names.
     """
     csv.field_size_limit(_MAX_FIELD)
-    lines: list[str] = []
     first = 1
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader((lines.append(line) or line for line in file), delimiter=separator, strict=True)
+            reader = csv.reader(file, delimiter=separator, strict=True)
             for fields in reader:
-                text = "".join(lines)
-                if "\0" in text:
+                if any("\0" in field for field in fields):
                     raise DataError(
                         f"{path}, line {first} holds zero bytes: it is damaged, or no UTF-8; write it again"
                     )
-                yield _Row(first, reader.line_num, fields, '"' in text)
+                yield _Row(first, reader.line_num, fields)
                 first = reader.line_num + 1
-                lines.clear()
     except csv.Error as error:
         problem = _PROBLEMS.get(str(error).partition(" ")[0], "text follows a closing quote")
         raise DataError(
@@ -329,7 +321,7 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
     """
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     rows = _read_rows(path, separator)
-    header = next(rows, _Row(1, 1, [], False))
+    header = next(rows, _Row(1, 1, []))
     names, width = header.fields, len(header.fields)
 
     def names_image(field: str) -> bool:
@@ -341,9 +333,10 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
         places = {place, place - width + len(fields)}
         return len(fields) >= least and any(0 <= at < len(fields) and names_image(fields[at]) for at in places)
 
-    is_header = all(map(_COLUMN_NAME.fullmatch, map(str.strip, names)))
+    plain = [name.strip().lower() for name in names]
+    is_header = all(map(_COLUMN_NAME.fullmatch, plain)) and any(map(_USUAL_COLUMN.fullmatch, plain))
     is_header &= not any(name and names_image(name) for name in names)
-    require_columns(names, columns, path, names if is_header else ())
+    require_columns(names, columns, path, is_shown=is_header)
     least = 1 + max(names.index(name) for name in columns if name in names)
     place = names.index(columns.image)
 
@@ -356,20 +349,19 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
                         f"{path}, line {row.first}: a quoted text that ends in line {row.last} holds whole rows; correct its "
                         "quotes, or replace its line breaks by blanks"
                     )
-            is_blank = len(row.fields) < least and not "".join(row.fields).strip()
+            is_blank = len(row.fields) <= 1 and not "".join(row.fields).strip()
             if row is header or is_blank:
                 continue
             if len(row.fields) > width:  # otherwise a caption with a comma and without quotes would be cut there
                 raise DataError(
                     f"{path}, line {row.first} has more fields than the header; quote texts that hold the separator"
                 )
-            if len(row.fields) < (width if row.has_quotes else least):
+            if len(row.fields) < width:  # and a caption with a line break at it
                 raise DataError(
                     f"{path}, line {row.first} has fewer fields than the header; correct its quotes, quote texts that hold line "
                     "breaks, and write empty fields too"
                 )
-            record = dict(zip(names, row.fields, strict=False))
-            yield columns.item(record, root, f"{path.name}, line {row.first}")
+            yield columns.item(dict(zip(names, row.fields, strict=True)), root, f"{path.name}, line {row.first}")
 
     return Source.of(join_records(items()))
 
@@ -521,10 +513,12 @@ def _holds_names(table: Any, column: str) -> bool:
     kind = table.schema_arrow.field(column).type
     if not str(kind).startswith("struct<"):
         return str(getattr(kind, "value_type", kind)) in ("string", "large_string", "string_view")
+    if all(str(part.type) == "null" for part in kind if part.name == "bytes"):
+        return True
     groups = map(table.metadata.row_group, range(table.num_row_groups))
     chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    nulls = [(chunk.statistics, chunk.num_values) for chunk in chunks if chunk.path_in_schema == f"{column}.bytes"]
-    return all(known is not None and known.has_null_count and known.null_count == count for known, count in nulls)
+    counts = [(chunk.statistics, chunk.num_values) for chunk in chunks if chunk.path_in_schema == f"{column}.bytes"]
+    return all(known is not None and known.has_null_count and known.null_count == count for known, count in counts)
 
 
 def _open(path: Path) -> Any:

@@ -144,7 +144,9 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
         "near_duplicate": 1,
     }
     assert report["read"] == 20 == report["written"] + sum(report["dropped"].values())
-    assert report["samples"]["unsafe_path"] == [f"t.csv, line {line}" for line in (7, 8, 9)], "places, not what cells hold"
+    assert report["samples"]["unsafe_path"] == [f"t.csv, line {line}" for line in (7, 8, 9)], (
+        "places, not what cells hold"
+    )
     assert captions(tmp_path / "out") == [f"picture {number:03d}" for number in range(5)]
     assert stat.S_IMODE((tmp_path / "out" / REPORT).stat().st_mode) == 0o600
     text = (tmp_path / "out" / PROVENANCE).read_text()
@@ -249,7 +251,7 @@ BAD = {
         b"image,text\na.jpg,x\n": "no column caption; it has 'image', 'text'",
         b"image, caption\na.jpg,x\n": "no column caption; it has 'image', ' caption'",
         b"image,caption,caption\na.jpg,x,y\n": "two columns caption",
-        b"a.jpg,x\nb.jpg,y\n": "no column image; its first line does not look like a header",
+        b"a.jpg,x\nb.jpg,y\n": "no column image; it has a first line that does not look like a header",
         b"": "no column image",
         b'image,caption\n"a.jpg,x' + b"y" * (1 << 21): "line",
         b"image,caption\n\xff.jpg,x\n": "not UTF-8",
@@ -263,7 +265,9 @@ BAD = {
         b'{"images": [{"id": {"a": 1}}], "annotations": []}': r"images\[0\] has a list or an object as id",
     },
     "t.parquet": {b"PAR1 no": "as Parquet"},
-    "metadata.jsonl": {b'{"image": "000.jpg", "caption": "x"}': r"metadata\.jsonl is not read; make it Parquet \(docs/importing\.md"},
+    "metadata.jsonl": {
+        b'{"image": "000.jpg", "caption": "x"}': r"jsonl is not read; make it Parquet \(docs/importing\.md"
+    },
 }
 
 
