@@ -467,7 +467,7 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
             items.append(item)
     if not pictured:
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {' or '.join(TABLES)}")
-    return Source.of(items)._replace(other_files=suffixes, other_folders=links)
+    return Source.of(items)._replace(other_files=suffixes, other_folders=sorted(links))
 
 
 def _text(path: Path) -> str | None:
