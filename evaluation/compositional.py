@@ -86,7 +86,8 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
             tests.append(Choice(image, tuple(map(str, (record["true_caption"], *wrong))), group, box))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(
-                f"{path}: test {number} is not of the format {kind}: {type(error).__name__} {error}"
+                f"{path}: test {number} is not of the format {kind}: "
+                + (f"it has no {error}" if isinstance(error, KeyError) else type(error).__name__)
             ) from error
     return tests
 
@@ -166,7 +167,7 @@ def choose(
     starts = range(0, len(tests), batch_size)
     for start in track(starts, "batches of tests", len(starts)):
         some = tests[start : start + batch_size]
-        images = [pixels_of(test, model.config.encoder.image_size) for test in some]
+        images = [pixels_of(test, model.config.encoder.image_size, start + place) for place, test in enumerate(some)]
         kept = [(test, image) for test, image in zip(some, images, strict=True) if image is not None]
         undecodable += len(some) - len(kept)
         if kept:
@@ -202,8 +203,11 @@ def losses(
     }
 
 
-def pixels_of(test: Choice, size: int) -> np.ndarray | None:
+def pixels_of(test: Choice, size: int, number: int = 0) -> np.ndarray | None:
     """The shown part, squashed to a square: a central crop could leave out what the captions speak of.
+
+    Args:
+        number: of the test, for the error.
 
     Returns:
         Normalised pixels (3, size, size); None where the bytes are no image.
@@ -214,7 +218,7 @@ def pixels_of(test: Choice, size: int) -> np.ndarray | None:
     try:
         data = test.image if isinstance(test.image, bytes) else test.image.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {error.filename}: {error.strerror or error}") from error
+        raise DataError(f"cannot read the image of test {number}: {error.strerror or type(error).__name__}") from error
     try:
         return whole_image(data, size, test.box)[0]
     except DecodeError:

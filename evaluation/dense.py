@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data.errors import DataError, DecodeError
+from data.errors import DataError, DecodeError, ReadError
 from data.synthetic.generate import SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
@@ -163,12 +163,13 @@ def coco(annotations: Path, folder: Path) -> DensePictures:
                 left, top, width, height = annotation["bbox"]
                 boxes.append((left, top, left + width, top + height, kind, is_crowd))
             boxes_M6 = np.array(boxes, np.float32).reshape(-1, 6)
-            return DensePicture(bytes_of(folder / image["file_name"]), mask_HW, boxes_M6)
+            return DensePicture((folder / image["file_name"]).read_bytes(), mask_HW, boxes_M6)
+        except OSError as error:
+            raise ReadError(f"cannot read image {index + 1} of {len(images)} of {name}: {error.strerror}") from error
         except Exception as error:  # COCO's code raises what it runs into, plain Exceptions too
-            if hasattr(error, "exit_code"):
-                raise
-            problem = f"{type(error).__name__} {error}"
-            raise DataError(f"{name}: image {image['id']} or an annotation of it is not COCO's: {problem}") from error
+            raise DataError(
+                f"{name}: image {index + 1} of {len(images)} by id, or an annotation of it, is not COCO's: {type(error).__name__}"
+            ) from error
 
     return DensePictures(name, ("background", *classes), classes, len(images), read)
 

@@ -35,12 +35,13 @@ def split(labels_N: np.ndarray, shots: int, seed: int) -> np.ndarray:
         DataError: a class has fewer examples.
     """
     rng, chosen = np.random.default_rng(seed), []
-    for label in np.unique(labels_N):
+    labels, counts = np.unique(labels_N, return_counts=True)
+    if few := int((counts < shots).sum()):
+        raise DataError(
+            f"{few} of {len(labels)} classes have fewer than {shots} training examples: --shots {shots} needs as many of each"
+        )
+    for label in labels:
         rows = np.flatnonzero(labels_N == label)
-        if len(rows) < shots:
-            raise DataError(
-                f"class {label} has {len(rows)} training examples: --shots {shots} needs as many of each class"
-            )
         chosen.append(rng.permutation(rows)[:shots])
     return np.concatenate(chosen)
 

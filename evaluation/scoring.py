@@ -36,10 +36,10 @@ def encoded_captions(tokenizer: CaptionTokenizer, captions: Sequence[str], num_t
     if not captions:
         raise DataError("there are no captions to score")
     encoded = [tokens_of(tokenizer, caption, num_tokens) for caption in captions]
-    for caption, tokens in zip(captions, encoded, strict=True):
+    for number, tokens in enumerate(encoded, start=1):
         if len(tokens) > num_tokens:
             raise DataError(
-                f"{caption[:80]!r} has {len(tokens)} tokens; the model takes at most {num_tokens}; "
+                f"caption {number} of {len(captions)} has {len(tokens)} tokens; the model takes at most {num_tokens}; "
                 "--too_long skip leaves such captions out"
             )
     return encoded

@@ -10,6 +10,7 @@ images:a.jpg,b.png               -                                    these file
 import contextlib
 import hashlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,8 @@ from data.reading.reader import TarReader
 from data.reading.storage import RemoteOptions
 from data.reading.workers import data_loader
 from evaluation.options import CaptionedOptions, ImageOptions, LabelledOptions
-from privacy.step.collectives import first_on_main
+from privacy.errors import say
+from privacy.step.collectives import first_on_main, rank
 from trainer.progress import track
 
 _MOST_CLASSES = 10**9
@@ -191,12 +193,15 @@ def open_source(text: str, options: ImageOptions) -> Source:
         if not path.is_dir():
             raise DataError(f"{path} is no folder")
         names = tuple(sorted(one.name for one in path.iterdir() if one.is_dir())) if wants_labels else ("",)
+        entries = [(entry, label) for label, name in enumerate(names) for entry in sorted((path / name).rglob("*"))]
         files = [
-            (one.relative_to(path).as_posix(), label)
-            for label, name in enumerate(names)
-            for one in sorted((path / name).rglob("*"))
-            if one.suffix.lower() in IMAGE_SUFFIXES
+            (entry.relative_to(path).as_posix(), label)
+            for entry, label in entries
+            if entry.suffix.lower() in IMAGE_SUFFIXES
         ]
+        linked = [entry for entry, _ in entries if entry.is_symlink() and entry.is_dir()]
+        if linked and rank() == 0:
+            say(f"{text}: {len(linked)} linked folders are not followed, the first {linked[0]}", file=sys.stderr)
         if not files:
             raise DataError(
                 f"{path} holds no {'folders with images; one per class is needed' if wants_labels else 'images'}"
@@ -228,6 +233,8 @@ def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
         ReadError: remote shards cannot be read.
     """
     shards = find_shards(pattern, Path.cwd())
+    for line in shards.remarks() if rank() == 0 else ():
+        say(f"{pattern}: {line}", file=sys.stderr)
     if cache is None:
         raise DataError(f"shards at {shards.root} need a folder for their index: give --cache")
     folder = cache / f"index-{hashlib.sha256(' '.join(shards.locations()).encode()).hexdigest()[:16]}"

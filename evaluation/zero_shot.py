@@ -97,7 +97,7 @@ def accuracy(scores_NK: Tensor, labels_N: np.ndarray) -> Accuracy:
     """
     num_classes = scores_NK.shape[1]
     if labels_N.min() < 0 or labels_N.max() >= num_classes:
-        raise DataError(f"label {int(labels_N.max())} has no name: there are {num_classes} class names")
+        raise DataError(f"a label has no name: {num_classes} class names are of the labels 0 to {num_classes - 1}")
     labels = torch.from_numpy(labels_N)
     own_N1 = scores_NK.gather(1, labels[:, None])
     better_N, equal_N = (scores_NK > own_N1).sum(1), (scores_NK == own_N1).sum(1)

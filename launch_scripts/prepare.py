@@ -167,7 +167,7 @@ def index(options: IndexOptions) -> ExampleTable | None:
         )
         seconds = time.perf_counter() - start
     say(f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}")
-    for line in table.remarks():
+    for line in (*shards.remarks(), *table.remarks()):
         say(line, file=sys.stderr)
     return table
 
@@ -181,7 +181,7 @@ def verify(options: VerifyOptions) -> None:
         remote = RemoteOptions(allow_plain_http=options.allow_plain_http)
         table = ExampleTable.open(options.index, shards.root, remote=remote, check_shards=False)
         table.require_shards(shards)
-        for line in table.remarks():
+        for line in (*shards.remarks(), *table.remarks()):
             say(line, file=sys.stderr)
         with _progress() as bar:
             track = functools.partial(bar.track, total=len(table.entries), description="hashing")
@@ -225,9 +225,15 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     table.add_column("for example", style="dim")
     for suffix, count in report["other_files"].items():
         table.add_row(escape(printable(f"not read: files with suffix {suffix}")), f"{count:,}", "")
+    if folders := report["other_folders"]:
+        named = escape(printable("; ".join(folders[:2])))
+        what = "linked folders, not followed" if options.source_format == "folder" else "folders, not entered"
+        table.add_row(what, f"{len(folders):,}", named)
+    if report["joined_records"]:
+        table.add_row("joined: records of a picture that came before", f"{report['joined_records']:,}", "")
     table.add_row("read", f"{report['read']:,}", "")
     for reason, count in report["dropped"].items():
-        samples = ", ".join(report["samples"].get(reason, [])[:2])
+        samples = "; ".join(report["samples"].get(reason, [])[:2])
         table.add_row(f"dropped: {report['reasons'][reason]}", f"{count:,}", escape(printable(samples)))
     table.add_row("written", f"{report['written']:,}", "")
     if options.heldout_share:

@@ -143,7 +143,7 @@ def decode(data: bytes, work: Callable[[Image.Image], Image.Image], max_pixels: 
             warnings.simplefilter("ignore")  # Pillow warns about the content of single private images
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 if image.width * image.height > max_pixels:
-                    raise DecodeError(f"the image has {image.width} x {image.height} pixels, more than {max_pixels}")
+                    raise DecodeError(f"the image has more than {max_pixels:,} pixels")
                 return work(image)
     except (DecodeError, MemoryError):
         raise

@@ -7,11 +7,13 @@ until nothing changes. What has no letter left is no caption. Images are decoded
 metadata (places, cameras, names).
 """
 
+import errno
 import hashlib
 import html
 import json
 import math
 import re
+import stat
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -71,9 +73,9 @@ class Settings:
     heldout_share: float = 0.0
 
 
-ROW = np.dtype([("digest", "V16"), ("hash", "u8"), ("has_hash", "?"), ("owner", "V16")])
+ROW = np.dtype([("digest", "V16"), ("hash", "u8"), ("has_hash", "?"), ("owner", "V16"), ("pixels", "V16")])
 """What the choice looks at: the first bytes of SHA-256 over pixels, caption and label; the perceptual hash, which featureless
-pictures lack; the digest of the owner."""
+pictures lack; the digest of the owner; that of the pixels alone."""
 
 
 class Converted(NamedTuple):
@@ -82,11 +84,13 @@ class Converted(NamedTuple):
     Attributes:
         dropped: reason -> number of items.
         samples: reason -> a few keys.
+        num_joined: records of a picture that an earlier one named.
     """
 
     rows_N: np.ndarray
     dropped: Counter[str]
     samples: Mapping[str, list[str]]
+    num_joined: int
 
 
 def part_path(work: Path, number: int) -> Path:
@@ -101,38 +105,45 @@ def convert_part(work: Path, number: int, part: Iterable[Item], settings: Settin
         ReadError: an image file cannot be read, though it is there.
         DataError: the source is malformed.
     """
-    rows: list[tuple[bytes, int, bool, bytes]] = []
+    rows: list[tuple[bytes, int, bool, bytes, bytes]] = []
+    num_joined = 0
     dropped: Counter[str] = Counter()
     samples: defaultdict[str, list[str]] = defaultdict(list)
 
     def examples() -> Iterator[Example]:
+        nonlocal num_joined
         for place, item in enumerate(part):
+            num_joined += item.records - 1
             made = item.problem or convert_item(item, settings)
             if isinstance(made, str):
                 dropped[made] += 1
                 samples[made] += [item.key] * (len(samples[made]) < _SAMPLES)
                 continue
-            digest, perceptual, members = made
-            rows.append((digest, perceptual or 0, perceptual is not None, owner_digest(item.owner or "")))
+            digest, pixels, perceptual, members = made
+            rows.append((digest, perceptual or 0, perceptual is not None, owner_digest(item.owner or ""), pixels))
             yield f"{number:06d}{place:06d}", members
 
     write_shard(part_path(work, number), examples())
-    return number, Converted(np.array(rows, dtype=ROW), dropped, samples)
+    return number, Converted(np.array(rows, dtype=ROW), dropped, samples, num_joined)
 
 
-def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dict[str, bytes]] | str:
-    """(digest of its content, perceptual hash, members) of an example, or the reason why there is none."""
+def convert_item(item: Item, settings: Settings) -> tuple[bytes, bytes, int | None, dict[str, bytes]] | str:
+    """(digest of its content, of its pixels, perceptual hash, members) of an example, or the reason why there is none."""
     if item.image is None:
         return "missing_image"
     if settings.owner_field is not None and item.owner is None:
         return "no_owner"
     stored = item.image
     try:
+        if isinstance(stored, Path) and not stat.S_ISREG(stored.stat().st_mode):  # a pipe would never end
+            return "missing_image"
         data = stored.read_bytes() if isinstance(stored, Path) else stored
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):
         return "missing_image"
     except OSError as error:  # a broken disk must not look like bad data
-        raise ReadError(f"cannot read {stored!s}: {error.strerror or error}") from error
+        if error.errno == errno.ELOOP:
+            return "unsafe_path"
+        raise ReadError(f"cannot read the picture of {item.key}: {error.strerror or type(error).__name__}") from error
     captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
     try:
         image = resized(data, settings.size)
@@ -143,6 +154,7 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dic
     if not captions and item.label is None:
         return "no_caption"
     digest = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes())
+    pixels = digest.digest()[:_DIGEST_BYTES]
     digest.update("".join(captions[:1]).encode("utf-8"))
     perceptual = perceptual_hash(image)
     members = {settings.image_format: encoded(image, settings.image_format)}
@@ -153,7 +165,7 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, int | None, dic
         members["cls"] = str(item.label).encode()
     if len(captions) > 1:
         members["json"] = json.dumps({"captions": captions}, ensure_ascii=False).encode("utf-8")
-    return digest.digest()[:_DIGEST_BYTES], perceptual, members
+    return digest.digest()[:_DIGEST_BYTES], pixels, perceptual, members
 
 
 def owner_digest(owner: str) -> bytes:

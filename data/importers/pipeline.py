@@ -90,7 +90,11 @@ def import_examples(
         drop(np.setdiff1d(np.arange(len(rows_N)), np.unique(rows_N["digest"], return_index=True)[1]), "exact_duplicate")
         if settings.duplicate_distance is not None:
             rows = np.flatnonzero(kept & rows_N["has_hash"])
-            drop(rows[near_duplicates(rows_N["hash"][rows], settings.duplicate_distance)], "near_duplicate")
+            first = np.unique(rows_N["pixels"][rows], return_index=True)[1]
+            is_again = np.isin(np.arange(len(rows)), first, invert=True)
+            is_near = near_duplicates(rows_N["hash"][rows], settings.duplicate_distance)
+            drop(rows[is_near & is_again], "same_picture")
+            drop(rows[is_near & ~is_again], "near_duplicate")
         if settings.max_per_owner is not None:
             rows = np.flatnonzero(kept)
             drop(rows[over_limit(rows_N[rows], settings.max_per_owner, settings.seed)], "owner_limit")
@@ -119,7 +123,9 @@ def import_examples(
             "read": len(rows_N) + sum(part.dropped.total() for part in parts),
             "written": int(kept.sum()),
             "held_out": int(kept_out.sum()),
+            "joined_records": sum(part.num_joined for part in parts),
             "other_files": dict(sorted(source.other_files.items())),
+            "other_folders": [*source.other_folders],
             "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
             "reasons": {reason: text for reason, text in REASONS.items() if counts[reason]},
             "samples": {reason: keys for reason, keys in samples.items() if keys},

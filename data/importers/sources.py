@@ -1,27 +1,44 @@
 """Where image-text pairs come from: folders and tables (CSV, COCO, Parquet). Items come in parts that are read apart.
 
-Every source makes records, which are a table's rows or the like of them, and `Columns.item` makes an item of each.
+Every source makes records, which are a table's rows or the like of them, and `Columns.item` makes an item of each;
+`join_records` makes one item of all records of a picture. What a cell holds is private: a message names its place.
 """
 
 import csv
 import itertools
 import json
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from data.errors import DataError
+from data.errors import DataError, ReadError
+from data.index.tar_format import MACOS_PREFIX
 from data.reading.reader import json_record, whole_number
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 TEXT_SUFFIXES = (".txt", ".json", ".cls")
 """What stands next to an image of the same name: its caption, its fields, its label."""
 TABLES = ("metadata.csv", "captions.csv")
+PARQUET = ".parquet"
 _MAX_FIELD = 1 << 20
+_LINE_BREAK = re.compile(r"\r\n|\r|\n")
+_COLUMN_NAME = re.compile(r"(?:[^\W\d][\w -]{0,39})?")
+_USUAL_COLUMN = re.compile(
+    "(image|img|picture|file)([ _-]?(name|path|file))?s?|path|url|key|id|captions?|text|title|alt|description|labels?|class|owner"
+)
+"""A first line of words, one of which is among these, is a header; another may be data, and is not shown."""
+_PROBLEMS = {"unexpected": "a quote is never closed", "field": f"a text has more than {_MAX_FIELD:,} characters"}
+"""The first word of what the csv module says of a malformed line, in plain words."""
+_NAME_BYTES = 255
+_PATH_BYTES = 4096
+_ENCODED_PICTURE = re.compile(r"data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|[A-Za-z0-9+/=_\s-]{256,}\Z")
+"""How the base64 of a JPEG, PNG, GIF or WebP begins; and any base64 that is longer than names without a dot are."""
 _PART = 500
 """Items that one worker converts at a time."""
 REASONS = {
@@ -32,6 +49,7 @@ REASONS = {
     "no_caption": "no caption is left after cleaning, and there is no label",
     "duplicate_key": "an earlier item of the source has the same key",
     "exact_duplicate": "pixels and caption equal those of an earlier example",
+    "same_picture": "the picture is that of an earlier example, with another caption or label",
     "near_duplicate": "the picture looks like that of an earlier example (--keep_near_duplicates)",
     "no_owner": "the owner is not given",
     "owner_limit": "its owner has reached the limit",
@@ -43,12 +61,13 @@ class Item(NamedTuple):
     """One image with its captions.
 
     Attributes:
-        key: its name in the source, for the report only.
+        key: its place in the source: the name of a file, or of a table and a line.
         image: a file, bytes, or None where there is none.
         captions: all of them, uncleaned.
         owner: whose it is, where the source says.
         problem: a key of REASONS, where it cannot be used at all.
         label: number of its class, where the source says.
+        records: how many records of the source it was made of.
     """
 
     key: str
@@ -57,6 +76,7 @@ class Item(NamedTuple):
     owner: str | None = None
     problem: str | None = None
     label: int | None = None
+    records: int = 1
 
 
 class Columns(NamedTuple):
@@ -67,7 +87,7 @@ class Columns(NamedTuple):
     owner: str | None = None
     label: str | None = None
 
-    def item(self, record: Mapping[str, Any], root: Path, key: str = "") -> Item:
+    def item(self, record: Mapping[str, Any], root: Path, key: str) -> Item:
         """The item of a record.
 
         The image is the name of a file below `root` (a resolved folder), its bytes, or both in a dictionary; a name that leads
@@ -75,7 +95,10 @@ class Columns(NamedTuple):
         a number as text.
 
         Args:
-            key: where the image has no name.
+            key: the place of the record.
+
+        Raises:
+            DataError: the column of the image holds neither names nor bytes.
         """
         texts, image = record.get(self.caption), record.get(self.image)
         owner = None if self.owner is None else record.get(self.owner)
@@ -86,14 +109,67 @@ class Columns(NamedTuple):
         label = None if self.label is None else whole_number(record.get(self.label))
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
+        if isinstance(image, list):
+            raise DataError(
+                f"{key}: column {self.image} holds a list; an example has one picture: give its name, its bytes, or "
+                "{bytes, path}"
+            )
         if not isinstance(image, str):
             return Item(key, image if isinstance(image, bytes) else None, captions, named or None, label=label)
+        if _is_no_name(image):
+            raise DataError(
+                f"{key}: column {self.image} holds no file names (base64?); write its pictures to files, or as bytes to "
+                "Parquet"
+            )
         path = root / image
-        unsafe = (
-            "\0" in image or os.path.isabs(image) or ".." in Path(image).parts or os.path.realpath(path) != str(path)
-        )
+        unsafe = "\0" in image or os.path.isabs(image) or ".." in Path(image).parts or _is_linked(path)
         problem = ("unsafe_path" if unsafe else None) if image else "missing_image"
-        return Item(image, None if problem else path, captions, named or None, problem, label)
+        return Item(key, None if problem else path, captions, named or None, problem, label)
+
+
+def _is_no_name(text: str) -> bool:
+    """Whether no file can have this name, or the text is a picture itself, encoded."""
+    parts = [len(part.encode("utf-8", "surrogatepass")) for part in text.split("/")]
+    is_picture = _ENCODED_PICTURE.match(text) and not text.lower().endswith(IMAGE_SUFFIXES)
+    return bool(is_picture) or max(parts) > _NAME_BYTES or sum(parts) + len(parts) > _PATH_BYTES
+
+
+def _is_linked(path: Path) -> bool:
+    """Whether a path goes through a symbolic link; one that no file system takes counts as such."""
+    try:
+        return os.path.realpath(path) != str(path)
+    except ValueError:  # letters that UTF-8 does not know
+        return True
+
+
+def join_records(items: Iterable[Item]) -> list[Item]:
+    """Returns one item for all records of a picture, where the first stood, with their captions in order.
+
+    A record whose owner is not given joins none that has one.
+
+    Raises:
+        DataError: records of a picture give it two owners or two labels.
+    """
+    first: dict[tuple[Path | bytes, bool], int] = {}
+    made: list[Item] = []
+    captions: list[list[str]] = []
+    for item in items:
+        place = len(made) if item.image is None else first.setdefault((item.image, item.owner is None), len(made))
+        if place == len(made):
+            made.append(item)
+            captions.append([*item.captions])
+            continue
+        earlier = made[place]
+        has_two_labels = None not in (earlier.label, item.label) and earlier.label != item.label
+        if has_two_labels or earlier.owner != item.owner:
+            raise DataError(
+                f"{item.key}, and {earlier.key}, give one picture two {'labels' if has_two_labels else 'owners'}; an example has "
+                "one: take one of them away"
+            )
+        captions[place] += item.captions
+        label = item.label if earlier.label is None else earlier.label
+        made[place] = earlier._replace(label=label, records=earlier.records + item.records)
+    return [item._replace(captions=tuple(texts)) for item, texts in zip(made, captions, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -106,12 +182,32 @@ class RowGroup:
     root: Path
 
     def __iter__(self) -> Iterator[Item]:
+        """Records of one picture that follow each other are joined; those of other places are for `join_records` to find.
+
+        Raises:
+            DataError: the file is damaged, or its columns hold something else.
+        """
+        for _, records in itertools.groupby(self._records(), key=attrgetter("image")):
+            yield from join_records(records)
+
+    def _records(self) -> Iterator[Item]:
         opened = _open(self.path)
         names = [name for name in self.columns if name in opened.schema_arrow.names]
         place = itertools.count()
-        for batch in opened.iter_batches(64, row_groups=[self.number], columns=names):
-            for row in batch.to_pylist():
-                yield self.columns.item(row, self.root, f"{self.path.name}:{self.number}:{next(place)}")
+        batches = opened.iter_batches(64, row_groups=[self.number], columns=names)
+        while True:
+            try:
+                rows = next(batches).to_pylist()
+            except StopIteration:
+                return
+            except (OSError, ValueError) as error:  # their words may hold a value
+                raise DataError(
+                    f"cannot read {self.path}, row group {self.number}: {type(error).__name__}; write the file again, with "
+                    "texts in UTF-8"
+                ) from error
+            for row in rows:
+                where = f"{self.path.name}, row group {self.number}, row {next(place)}"
+                yield self.columns.item(row, self.root, where)
 
 
 class Source(NamedTuple):
@@ -119,16 +215,18 @@ class Source(NamedTuple):
 
     Attributes:
         parts: in order; each is picklable and always has the same items in the same order.
-        other_files: how many files of a folder are neither pictures of a known format nor texts of one, by suffix.
+        other_files: how many files of a folder are not read, by suffix.
+        other_folders: folders that are not entered.
     """
 
     parts: Sequence[Iterable[Item]]
     other_files: Mapping[str, int] = MappingProxyType({})
+    other_folders: Sequence[str] = ()
 
     @classmethod
-    def of(cls, items: Sequence[Item], other_files: Mapping[str, int] = MappingProxyType({})) -> "Source":
+    def of(cls, items: Sequence[Item]) -> "Source":
         """Items whose images are files."""
-        return cls([items[start : start + _PART] for start in range(0, len(items), _PART)], other_files)
+        return cls([items[start : start + _PART] for start in range(0, len(items), _PART)])
 
 
 def open_source(
@@ -156,43 +254,116 @@ def open_source(
     return {"csv": table_source, "coco": coco_source, "parquet": parquet_source}[source_format](path, columns, root)
 
 
-def require_columns(present: Sequence[str], columns: Columns, where: Path) -> None:
-    """Raises DataError when a column is missing; names those that are there. With labels captions are not needed."""
+def require_columns(present: Sequence[str], columns: Columns, where: Path, *, is_shown: bool = True) -> None:
+    """Refuses a table without the columns that are asked for, or with two of one name. With labels captions are not needed.
+
+    Args:
+        is_shown: whether a message may say which columns there are.
+
+    Raises:
+        DataError: a column is missing, or two have one name.
+    """
     for name in columns:
         is_needed = name is not None and (columns.label is None or name != columns.caption)
         if is_needed and name not in present:
-            there = ", ".join(present[:20])
+            listed = ", ".join(map(repr, present[:20])) if is_shown else "a first line that does not look like a header"
             raise DataError(
-                f"{where} has no column {name}; it has {there}. See --image_column, --caption_column, --label_column, "
+                f"{where} has no column {name}; it has {listed or 'none'}. See --image_column, --caption_column, --label_column, "
                 "--owner_field"
             )
+        if name is not None and present.count(name) > 1:
+            raise DataError(f"{where} has two columns {name}; rename or remove one of them")
 
 
-def table_source(path: Path, columns: Columns, root: Path) -> Source:
-    """A .csv or .tsv file with a header, UTF-8.
+class _Row(NamedTuple):
+    """A row of a table, and the numbers of its first and last line."""
+
+    first: int
+    last: int
+    fields: list[str]
+
+
+def _read_rows(path: Path, separator: str) -> Iterator[_Row]:
+    """Yields the rows of a file in UTF-8, empty lines too.
 
     Raises:
-        DataError: no such column, no UTF-8, or a malformed line, which it names.
+        DataError: it cannot be read, or a line is malformed, which it names.
     """
-    items = []
     csv.field_size_limit(_MAX_FIELD)
+    first = 1
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            require_columns(reader.fieldnames or [], columns, path)
-            for row in reader:
-                if None in row:  # otherwise a caption with a comma and without quotes would be cut there
+            reader = csv.reader(file, delimiter=separator, strict=True)
+            for fields in reader:
+                if any("\0" in field for field in fields):
                     raise DataError(
-                        f"{path}, line {reader.line_num} has more fields than the header; quote texts that hold the separator"
+                        f"{path}, line {first} holds zero bytes: it is damaged, or no UTF-8; write it again"
                     )
-                items.append(columns.item(row, root))
+                yield _Row(first, reader.line_num, fields)
+                first = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: {error}") from error
+        problem = _PROBLEMS.get(str(error).partition(" ")[0], "text follows a closing quote")
+        raise DataError(
+            f"{path}, line {first}: {problem} (noticed in line {reader.line_num}); close each quote that opens a text, and write "
+            "quotes inside of it twice"
+        ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 (byte {error.start} of a block); convert it first") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    return Source.of(items)
+
+
+def table_source(path: Path, columns: Columns, root: Path) -> Source:
+    """A .csv or .tsv file with a header, UTF-8. It is read strictly, since a stray quote makes one text of many rows.
+
+    Raises:
+        DataError: no such column, no UTF-8, or a malformed line, which it names.
+    """
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    rows = _read_rows(path, separator)
+    header = next(rows, _Row(1, 1, []))
+    names, width = header.fields, len(header.fields)
+
+    def names_image(field: str) -> bool:
+        return field.strip().lower().endswith(IMAGE_SUFFIXES) or os.path.isfile(root / field.strip())
+
+    def is_like_a_row(line: str) -> bool:
+        """Whether a line has the fields of a row and names an image where a row does, counted from either end."""
+        fields = line.split(separator)
+        places = {place, place - width + len(fields)}
+        return len(fields) >= least and any(0 <= at < len(fields) and names_image(fields[at]) for at in places)
+
+    plain = [name.strip().lower() for name in names]
+    is_header = all(map(_COLUMN_NAME.fullmatch, plain)) and any(map(_USUAL_COLUMN.fullmatch, plain))
+    is_header &= not any(name and names_image(name) for name in names)
+    require_columns(names, columns, path, is_shown=is_header)
+    least = 1 + max(names.index(name) for name in columns if name in names)
+    place = names.index(columns.image)
+
+    def items() -> Iterator[Item]:
+        for row in itertools.chain([header], rows):
+            if row.last > row.first:
+                lines = _LINE_BREAK.split(separator.join(row.fields))
+                if sum(map(is_like_a_row, lines)) > sum(map(names_image, row.fields[place : place + 1])):
+                    raise DataError(
+                        f"{path}, line {row.first}: a quoted text that ends in line {row.last} holds whole rows; correct its "
+                        "quotes, or replace its line breaks by blanks"
+                    )
+            is_blank = len(row.fields) <= 1 and not "".join(row.fields).strip()
+            if row is header or is_blank:
+                continue
+            if len(row.fields) > width:  # otherwise a caption with a comma and without quotes would be cut there
+                raise DataError(
+                    f"{path}, line {row.first} has more fields than the header; quote texts that hold the separator"
+                )
+            if len(row.fields) < width:  # and a caption with a line break at it
+                raise DataError(
+                    f"{path}, line {row.first} has fewer fields than the header; correct its quotes, quote texts that hold line "
+                    "breaks, and write empty fields too"
+                )
+            yield columns.item(dict(zip(names, row.fields, strict=True)), root, f"{path.name}, line {row.first}")
+
+    return Source.of(join_records(items()))
 
 
 def coco_source(path: Path, columns: Columns, root: Path) -> Source:
@@ -215,19 +386,24 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
         raise DataError(f"{path} is no COCO captions file: it needs the lists images and annotations")
     images, annotations = lists
     captions: defaultdict[Any, list[str]] = defaultdict(list)
-    for entry in annotations:
-        if isinstance(entry.get("caption"), str):
-            captions[entry.get("image_id")].append(entry["caption"])
-    ids = [entry.get("id") for entry in images]
-    if len(set(ids)) != len(ids):
-        raise DataError(f"{path}: an image id occurs twice")
-    if unknown := captions.keys() - set(ids):
-        raise DataError(
-            f"{path}: {len(unknown)} annotations are of no image, the first of image id {min(map(str, unknown))}"
-        )
+    places: dict[Any, int] = {}
+    for name, field, entries in (("images", "id", images), ("annotations", "image_id", annotations)):
+        for place, entry in enumerate(entries):
+            identity, where = entry.get(field), f"{path}: {name}[{place}]"
+            if isinstance(identity, list | dict):
+                raise DataError(f"{where} has a list or an object as {field}; it must be a number or a text")
+            if name == "images" and places.setdefault(identity, place) != place:
+                raise DataError(f"{where} has the id of images[{places[identity]}]: an image id occurs twice")
+            if name == "annotations" and isinstance(entry.get("caption"), str):
+                if identity not in places:
+                    raise DataError(f"{where} is of no image: no entry of images has its image_id")
+                captions[identity].append(entry["caption"])
     used = Columns("file_name", "caption", columns.owner)
     return Source.of(
-        [used.item({**one, "caption": captions[one.get("id")]}, root, str(one.get("id"))) for one in images]
+        join_records(
+            used.item({**entry, "caption": captions[entry.get("id")]}, root, f"{path.name}, images[{place}]")
+            for place, entry in enumerate(images)
+        )
     )
 
 
@@ -235,47 +411,68 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
     """All images below a folder; where it has one of TABLES, that table says which.
 
     Files that are neither pictures nor texts of one are counted by their suffix. Symbolic links are never followed: linked images
-    are counted as unsafe, linked folders passed over. Of several images of one name (a.jpg, a.png) the first counts.
+    are counted as unsafe, linked texts by their suffix, linked folders named. Of several images of one name (a.jpg, a.png) the
+    first counts; suffixes are of any case, and of a.txt and a.TXT the first is read.
 
     Raises:
         DataError: no image in it.
+        ReadError: a folder in it cannot be read.
     """
     root = folder.resolve()
-    for name in TABLES:
-        if (folder / name).is_file():
-            return table_source(folder / name, columns, root)
+    if tables := [name for name in TABLES if (folder / name).is_file()]:
+        return table_source(folder / tables[0], columns, root)._replace(
+            other_files=Counter(Path(name).suffix for name in tables[1:])
+        )
     if lines := next(folder.glob("*.jsonl"), None):
         raise DataError(
-            f"{lines} is not read; make it Parquet (docs/data.md) and give --from parquet --image_root {folder}"
+            f"{lines} is not read; make it Parquet (docs/importing.md) and give --from parquet --image_root {folder}"
         )
-    items, seen, others = [], set[Path](), Counter[str]()
-    files = [Path(parent, name) for parent, _, names in os.walk(root, followlinks=False) for name in names]
+
+    def refuse(error: OSError) -> None:
+        raise ReadError(f"cannot read the folder {error.filename}: {error.strerror}; its pictures would be missing")
+
+    files, links = list[Path](), list[str]()
+    for parent, folders, names in os.walk(root, onerror=refuse, followlinks=False):
+        files += [Path(parent, name) for name in names]
+        folders_here = [Path(parent, name) for name in folders]
+        links += [path.relative_to(root).as_posix() for path in folders_here if path.is_symlink()]
     pictured = {path.with_suffix("") for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
+    texts: dict[Path, Path] = {}
+    for path in sorted(files, reverse=True):  # small letters come last when sorted, and are preferred
+        if path.suffix.lower() in TEXT_SUFFIXES and path.with_suffix("") in pictured and not path.is_symlink():
+            texts.setdefault(path.with_suffix(path.suffix.lower()), path)
+    text_files = set(texts.values())
+
+    def text_of(path: Path, suffix: str) -> str | None:
+        text = texts.get(path.with_suffix(suffix))
+        return None if text is None else _text(text)
+
+    items, seen, suffixes = list[Item](), set[Path](), Counter[str]()
     for path in sorted(files):
         name, stem = path.relative_to(root).as_posix(), path.with_suffix("")
         if path.suffix.lower() not in IMAGE_SUFFIXES:
-            if path.suffix not in TEXT_SUFFIXES or stem not in pictured:
-                others[path.suffix.lower() or "none"] += 1
+            if path not in text_files:
+                suffixes[path.suffix.lower() or "none"] += 1
         elif stem in seen and not path.is_symlink():
             items.append(Item(name, None, (), None, "duplicate_key"))
         else:
-            record = json_record((_text(path.with_suffix(".json")) or "").encode())
-            if text := _text(path.with_suffix(".txt")):
+            record = json_record((text_of(path, ".json") or "").encode())
+            if text := text_of(path, ".txt"):
                 record[columns.caption] = text.splitlines() if lines_are_captions else text
-            item = columns.item({**record, columns.image: name}, root)
+            item = columns.item({**record, columns.image: name}, root, name)
             if item.problem is None:
                 seen.add(stem)
             if columns.label is None:
-                item = item._replace(label=whole_number(_text(path.with_suffix(".cls"))))
+                item = item._replace(label=whole_number(text_of(path, ".cls")))
             items.append(item)
     if not pictured:
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {' or '.join(TABLES)}")
-    return Source.of(items, others)
+    return Source.of(items)._replace(other_files=suffixes, other_folders=sorted(links))
 
 
 def _text(path: Path) -> str | None:
-    """The text next to an image; what is no UTF-8, linked or too long counts as none."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_FIELD:
+    """The text next to an image; what is no UTF-8, no file or too long counts as none."""
+    if not path.is_file() or path.stat().st_size > _MAX_FIELD:
         return None
     try:
         return path.read_bytes().decode("utf-8")
@@ -284,20 +481,44 @@ def _text(path: Path) -> str | None:
 
 
 def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
-    """A Parquet file, or a folder of them.
+    """A Parquet file, or a folder of them, which has no folders of its own.
 
     Raises:
         DataError: no such file or column, or no Parquet.
     """
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    files, suffixes, folders = [path], Counter[str](), list[str]()
+    if path.is_dir():
+        entries = sorted(path.iterdir())
+        tables = [entry for entry in entries if entry.suffix.lower() == PARQUET and not entry.is_dir()]
+        files = [table for table in tables if not table.name.startswith(MACOS_PREFIX)]
+        for entry in entries:
+            if entry.is_dir():
+                folders += [entry.name] * any(inner.suffix.lower() == PARQUET for inner in entry.iterdir())
+            elif entry not in files and entry.suffix.lower() not in IMAGE_SUFFIXES:
+                suffixes[entry.suffix.lower() or "none"] += 1
     if not files:
         raise DataError(f"{path} holds no .parquet files")
-    parts: list[RowGroup] = []
+    groups, hold_names = list[RowGroup](), True
     for file in files:
         opened = _open(file)
         require_columns(opened.schema_arrow.names, columns, file)
-        parts += [RowGroup(file, number, columns, root) for number in range(opened.num_row_groups)]
-    return Source(parts)
+        hold_names &= _holds_names(opened, columns.image)
+        groups += [RowGroup(file, number, columns, root) for number in range(opened.num_row_groups)]
+    source = Source.of(join_records(itertools.chain.from_iterable(groups))) if hold_names else Source(groups)
+    return source._replace(other_files=suffixes, other_folders=folders)
+
+
+def _holds_names(table: Any, column: str) -> bool:
+    """Whether a column holds names of images, and no bytes, as far as the file's own statistics say."""
+    kind = table.schema_arrow.field(column).type
+    if not str(kind).startswith("struct<"):
+        return str(getattr(kind, "value_type", kind)) in ("string", "large_string", "string_view")
+    if all(str(part.type) == "null" for part in kind if part.name == "bytes"):
+        return True
+    groups = map(table.metadata.row_group, range(table.num_row_groups))
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    counts = [(chunk.statistics, chunk.num_values) for chunk in chunks if chunk.path_in_schema == f"{column}.bytes"]
+    return all(known is not None and known.has_null_count and known.null_count == count for known, count in counts)
 
 
 def _open(path: Path) -> Any:

@@ -18,9 +18,11 @@ from data.errors import DataError
 from data.index.tar_format import (
     BLOCK,
     IMAGE_EXTENSIONS,
+    MACOS_MAGIC,
     OTHER_PICTURES,
     TEXTS,
     CutOffError,
+    LongHeaderError,
     Member,
     TarFormatError,
     is_image,
@@ -148,9 +150,17 @@ def walk_shard(path: Path, location: str) -> Extents:
                 grown = sets[-1] | {extension}
                 sets[-1] = known_sets.setdefault(grown, grown)
         except TarFormatError as error:
+            behind = f" (behind the member {shown(last.name)})" if last is not None else ""
+            if isinstance(error, LongHeaderError):
+                raise DataError(
+                    f"{location} is not read: {error}{behind}; unpack it into a folder, and write that by tar --format=gnu "
+                    "--sort=name"
+                ) from error
+            file.seek(0)
+            if file.read(len(MACOS_MAGIC)) == MACOS_MAGIC:
+                raise DataError(f"{location} holds attributes that macOS keeps beside a file; remove it") from error
             is_cut = isinstance(error, CutOffError)
             problem = "is cut off" if is_cut else "is no tar archive (or a compressed one) or damaged"
-            behind = f" (behind the member {shown(last.name)})" if last is not None else ""
             raise DataError(f"{location} {problem}: {error}{behind}; write or fetch it again") from error
     extensions_of: dict[bytes, frozenset[str]] = {}
     for key, one, (start, _) in zip(keys, sets, bounds, strict=True):

@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from braceexpand import braceexpand
 
 from data.embedded import FASHION_FOLDER, unpack_fashion
 from data.errors import DataError
+from data.index.tar_format import MACOS_PREFIX
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _PIPE = re.compile(r"(^|,|::)\s*pipe:")
@@ -22,6 +23,19 @@ _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _MAX_SHARDS = 1_000_000
 """The most that one pattern names: LAION-5B has 230,000."""
 _MAX_DIGITS = 18
+_ARCHIVE = re.compile(
+    r"\.tar\.(?!.*\b(md5|sha\d+|idx|index|json|txt|sig|asc)$)|"
+    r"\.(tgz|taz|tbz2?|tlz|txz|tzst|zip|7z|rar|gz|bz2|xz|zst|lz4|lzma|br|cpio)$",
+    re.IGNORECASE,
+)
+"""Files that may hold examples and are no tars as training reads them."""
+_MAGIC = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
+"""How gzip, zip, bzip2, xz, zstd and 7z begin: for files without a suffix."""
+_HEADER_BYTES = 262
+"""Of a tar: they end in its magic."""
+_HELD_OUT = "heldout"
+"""Where an import puts what it holds out, inside of the training shards' folder: it is meant to be left out."""
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -31,13 +45,15 @@ class ShardSet:
     Attributes:
         root: a folder, or everything of a URL that all shards share, without the last slash.
         names: relative to the root, sorted; the order of ids follows them.
+        unread_names: what else there is in folders that were named, and may hold examples.
     """
 
     root: str
     names: tuple[str, ...]
+    unread_names: tuple[str, ...] = ()
 
     @classmethod
-    def of_files(cls, paths: Sequence[Path]) -> "ShardSet":
+    def of_files(cls, paths: Sequence[Path], unread_names: Sequence[str] = ()) -> "ShardSet":
         """Local files; the root is the deepest folder that holds them all.
 
         Raises:
@@ -49,7 +65,16 @@ class ShardSet:
         names = sorted(path.absolute().relative_to(root).as_posix() for path in paths)
         if len(set(names)) != len(names):
             raise DataError("a shard is listed twice")
-        return cls(str(root), tuple(names))
+        return cls(str(root), tuple(names), tuple(unread_names))
+
+    def remarks(self) -> Iterator[str]:
+        """A line where files or folders beside the shards are not read."""
+        if self.unread_names:
+            names = ", ".join(self.unread_names[:_NAMED]) + ", ..." * (len(self.unread_names) > _NAMED)
+            yield (
+                f"{len(self.unread_names)} files or folders beside the shards are not read ({names}): only uncompressed tars "
+                "directly in a folder are; unpack archives, and name folders one by one"
+            )
 
     @property
     def is_remote(self) -> bool:
@@ -66,7 +91,7 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
     """Finds the shards that a pattern names.
 
     Args:
-        pattern: a comma list; each item a file, a glob, a folder (all `*.tar` directly in it) or any of these with braces:
+        pattern: a comma list; each item a file, a glob, a folder (all `*.tar` directly in it, of any case) or any with braces:
             `{000..012}` counts with leading zeros kept, `{a,b}` takes each. A file or folder of just that name, with its commas
             and braces, comes first, also where the rest of the pattern lies in such a folder. Or a comma list of URLs with
             braces: `https://host/train-{0000..0127}.tar`, `s3://bucket/{a,b}/000.tar`. All of one scheme and host.
@@ -79,9 +104,9 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
     items = _items(pattern, root)
     urls = [item for item in items if is_url(item)]
     if not urls:
-        return ShardSet.of_files(_find_files(items, root))
+        return ShardSet.of_files(*_find_files(items, root))
     if len(urls) != len(items):
-        raise DataError(f"{pattern} mixes URLs and local files; one data set lies in one place")
+        raise DataError(f"{_without_secrets(pattern)} mixes URLs and local files; one data set lies in one place")
     urls = sorted(set(urls))
     for url in urls:
         parts = urlsplit(url)
@@ -141,8 +166,9 @@ def _items(pattern: str, root: Path) -> list[str]:
         return [f"{folder}/{item}" for item in _items(name, _path(folder, root))]
     if "::" in pattern or _PIPE.search(pattern):
         raise DataError(
-            f"{pattern[:200]} is a command or holds ::. Name shards, such as s3://bucket/train-{{000..127}}.tar, with commas "
-            "between them: no command is run, and all are drawn at one rate, so that one epsilon is true of every example"
+            f"{_without_secrets(pattern)[:200]} is a command or holds ::. Name shards, such as "
+            "s3://bucket/train-{000..127}.tar, with commas between them: no command is run, and all are drawn at one rate, so "
+            "that one epsilon is true of every example"
         )
     cuts, depth = [-1], 0
     for place, character in enumerate(pattern):
@@ -173,23 +199,35 @@ def _items(pattern: str, root: Path) -> list[str]:
     return words
 
 
+def _without_secrets(pattern: str) -> str:
+    """The pattern without passwords and queries of URLs."""
+    return re.sub(r"(?<=//)[^/\s,]*@|\?[^\s,]*(?=[\s,]|\Z)", "", pattern) if "//" in pattern else pattern
+
+
 def _path(item: str, root: Path) -> Path:
     return root / os.path.expanduser(item)
 
 
-def _find_files(items: Sequence[str], root: Path) -> list[Path]:
-    """The files that local items name, each once, sorted; those that are named one by one need not exist."""
+def _find_files(items: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
+    """(the files that local items name, each once, sorted; names of what is not read in folders). Files that are named one by one
+    need not exist."""
     shards: set[Path] = set()
+    unread: set[Path] = set()
     for item in items:
         path = _path(item, root)
         if path.is_relative_to(root / FASHION_FOLDER):
             unpack_fashion(root)
         if os.path.isdir(path):  # unlike that of Path, it knows no error
-            if not any(path.glob("*.tar")):
+            entries = sorted(path.iterdir())
+            tars = [entry for entry in entries if _is_tar(entry)]
+            archives = [entry for entry in entries if not _is_tar(entry) and _may_hold_examples(entry)]
+            if not tars:
+                there = f", but {archives[0].name}, which is not read" if archives else ""
                 raise DataError(
-                    f"the folder {path} holds no *.tar files; prepare.py import makes shards of a folder of pictures"
+                    f"the folder {path} holds no *.tar files{there}; prepare.py import makes shards of a folder of pictures"
                 )
-            shards.update(path.glob("*.tar"))
+            shards.update(tars)
+            unread.update(archives)
         elif not os.path.exists(path) and glob.has_magic(item):
             folder = glob.escape(str(path.parent)) if os.path.isdir(path.parent) else str(path.parent)
             matches = glob.glob(os.path.join(folder, path.name))
@@ -198,4 +236,24 @@ def _find_files(items: Sequence[str], root: Path) -> list[Path]:
             shards.update(map(Path, matches))
         else:
             shards.add(path)
-    return sorted(shards)
+    unread -= shards | {_path(item, root) for item in items}
+    return sorted(shards), [path.name for path in sorted(unread)]
+
+
+def _is_tar(path: Path) -> bool:
+    """Whether a name is that of a tar; macOS keeps attributes of `a.tar` in `._a.tar`."""
+    return path.name.lower().endswith(".tar") and not path.name.startswith(MACOS_PREFIX)
+
+
+def _may_hold_examples(path: Path) -> bool:
+    """Whether something that is no tar may hold shards all the same: an archive, a folder with tars, what cannot be read."""
+    try:
+        if path.is_dir():
+            return path.name != _HELD_OUT and any(map(_is_tar, path.iterdir()))
+        if path.suffix or not path.is_file():
+            return _ARCHIVE.search(path.name) is not None or path.name.lower().endswith(".tar")
+        with open(path, "rb") as file:
+            start = file.read(_HEADER_BYTES)
+    except OSError:
+        return True
+    return start.startswith(_MAGIC) or start[-5:] == b"ustar"

@@ -16,6 +16,10 @@ from typing import BinaryIO, NamedTuple, Self
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp"})
 OTHER_PICTURES = frozenset({"gif", "bmp", "tif", "tiff", "avif", "heic", "heif", "jp2"})
 """Pictures that no example is read from; with a text of the same name each is a pair all the same."""
+MACOS_PREFIX = "._"
+"""How the names of the files begin in which macOS keeps attributes beside others."""
+MACOS_MAGIC = b"\0\x05\x16\x07"
+"""How such a file begins (AppleDouble)."""
 BLOCK = 512
 MAX_NAME_BYTES = 1 << 20
 _NO_EXAMPLE = re.compile(rb"^__[^/]*__(/|\Z)|(^|/)PaxHeaders(\.[^/]*)?/")
@@ -40,6 +44,10 @@ class TarFormatError(ValueError):
 
 class CutOffError(TarFormatError):
     """Bytes at the end of the archive are missing."""
+
+
+class LongHeaderError(TarFormatError):
+    """A name, or attributes, that are longer than any that is read."""
 
 
 class Member(NamedTuple):
@@ -89,8 +97,12 @@ class _Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         header = super().frombuf(buf, encoding, errors)
-        most = MAX_NAME_BYTES if header.type in _EXTENDED else 1 << 62
-        if not 0 <= header.size < most:
+        if header.type in _EXTENDED and header.size >= MAX_NAME_BYTES:
+            raise LongHeaderError(
+                f"an extended header (a long name, comments or attributes) states {header.size:,} bytes, and fewer than "
+                f"{MAX_NAME_BYTES:,} are read"
+            )
+        if not 0 <= header.size < 1 << 62:
             raise tarfile.HeaderError(f"{header.size} bytes stated")
         if buf[257:263] != b"ustar\0":
             header.name = bytes(buf[:100]).partition(b"\0")[0].decode(encoding, errors)
@@ -144,7 +156,8 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
         raise
     except (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError) as error:
         kind = CutOffError if total_bytes - position < BLOCK else TarFormatError
-        raise kind(f"no tar header at byte {position} ({error})") from error
+        problem = error if isinstance(error, tarfile.TarError) else type(error).__name__  # others quote the bytes
+        raise kind(f"no tar header at byte {position} ({problem})") from error
     # `tarfile` ends at the first block that is no header, whatever it is.
     file.seek(position)
     following = file.read(BLOCK)

@@ -138,6 +138,31 @@ class ExampleTable:
             found |= np.isin(mine, names(other, np.arange(start, min(start + most, len(other)))))
         return int(found.sum()), len(mine) * len(other) / 2**32
 
+    def copies_in_other_shards(self, most: int = 4_000_000) -> tuple[int, float, tuple[str, str]]:
+        """Counts examples that an earlier shard holds byte for byte, by length and CRC-32; names and times are part of the bytes.
+
+        Of more than `most` examples those are compared whose CRC-32 is a multiple of some number, which copies have in common.
+
+        Returns:
+            (how many, scaled up; how many chance finds, at most, with eight deviations; two shards that share one).
+        """
+        every = -(-len(self) // most)
+        starts = range(0, len(self), most)
+        parts = [start + np.flatnonzero(self._rows_N["crc32"][start : start + most] % every == 0) for start in starts]
+        ids = np.concatenate(parts)
+        extents = self.extents(ids)
+        names = extents.lengths << 32 | extents.crc32s
+        order = np.lexsort((extents.shards, names))
+        names, shards = names[order], extents.shards[order]
+        is_same = names[1:] == names[:-1]
+        is_copy = is_same & (shards[1:] != shards[:-1])
+        counts = np.unique(extents.lengths, return_counts=True)[1].astype(np.float64) * every
+        by_chance = float((counts**2).sum()) / 2**33
+        limit = by_chance + 8 * (every * by_chance) ** 0.5
+        first = int(np.argmax(is_copy)) if is_copy.any() else 0
+        pair = (self.entries[int(shards[first])].name, self.entries[int(shards[min(first + 1, len(shards) - 1)])].name)
+        return int(is_copy.sum()) * every, limit, pair
+
     def requests(self, ids: np.ndarray | Sequence[int] | int) -> list[ReadRequest]:
         """What a storage is asked for, one per id; see `extents`."""
         columns = [column.tolist() for column in self.extents(ids)]
@@ -152,7 +177,7 @@ class ExampleTable:
         if self.staging is None:
             return place
         shards = self.shards_of(self.staging.start, self.staging.stop)
-        return StagedStorage(place, Path(self.staging.folder), shards, self.remote.connections)
+        return StagedStorage(place, Path(self.staging.folder), shards, self.remote)
 
     def shards_of(self, start: int, stop: int) -> Sequence[ShardEntry]:
         """The shards that hold the examples [start, stop), in order."""
@@ -212,6 +237,12 @@ class ExampleTable:
             yield (
                 f"{several} of {len(self)} examples hold more than one picture, of which the first is used: if dots in names "
                 "joined pairs, unpack them into a folder and import that by prepare.py import"
+            )
+        copies, by_chance, shards = self.copies_in_other_shards()
+        if copies > by_chance:
+            yield (
+                f"{copies:,} of {len(self):,} examples are those of an earlier shard byte for byte, as in {shards[0]} and "
+                f"{shards[1]}: k copies form a group of k, whose epsilon is larger; name shards that do not overlap"
             )
         if lacking:
             halves = (

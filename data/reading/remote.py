@@ -9,6 +9,7 @@ import errno
 import functools
 import os
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ _VERSIONS = {
     "mtime": "modified",
 }
 """Names that drivers give to what changes with an object."""
+_QUERY = re.compile(r"\?[^\s'\"]*")
+"""What may hold a signature, in the address of a redirect."""
 _GONE, _REFUSED = "it is gone", "access is refused"
 _FINAL = {401: _REFUSED, 403: _REFUSED, 404: _GONE, 410: _GONE}
 _FINAL |= {412: "it changed since it was indexed (ETag)", 416: "it is shorter than its index says"}
@@ -162,7 +165,8 @@ class RemoteStorage:
                     raise ReadError(f"cannot read {url}: {reason}") from error
                 if number == self._options.tries:
                     link = error.__cause__ if isinstance(error.__cause__, Exception) else error
-                    problem = f"{type(link).__name__} {str(link).partition(chr(10))[0][:200]}".strip()
+                    words = _QUERY.sub("", str(link).partition(chr(10))[0])[:200]
+                    problem = f"{type(link).__name__} {words}".strip()
                     problem = str(error) if isinstance(error, ReadError) else problem
                     raise ReadError(f"cannot read {url} in {number} tries: {problem}") from error
             time.sleep(min(pause, _LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.0))

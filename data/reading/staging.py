@@ -23,10 +23,13 @@ from pathlib import Path
 from data.errors import DataError, ReadError
 from data.files import fsync_path
 from data.index.shard import hash_file
-from data.reading.records import ReadRequest, ShardEntry, ShardStatus
+from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
 from data.reading.storage import LocalStorage, Storage
 
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 5.0
+_QUIET_SECONDS = 1800.0
+"""How long, beyond its own limits for requests, another process that copies may add no byte: it may hash a large shard."""
 _MARGIN_BYTES = 64 << 20
 """Bytes that stay free on a disk that is filled by whole shards."""
 
@@ -87,16 +90,17 @@ def require_room(folder: Path, shards: Sequence[ShardEntry]) -> None:
 class StagedStorage:
     """See `data.reading.storage.Storage`: reads examples from the copies, and everything else from the place itself."""
 
-    def __init__(self, source: Storage, folder: Path, shards: Sequence[ShardEntry], connections: int):
+    def __init__(self, source: Storage, folder: Path, shards: Sequence[ShardEntry], remote: RemoteOptions):
         """
         Args:
             source: the place that has the shards.
             folder: see `open_folder`.
             shards: those of this node, in the order in which they are copied.
-            connections: shards that are copied at a time.
+            remote: how the place is read, with as many shards at a time as it has connections.
         """
         self.root = source.root
-        self._source, self._folder, self._shards, self._connections = source, folder, shards, connections
+        self._source, self._folder, self._shards, self._connections = source, folder, shards, remote.connections
+        self._patience = _QUIET_SECONDS + 2 * remote.tries * remote.timeout_seconds
         self._local = LocalStorage(str(folder))
 
     def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
@@ -128,13 +132,33 @@ class StagedStorage:
         self._wait_for(self._shards)
 
     def _wait_for(self, shards: Iterable[ShardEntry]) -> None:
+        """Returns when all shards are there.
+
+        Raises:
+            ReadError: one cannot be had, is gone when it was copied, or nothing comes from the process that copies.
+        """
         for shard in shards:
-            while not (self._folder / _staged_name(shard)).exists():
+            path = self._folder / _staged_name(shard)
+            size, since, next_look = -1, time.monotonic(), 0.0
+            while not path.exists():
                 try:
                     with _locked(self._folder):
                         self._stage(shard)
                 except BlockingIOError:
+                    now = time.monotonic()
+                    if now >= next_look:
+                        size_before, size = size, _size_of(self._folder)
+                        since = since if size == size_before else now
+                        next_look = now + _LOOK_SECONDS
+                    if now - since > self._patience:
+                        raise ReadError(
+                            f"data.staging: another process has held {self._folder}/lock for {now - since:.0f} s without copying "
+                            "a byte; end it and start again"
+                        ) from None
                     time.sleep(_POLL_SECONDS)
+                else:
+                    if not path.exists():
+                        raise ReadError(f"data.staging: {path} was copied and is gone; nothing may clear that folder")
 
     def _stage(self, shard: ShardEntry) -> None:
         """Copies all shards of the node that are missing, several at a time, begun in order; whoever calls it holds the lock.
@@ -176,6 +200,15 @@ def is_at_work(folder: Path) -> bool:
             return False
     except BlockingIOError:
         return True
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of all shards, whole and in part."""
+    total = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # it just got its name
+            total += path.stat().st_size
+    return total
 
 
 def _staged_name(shard: ShardEntry) -> str:

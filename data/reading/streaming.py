@@ -42,7 +42,7 @@ class Stream:
         """Examples with their keys for augmentation, without end.
 
         Raises:
-            DataError: a shard is no whole tar archive, keeps members of an example apart, or no shard holds an example.
+            DataError: a shard is no whole tar archive, keeps members of an example apart, or this reader finds no example.
             ReadError: a shard cannot be read.
         """
         for epoch in itertools.count():
@@ -51,8 +51,11 @@ class Stream:
                 is_empty = False
                 identity = f"{self.seed} {epoch} {name}".encode("utf-8", "surrogatepass")
                 yield raw, int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big")
-            if is_empty and len(self.shards) >= num_readers:
-                raise DataError(f"the shards {self.shards[0]} ... hold no examples")
+            if is_empty:  # so is every later epoch, or this reader's shard is
+                raise DataError(
+                    f"reader {reader + 1} of {num_readers} (ranks times data.num_workers) finds no example in {len(self.shards)} "
+                    f"shards, {self.shards[0]} and others: lower data.num_workers, or leave out shards without examples"
+                )
 
     def epoch(self, epoch: int, reader: int = 0, num_readers: int = 1) -> Iterator[tuple[str, RawExample]]:
         """Names and examples of one epoch for one of the readers, which are ranks times workers.

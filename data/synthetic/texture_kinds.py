@@ -162,10 +162,18 @@ _PLACE_OF_COLOURS = {"mosaic": 1, "stripes": 4}
 def random_colours(
     rng: Rng, count: int, *, avoid: Sequence[str] = (), contrast: float = 0.27, among: Words = ()
 ) -> tuple[str, ...]:
-    """Colour names that differ clearly from each other and from `avoid`; a little less clearly where many are taken."""
+    """Colour names that differ clearly from each other and from `avoid`; a little less clearly where many are taken.
+
+    Raises:
+        ValueError: fewer names than `count` are none of `avoid`.
+    """
     names = list(among or COLOURS)
+    if len(set(names) - set(avoid)) < count:
+        raise ValueError(
+            f"{count} colours are asked for, and {len(set(names) - set(avoid))} of {len(names)} can be taken"
+        )
     order = [names[index] for index in rng.permutation(len(names))]
-    while True:
+    while True:  # all that can be taken differ a little, so it ends
         chosen: list[str] = []
         for name in order:
             if len(chosen) < count and all(colour_distance(name, other) >= contrast for other in (*chosen, *avoid)):

@@ -311,6 +311,26 @@ def test_names_with_dots_join_no_pairs(what: str, tmp_path: Path) -> None:
         assert len(build_index([tmp_path / "out" / "train-00000.tar"], tmp_path / "index")) == 6
 
 
+def test_a_header_that_tar_reads_and_this_does_not_is_said_with_its_way_out(tmp_path: Path) -> None:
+    """Comments of 3 MB beside each member; the way out is taken."""
+    path, buffer = tmp_path / "s.tar", io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, body in members(2, np.random.default_rng(0)):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = len(body), {"comment": "x" * 3_000_000}
+            tar.addfile(info, io.BytesIO(body))
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(DataError, match=r"is not read: an extended header .* 3,000,\d+ bytes.*--format=gnu") as caught:
+        build_index([path], tmp_path / "index")
+    assert "fetch it again" not in str(caught.value) and "\n" not in str(caught.value)
+    (tmp_path / "files").mkdir()
+    subprocess.run(["tar", "-C", str(tmp_path / "files"), "-xf", str(path)], check=True)
+    subprocess.run(
+        ["tar", "-C", str(tmp_path / "files"), "--format=gnu", "--sort=name", "-cf", str(path), "."], check=True
+    )
+    assert len(build_index([path], tmp_path / "index")) == 2
+
+
 def test_dots_that_join_nothing_are_let_alone(tmp_path: Path) -> None:
     shard_of(tmp_path / "s.tar", pairs(*(f"{number}.{number}" for number in range(5)), "IMG.2 (1)"))
     table = build_index([tmp_path / "s.tar"], tmp_path / "index")

@@ -128,7 +128,7 @@ def test_near_duplicates_are_those_of_all_pairs(distance: int, seed: int, count:
 def rows_of(owners: list[str], seed: int = 0) -> np.ndarray:
     """Examples of different content, whose pictures have no features."""
     content = [hashlib.sha256(f"{seed} {number}".encode()).digest()[:16] for number in range(len(owners))]
-    rows = [(one, 0, False, owner_digest(owner)) for one, owner in zip(content, owners, strict=True)]
+    rows = [(one, 0, False, owner_digest(owner), one) for one, owner in zip(content, owners, strict=True)]
     return np.array(rows, dtype=ROW)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shlex
 import stat
 import tarfile
@@ -15,7 +16,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from data.errors import DataError
+from data.errors import DataError, ReadError
 from data.importers.convert import Settings, perceptual_hash
 from data.importers.pipeline import ALIKE, HELDOUT, PROVENANCE, REPORT, import_examples
 from data.importers.sources import Columns, Source, coco_source, folder_source, parquet_source, table_source
@@ -122,12 +123,15 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     (folder / "broken.jpg").write_bytes(b"\xff\xd8 no")
     (folder / "empty.jpg").write_bytes(b"")
     (folder / "tiny.jpg").write_bytes(picture(8, width=3, height=3))
-    (folder / "again.jpg").write_bytes((folder / "001.jpg").read_bytes())
+    for name in ("again.jpg", "again2.jpg"):
+        (folder / name).write_bytes((folder / "001.jpg").read_bytes())
     (folder / "similar.jpg").write_bytes(picture(2, width=118, height=80))
     unsafe = ["../outside.jpg", str(tmp_path / "outside.jpg"), "link.jpg", "linked/outside.jpg", "linked"]
     bad = [*unsafe, "nul.jpg", "gone.jpg", "", "broken.jpg", "empty.jpg", "tiny.jpg"]
     rows += [{"image": name, "caption": "x", "owner": ""} for name in bad]
-    for name, caption in (("004.jpg", " https://a.b "), ("again.jpg", "picture 001"), ("similar.jpg", "another text")):
+    (folder / "bare.jpg").write_bytes(picture(78))
+    copies = (("again.jpg", "picture 001"), ("again2.jpg", "another text"), ("similar.jpg", "another text"))
+    for name, caption in (("bare.jpg", " https://a.b "), *copies):
         rows.append({"image": name, "caption": caption, "owner": ""})
     report = import_examples(from_rows(folder, rows), tmp_path / "out", Settings("csv"))
     assert report["dropped"] == {
@@ -137,10 +141,13 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
         "small_image": 1,
         "no_caption": 1,
         "exact_duplicate": 1,
+        "same_picture": 1,
         "near_duplicate": 1,
     }
-    assert report["read"] == 19 == report["written"] + sum(report["dropped"].values())
-    assert "../outside.jpg" in report["samples"]["unsafe_path"]
+    assert report["read"] == 20 == report["written"] + sum(report["dropped"].values())
+    assert report["samples"]["unsafe_path"] == [f"t.csv, line {line}" for line in (7, 8, 9)], (
+        "places, not what cells hold"
+    )
     assert captions(tmp_path / "out") == [f"picture {number:03d}" for number in range(5)]
     assert stat.S_IMODE((tmp_path / "out" / REPORT).stat().st_mode) == 0o600
     text = (tmp_path / "out" / PROVENANCE).read_text()
@@ -214,6 +221,85 @@ def test_every_file_of_a_folder_is_counted(tmp_path: Path) -> None:
     assert (report["read"], report["written"], report["dropped"]) == (4, 3, {"duplicate_key": 1})
 
 
+def test_what_a_walk_does_not_enter_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Linked folders, also in themselves; links among pictures and texts; hidden folders and files are read like others."""
+    folder, disk = tmp_path / "in", tmp_path / "disk"
+    pictures(folder / "cats", 3, with_texts=True)
+    pictures(disk / "dogs", 4, with_texts=True)
+    pictures(folder / ".hidden", 1, with_texts=True)
+    (folder / "dogs").symlink_to(disk / "dogs")
+    (folder / "cats/again").symlink_to(folder)
+    (folder / "cats/gone").symlink_to(tmp_path / "gone")
+    (folder / "cats/loop.jpg").symlink_to(folder / "cats/loop.jpg")
+    (folder / "cats/linked.jpg").symlink_to(disk / "dogs/000.jpg")
+    (folder / "cats/002.txt").unlink()
+    (folder / "cats/002.txt").symlink_to(disk / "dogs/000.txt")
+    os.mkfifo(folder / "cats/pipe.jpg")
+    (folder / ".hidden/000.txt").write_text("a hidden thing")
+    (folder / ".hidden/000.jpg").write_bytes(picture(50))
+    assert main(["import", "--from", "folder", str(folder), "--output", str(tmp_path / "out"), "--workers", "1"]) == 0
+    report = json.loads((tmp_path / "out" / REPORT).read_text())
+    assert report["other_folders"] == ["cats/again", "dogs"] and report["other_files"] == {"none": 1, ".txt": 1}
+    assert report["dropped"] == {"unsafe_path": 2, "missing_image": 1, "no_caption": 1}
+    assert captions(tmp_path / "out") == ["a hidden thing", "picture 000", "picture 001"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "linked folders, not followed" in shown and "cats/again; dogs" in shown
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not fewer examples. Root can read everything, so the system call fails."""
+    pictures(tmp_path / "cats", 1, with_texts=True)
+    pictures(tmp_path / "dogs", 1, with_texts=True)
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("dogs"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ReadError, match=r"cannot read the folder .*/dogs: Permission denied") as caught:
+        folder_source(tmp_path, COLUMNS)
+    assert caught.value.exit_code == 1
+
+
+def test_suffixes_of_any_case_are_read(tmp_path: Path) -> None:
+    """Of two texts that differ in the case of their suffix the one in small letters; the other is counted."""
+    names = pictures(tmp_path / "in", 6)
+    for name, suffix in zip(names, (".JPG", ".JPEG", ".Jpe", ".jpg", ".PnG", ".jpg"), strict=True):
+        (tmp_path / "in" / name).rename((tmp_path / "in" / name).with_suffix(suffix))
+    texts = {
+        "000.TXT": "zero",
+        "001.Json": '{"caption": "one"}',
+        "002.Txt": "two",
+        "003.CLS": "7",
+        "004.JSON": '{"caption": "four"}',
+    }
+    texts |= {"005.TXT": "SHOUTED", "005.txt": "five", "006.TXT": "orphan"}
+    for name, text in texts.items():
+        (tmp_path / "in" / name).write_text(text)
+    report = import_examples(folder_source(tmp_path / "in", COLUMNS), tmp_path / "out", Settings("folder"))
+    assert captions(tmp_path / "out") == ["zero", "one", "two", "four", "five"]
+    assert [body for name, body in members(tmp_path / "out").items() if name.endswith(".cls")] == [b"7"]
+    assert report["other_files"] == {".txt": 2} and report["dropped"] == {}
+
+
+def test_what_a_folder_of_tables_has_beside_them_is_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    names = pictures(folder, 4)
+    for name, rows in (("a.parquet", names[:2]), ("B.PARQUET", names[2:]), ("deeper/c.parquet", names)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows_of(rows)), folder / name)  # type: ignore[arg-type]
+    for name in ("._a.parquet", "d.jsonl", "e.csv.gz", "_SUCCESS"):
+        (folder / name).write_bytes(b"\0\x05\x16\x07")
+    report = import_examples(parquet_source(folder, COLUMNS, folder), tmp_path / "out", Settings("parquet"))
+    assert report["written"] == 4 and report["other_folders"] == ["deeper"]
+    assert report["other_files"] == {".parquet": 1, ".jsonl": 1, ".gz": 1, "none": 1}
+    (folder / "metadata.csv").write_text("image,caption\n000.jpg,one\n")
+    (folder / "captions.csv").write_text("image,caption\n001.jpg,two\n")
+    assert folder_source(folder, COLUMNS).other_files == {".csv": 1}
+
+
 def test_a_text_holds_one_caption_or_one_per_line(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     pictures(folder, 2)
@@ -242,21 +328,26 @@ def test_workers_change_nothing_and_other_content_in_the_folder_is_refused(tmp_p
 
 BAD = {
     "t.csv": {
-        b"image,text\na.jpg,x\n": "no column caption; it has image, text",
+        b"image,text\na.jpg,x\n": "no column caption; it has 'image', 'text'",
+        b"image, caption\na.jpg,x\n": "no column caption; it has 'image', ' caption'",
+        b"image,caption,caption\na.jpg,x,y\n": "two columns caption",
+        b"a.jpg,x\nb.jpg,y\n": "no column image; it has a first line that does not look like a header",
         b"": "no column image",
         b'image,caption\n"a.jpg,x' + b"y" * (1 << 21): "line",
         b"image,caption\n\xff.jpg,x\n": "not UTF-8",
-        b"image,caption\na.png,a red circle\nb.png,a star, an oval\n": r"t\.csv, line 3 has more fields than the header",
     },
-    "t.tsv": {b"image\tcaption\na.png\ta red circle\nb.png\ta star\tan oval\n": r"t\.tsv, line 3 has more fields"},
     "coco.json": {
         b"[]": "no COCO",
         b"{": "no JSON",
-        b'{"images": [{"id": 1}, {"id": 1}], "annotations": []}': "occurs twice",
-        b'{"images": [], "annotations": [{"image_id": 3, "caption": "x"}]}': "of no image",
+        b'{"images": [{"id": 1}, {"id": 1}], "annotations": []}': r"images\[1\] has the id of images\[0\].* occurs twice",
+        b'{"images": [], "annotations": [{"image_id": 3, "caption": "x"}]}': r"annotations\[0\] is of no image",
+        b'{"images": [{"id": 1}], "annotations": [{"image_id": [1], "caption": "x"}]}': r"annotations\[0\] has a list or an obj",
+        b'{"images": [{"id": {"a": 1}}], "annotations": []}': r"images\[0\] has a list or an object as id",
     },
     "t.parquet": {b"PAR1 no": "as Parquet"},
-    "metadata.jsonl": {b'{"image": "000.jpg", "caption": "x"}': r"metadata\.jsonl is not read; make it Parquet"},
+    "metadata.jsonl": {
+        b'{"image": "000.jpg", "caption": "x"}': r"jsonl is not read; make it Parquet \(docs/importing\.md"
+    },
 }
 
 
@@ -286,7 +377,7 @@ def test_the_next_command_is_said_with_the_number_of_pairs(tmp_path: Path, capsy
     last = said.splitlines()[-1]
     assert 5 < pairs < 30 and last.startswith(f"{pairs} training pairs; next: python launch_scripts/plan.py ")
     assert {f"data.shards={out}", f"data.num_examples={pairs}"} < set(shlex.split(last))
-    assert "--keep_near_duplicates" in said and "private" in said
+    assert "the picture is that of an earlier example" in said and "private" in said
     assert find_shards(str(out), tmp_path).root == str(out) and find_shards(str(out / HELDOUT), tmp_path).names
     for number, text in enumerate(folder.glob("*.txt")):  # labels alone train no captioner
         text.with_suffix(".cls").write_text(str(number % 3))

@@ -1,6 +1,8 @@
 """The index: against tarfile and webdataset, in parallel, after a kill, with more shards, and what it refuses."""
 
+import bz2
 import fcntl
+import gzip
 import json
 import os
 import pickle
@@ -11,6 +13,7 @@ import sys
 import tracemalloc
 import zlib
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +23,13 @@ import webdataset
 from data.errors import DataError, ReadError
 from data.index import build as index_build
 from data.index.build import build_index, verify_hashes
+from data.index.shard import ROW
 from data.index.shards import find_shards, require_a_shard
 from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.pool import run_all, worker_pool
 from data.reading.reader import TarReader
-from tests.data.conftest import ROOT, picture, write_shard
+from launch_scripts.prepare import main
+from tests.data.conftest import ROOT, archive, picture, write_shard
 
 
 def make_shards(folder: Path, count: int, *, first: int = 0) -> list[Path]:
@@ -331,6 +336,77 @@ def test_a_name_that_is_there_is_no_pattern(name: str, tmp_path: Path) -> None:
     if path.suffix and "/" not in name and name.count(",") < 2 and "{" in name:  # one of a list
         (tmp_path / "b.tar").write_bytes(bytes(512))
         assert find_shards(f"{name},b.tar", tmp_path).locations() == [str(path), str(tmp_path / "b.tar")]
+
+
+def test_a_folder_of_shards_is_read_whole_or_says_what_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tars of any case; archives, folders with tars and files without a suffix that hold some are named, and nothing else is."""
+    folder = tmp_path / "shards"
+    for number, name in enumerate(("00.tar", "01.TAR", "02.Tar", ".03.tar", "deeper/04.tar", "heldout/05.tar")):
+        write_shard(folder / name, [{"__key__": f"{number}", "jpg": picture(number), "txt": b"x"}])
+    for name in ("README.md", "LICENSE", "00.tar.md5", "00.tar.idx", "provenance.json", "notes.txt", "empty/x.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("words about tar\n" * 30)
+    assert list(find_shards("shards", tmp_path).remarks()) == [
+        "1 files or folders beside the shards are not read (deeper): only uncompressed tars directly in a folder are; unpack "
+        "archives, and name folders one by one"
+    ]
+    whole = (folder / "00.tar").read_bytes()
+    archives = {
+        "06.tar.gz": gzip.compress(whole), "07.TGZ": gzip.compress(whole), "08.tar.zst": b"x", "09.tar.bz2": bz2.compress(whole),
+        "10.tar.xz": b"x", "11.zip": b"x", "12.tar.lz4": b"x", "13.tar.part": whole, "14.7z": b"x", "15.gz": b"x",
+        "16": whole, "17": gzip.compress(whole), "18": b"PK\x03\x04x", "19.tar.gz.aa": b"x", "._00.tar": b"\0\5\x16\7",
+        "20.tbz2": b"x", "21.tzst": b"x", "22.txz": b"x",
+    }  # fmt: skip
+    for name, content in archives.items():
+        (folder / name).write_bytes(content)
+    shards = find_shards("shards", tmp_path)
+    assert shards.names == (".03.tar", "00.tar", "01.TAR", "02.Tar")
+    assert sorted(shards.unread_names) == sorted([*archives, "deeper"])
+    assert find_shards("shards,shards/deeper,shards/16", tmp_path).names == (*shards.names[:4], "16", "deeper/04.tar")
+    for command in (["index"], ["verify", "--index", str(folder / "index")]):
+        assert main([command[0], str(folder), *command[1:], "--workers", "1"]) == 0
+        assert (
+            "19 files or folders beside the shards are not read (._00.tar, 06.tar.gz, 07.TGZ, ...)"
+            in capsys.readouterr().err
+        )
+    with pytest.raises(DataError, match=r"_00\.tar holds attributes that macOS keeps beside a file; remove it"):
+        build_index([folder / "._00.tar"], tmp_path / "index")
+    for path in folder.glob("*.[tT]*"):
+        if path.name[-4:].lower() == ".tar" and not path.name.startswith("._"):
+            path.unlink()
+    with pytest.raises(DataError, match=r"holds no \*\.tar files, but \._00\.tar, which is not read"):
+        find_shards("shards", tmp_path)
+
+
+def test_copies_over_shards_are_counted(tmp_path: Path) -> None:
+    """Other cuts of the same examples; a whole shard again; copies within a shard are another line."""
+
+    def shard(name: str, *numbers: int) -> Path:
+        content = [(f"{n:03d}.{part}", b"%d" % n * 50) for n in numbers for part in ("jpg", "txt")]
+        (tmp_path / name).write_bytes(archive(content))
+        return tmp_path / name
+
+    paths = [shard("a.tar", *range(10)), shard("b.tar", *range(5, 15)), shard("c.tar", *range(8, 11), 20, 21, 20, 21)]
+    table = build_index(paths, tmp_path / "index")
+    copies, by_chance, pair = table.copies_in_other_shards()
+    assert (copies, by_chance < 1, pair) == (5 + 3, True, ("a.tar", "b.tar"))
+    [copied] = [line for line in table.remarks() if "byte for byte" in line]
+    assert copied.startswith("8 of 27 examples are those of an earlier shard byte for byte, as in a.tar and b.tar")
+    assert not [line for line in build_index(paths[:1], tmp_path / "one").remarks() if "byte for byte" in line]
+    again = build_index([paths[0], shard("d.tar", *range(10))], tmp_path / "two")
+    assert again.copies_in_other_shards()[0] == 10
+    # Of a large table a part is looked at, and what chance finds there is no copy.
+    rng, count = np.random.default_rng(0), 60_000
+    rows = np.zeros(count, dtype=ROW)
+    rows["crc32"], rows["low"] = rng.integers(0, 2**32, count), 7
+    entries = [replace(table.entries[0], name=str(number), count=count // 4) for number in range(4)]
+    copies, by_chance, _ = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(most=20_000)
+    assert copies <= by_chance
+    rows[-6000:] = rows[:6000]
+    copies, by_chance, pair = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(most=20_000)
+    assert by_chance < 5000 < copies < 7000 and pair == ("0", "3")
 
 
 HUGE = (

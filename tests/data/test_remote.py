@@ -170,7 +170,8 @@ def test_reading_ahead_is_bounded(
         ("https://host/*.tar", "no single shard"),
         ("https://host/folder/", "no single shard"),
         ("https://host/a.tar,https://other/b.tar", "several hosts"),
-        ("https://host/a.tar,local.tar", "mixes"),
+        ("https://user:secret@host/a.tar?token=secret,local.tar", r"https://host/a\.tar,local\.tar mixes"),
+        ("pipe:curl https://user:secret@host/a.tar?token=secret", r"pipe:curl https://host/a\.tar is a command"),
         ("http://example.invalid/a.tar", "is not encrypted"),
         ("nothing://host/a.tar", "no driver for nothing://"),
         ("s3://bucket/a.tar", "s3fs"),
@@ -244,7 +245,7 @@ def test_a_redirect_never_leads_from_https_to_http(server: RangeServer, tmp_path
             "/other": two.url,
             "/exposed": elsewhere.url,
             "/far": f"{two.url}/exposed",
-            "/loop": f"{one.url}/loop",
+            "/loop": f"{one.url}/loop?signature=secret&",
         }
         two.redirects = {"/exposed": elsewhere.url}
         cases = json.dumps([one.url + place for place in ("/same", "/other", "/exposed", "/far", "/loop")])
@@ -254,6 +255,7 @@ def test_a_redirect_never_leads_from_https_to_http(server: RangeServer, tmp_path
         assert done.returncode == 0, done.stderr
         *followed, exposed, far, endless = json.loads(done.stdout)
         assert followed == [12, 12] and "TooManyRedirects" in endless and not elsewhere.requests
+        assert f"{one.url}/loop" in endless and "secret" not in endless
         for refused in (exposed, far):
             assert f"it redirects to http://{ELSEWHERE}, which is not encrypted" in refused and "\n" not in refused
 

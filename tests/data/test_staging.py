@@ -4,8 +4,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +186,35 @@ def test_a_disk_that_is_too_small_ends_in_one_line(
             assert "\n" not in str(caught.value) and str(store) in str(caught.value)
     with pytest.raises(DataError, match="of shards that this start does not need"):
         require_room(store, table.entries[1:])
+
+
+def test_a_reader_waits_while_another_copies_and_not_for_one_that_hangs(
+    local: ExampleTable, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody copies again and again what somebody clears."""
+    store, looks = tmp_path / "store", Counter[Path]()
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.05)
+
+    def size_of(folder: Path) -> int:
+        looks[folder] += 1
+        return min(looks[folder], 20)  # it grows twenty times
+
+    open_folder(store)
+    with monkeypatch.context() as growing, module._locked(store):
+        growing.setattr(module, "_size_of", size_of)
+        table = staged(local, server, store)
+        table.remote = replace(QUICK, timeout_seconds=0.01, tries=1)
+        with pytest.raises(
+            ReadError, match=r"another process has held .*/lock for \d+ s without copying a byte"
+        ) as caught:
+            TarReader(table).read(0)
+    assert "\n" not in str(caught.value) and looks[store] > 20 and server.requests == []
+    assert module._size_of(store) == sum(path.stat().st_size for path in store.iterdir()) > 0
+    monkeypatch.setattr(module, "fsync_path", lambda path: [tar.unlink() for tar in store.glob("*.tar")])
+    with pytest.raises(ReadError, match="was copied and is gone"):
+        TarReader(staged(local, server, store)).read(0)
+    assert len(server.requests) == FEW
 
 
 def test_a_store_is_private_and_keeps_its_name(tmp_path: Path) -> None:

@@ -99,6 +99,30 @@ def test_damaged_and_missing_shards_are_one_clear_error(shards: list[Path], tmp_
         read(tmp_path / "gone.tar")
 
 
+@pytest.mark.parametrize("shuffle_buffer", [0, 16])
+def test_a_reader_that_finds_no_example_says_so(shards: list[Path], tmp_path: Path, shuffle_buffer: int) -> None:
+    """Instead of going round for ever: fewer examples than readers, and shards of which one has none."""
+    hollow = tmp_path / "hollow.tar"
+    hollow.write_bytes(bytes(1024))
+    last = Stream(shards[-1:], shuffle_buffer=shuffle_buffer)  # four examples
+    assert len(list(itertools.islice(last.examples(3, 9), 5))) == 5
+    for stream, reader, readers, message in (
+        (last, 4, 9, r"reader 5 of 9 .* finds no example in 1 shards.*lower data\.num_workers"),
+        (
+            Stream([hollow, hollow], shuffle_buffer=shuffle_buffer),
+            0,
+            1,
+            r"reader 1 of 1 .* finds no example in 2 shards",
+        ),
+        (Stream([hollow], shuffle_buffer=shuffle_buffer), 2, 3, r"reader 3 of 3 .* finds no example in 1 shards"),
+    ):
+        with pytest.raises(DataError, match=message):
+            next(stream.examples(reader, readers))
+    loader = StreamingLoader(last, MAKE, micro_batch_size=2, batch_size=18, rank=8, world_size=9)
+    with pytest.raises(DataError, match="reader 9 of 9"):
+        [list(batches) for _, batches in loader.steps(plans(1))]
+
+
 def test_shards_that_are_not_there_are_named_before_they_are_read(shards: list[Path], tmp_path: Path) -> None:
     assert local_shards(str(shards[0].parent), tmp_path) == shards
     (tmp_path / "empty.tar").touch()

@@ -29,7 +29,7 @@ from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
 from data.synthetic.scenes import CAPTIONED, NEVER, Scenes, is_left_out, pools
 from data.synthetic.texture_kinds import KINDS, describe, random_colours, random_texture
-from data.synthetic.vocabulary import COLOURS, COUNTS, rgb
+from data.synthetic.vocabulary import BASIC, COLOURS, COUNTS, rgb
 from data.synthetic.write import PROVENANCE, Settings, write_synthetic
 from launch_scripts.prepare import main
 from tests.data.conftest import ROOT
@@ -109,6 +109,10 @@ def test_a_texture_shows_all_colours_it_is_said_to_have(kind: str) -> None:
     assert (draw(Scene((Texture("plain", ("teal",)),)), 224) == COLOURS["teal"]).all()
     # Where all colours but one are taken, that one is left.
     assert random_colours(rng, 1, avoid=[name for name in COLOURS if name != "cyan"]) == ("cyan",)
+    assert sorted(random_colours(rng, len(BASIC), among=BASIC)) == sorted(BASIC)
+    for count, avoid, among in ((len(BASIC) + 1, (), BASIC), (1, tuple(COLOURS), ()), (2, BASIC[1:], BASIC)):
+        with pytest.raises(ValueError, match=f"{count} colours are asked for, and {count - 1} of"):
+            random_colours(rng, count, avoid=avoid, among=among)
 
 
 def digest() -> str:

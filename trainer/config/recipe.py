@@ -91,6 +91,8 @@ class DataSection(Section):
     """Training sees random crops and flips; false takes the centre, for captions like "left of", which a flip makes wrong."""
     num_tokens: int = Field(40, ge=3, le=MAX_TOKENS)
     """Caption length after padding or truncation, begin and end tokens included."""
+    max_unusable_share: float | None = Field(None, ge=0, le=1)
+    """The largest share of a private run's examples that may be unusable for one reason; by default 1 %, and no whole label."""
     num_workers: int = Field(2, ge=0, le=1024)
     """Decoding processes per rank."""
     memory_limit_mib: int = Field(4096, ge=1, le=2**30)

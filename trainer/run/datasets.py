@@ -5,12 +5,14 @@ import os
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from data.errors import DataError, DecodeError
-from data.examples.examples import CaptionExample, MakeExample
+from data.examples.examples import CaptionExample, LabelledImageExample, MakeExample, read_label
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
@@ -26,7 +28,10 @@ from trainer.config.recipe import RunConfig
 STAGED = "staged-shards"
 """Folder in data.staging, which may be a place for everybody; it is private."""
 LOOKED_AT = 64
-"""The number of examples that a start decodes before it spends anything."""
+LOOKED_AT_AGAIN = 1000
+"""The numbers of examples that a start decodes before it spends anything: first, and where one of these cannot be used."""
+_UNUSABLE_SHARE = 0.01
+_MOST_LABELS = 10**9
 
 
 def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable:
@@ -137,62 +142,125 @@ def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
             )
 
 
+class _Look(NamedTuple):
+    """What a look at some examples shows; private.
+
+    Attributes:
+        reasons: why examples cannot be used -> how many.
+        fields: names of members and of JSON fields -> how many examples have them.
+        usable_labels, unusable_labels: labels -> how many examples; of classifiers.
+        unknown_and_all: words that the vocabulary does not know, and all words, (2,).
+    """
+
+    reasons: Counter[str]
+    fields: Counter[str]
+    usable_labels: Counter[int]
+    unusable_labels: Counter[int]
+    unknown_and_all: np.ndarray
+
+    def largest_reason(self) -> int:
+        """How many examples cannot be used for one reason; what follows its colon is a detail."""
+        kinds = Counter[str]()
+        for reason, times in self.reasons.items():
+            kinds[reason.partition(":")[0]] += times
+        return max(kinds.values(), default=0)
+
+    def lost_label(self) -> bool:
+        """Whether the unusable examples are all that have some label, as where labels count from 1."""
+        count = self.reasons.total()
+        return (
+            count > 1 and [*self.unusable_labels.values()] == [count] and not self.unusable_labels & self.usable_labels
+        )
+
+
+def _look_at(table: ExampleTable, make_example: MakeExample, ids: np.ndarray) -> _Look:
+    """Reads and decodes these examples.
+
+    Raises:
+        ReadError: examples cannot be read.
+    """
+    look = _Look(Counter(), Counter(), Counter(), Counter(), np.zeros(2, dtype=np.int64))
+    reader = TarReader(table)
+    for raw in reader.read_all(ids):
+        look.fields.update(f".{extension}" for extension in raw.fields)
+        look.fields.update(f"{name!r} of .json" for name in json_record(raw.fields.get("json", b"")))
+        labels = look.usable_labels
+        try:
+            make_example(raw, 0)
+        except DecodeError as error:
+            look.reasons[str(error)] += 1
+            labels = look.unusable_labels
+        else:
+            if isinstance(make_example, CaptionExample):
+                look.unknown_and_all[:] += make_example.count_unknown(raw)
+        if isinstance(make_example, LabelledImageExample):
+            with suppress(DecodeError):
+                labels[read_label(raw, _MOST_LABELS, make_example.label_field)] += 1
+    reader.close()
+    return look
+
+
 def require_usable(
     table: ExampleTable, make_example: MakeExample, config: RunConfig, *, key: str, count: int | None = None
 ) -> None:
-    """Looks at examples spread over the data, says how many of them cannot be used, and refuses data of which most cannot.
+    """Looks at examples spread over the data, says how many of them cannot be used, and refuses data of which many cannot.
 
-    Such a run would spend its budget on zero gradients, or learn to write that it knows no word. What is found depends on single
-    private examples, so it is a line for the console of whoever runs the job, and written nowhere (docs/guarantee.md).
+    Such a run would spend its budget on zero gradients, or learn to write that it knows no word. Where one of a few training
+    examples cannot be used, more of them are looked at. What is found depends on single private examples, so it is a line for the
+    console of whoever runs the job, and written nowhere (docs/guarantee.md).
 
     Args:
         key: the recipe's key that names the data.
         count: how many examples, from the first, will be used; None means all.
 
     Raises:
-        DataError: most of the examples cannot be used; says why, and which fields they have. Or the vocabulary does not know
-            most words of their captions.
+        DataError: most of the examples cannot be used; says why, and which fields they have. Of training data: more than
+            data.max_unusable_share cannot be used for one reason, or all of one label. Or the vocabulary does not know most
+            words of their captions.
         ReadError: examples cannot be read.
     """
     used = min(len(table), count or len(table))
     if table.staging is not None:  # the first shard, which comes first anyway
         used = min(used, table.shards_of(0, 1)[0].count)
+    is_training = key == "data.shards"
     ids = np.unique(np.linspace(0, used - 1, min(used, LOOKED_AT)).astype(np.int64))
-    reader, reasons, fields = TarReader(table), Counter[str](), Counter[str]()
-    unknown_and_all = np.zeros(2, dtype=np.int64)
-    for raw in reader.read_all(ids):
-        fields.update(f".{extension}" for extension in raw.fields)
-        fields.update(f"{name!r} of .json" for name in json_record(raw.fields.get("json", b"")))
-        try:
-            make_example(raw, 0)
-        except DecodeError as error:
-            reasons[str(error)] += 1
-        else:
-            if isinstance(make_example, CaptionExample):
-                unknown_and_all += make_example.count_unknown(raw)
-    reader.close()
+    look = _look_at(table, make_example, ids)
+    if is_training and look.reasons and used > LOOKED_AT:
+        ids = np.unique(np.linspace(0, used - 1, min(used, LOOKED_AT_AGAIN)).astype(np.int64))
+        look = _look_at(table, make_example, ids)
+    unusable = look.reasons.total()
     why = ", ".join(
-        f"{count} time{'s' if count > 1 else ''}: {reason[:200]}" for reason, count in reasons.most_common(3)
+        f"{times} time{'s' if times > 1 else ''}: {reason[:200]}" for reason, times in look.reasons.most_common(3)
     )
-    if 2 * reasons.total() > len(ids):
+    if 2 * unusable > len(ids):
         asked = {"captioner": "caption_field", "classifier": "label_field"}.get(config.model.kind)
         field = getattr(config.data, asked) if asked else None
         named = f"; data.{asked} is {'not set' if field is None else repr(field)}" if asked else ""
-        there = ", ".join(name[:80] for name, _ in fields.most_common(20)) or "none"
+        # A name that one example has alone may be a value.
+        there = ", ".join(name[:80] for name, times in look.fields.most_common(20) if times > 1) or "none in common"
         raise DataError(
-            f"{key}: {reasons.total()} of {len(ids)} examples that were looked at cannot be used ({why}){named}; the fields that "
+            f"{key}: {unusable} of {len(ids)} examples that were looked at cannot be used ({why}){named}; the fields that "
             f"are there: {there}"
         )
-    if isinstance(make_example, CaptionExample) and 2 * unknown_and_all[0] > unknown_and_all[1]:
+    if is_training and config.privacy.enabled:
+        share = config.data.max_unusable_share
+        is_label, most = look.lost_label() and share is None, _UNUSABLE_SHARE if share is None else share
+        if is_label or look.largest_reason() > max(1, most * len(ids)):
+            whose = "all that have one label, " if is_label else ""
+            raise DataError(
+                f"{key}: {unusable} of {len(ids)} examples that were looked at, {whose}cannot be used and would count as zero "
+                f"({why}); correct them, or, if they are meant to be there, allow them: data.max_unusable_share=0.5"
+            )
+    if isinstance(make_example, CaptionExample) and 2 * look.unknown_and_all[0] > look.unknown_and_all[1]:
         raise DataError(
             f"{key}: the vocabulary {make_example.tokenizer_path} ({make_example.tokenizer.vocab_size} tokens) does not know "
-            f"{unknown_and_all[0]:,} of {unknown_and_all[1]:,} words in the captions that were looked at: choose another with "
-            "data.tokenizer, e.g. data.tokenizer=data/tokenizer/tokenizer.json"
+            f"{look.unknown_and_all[0]:,} of {look.unknown_and_all[1]:,} words in the captions that were looked at: choose "
+            "another with data.tokenizer, e.g. data.tokenizer=data/tokenizer/tokenizer.json"
         )
-    if reasons or key == "data.shards":
-        fate = "count as zero" if key == "data.shards" else "are left out"
-        found = f"{reasons.total()} cannot be used and {fate} ({why})" if reasons else "all usable"
-        say(f"{'warning: ' if reasons else ''}{key}: a look at {len(ids)} examples: {found}")
+    if look.reasons or is_training:
+        fate = "count as zero" if is_training else "are left out"
+        result = f"{unusable} cannot be used and {fate} ({why})" if look.reasons else "all usable"
+        say(f"{'warning: ' if look.reasons else ''}{key}: a look at {len(ids)} examples: {result}")
 
 
 def _open_table(index: Path, shards: ShardSet, config: RunConfig, *, make: bool) -> ExampleTable:
@@ -204,6 +272,9 @@ def _open_table(index: Path, shards: ShardSet, config: RunConfig, *, make: bool)
     remote = RemoteOptions(**config.data.remote.model_dump())
 
     def open_table() -> ExampleTable:
+        if rank() == 0:
+            for line in shards.remarks():
+                say(f"{shards.root}: {line}")
         if make and rank() == 0 and not (index / MANIFEST).exists():
             for line in build_index(shards, index, remote=remote, progress=True).remarks():
                 say(f"{shards.root}: {line}")
