@@ -1,7 +1,7 @@
 """What rank 0 does in Python for 8, 128 and 1,024 ranks of `dpcap_large`, without as many processes.
 
-Collectives are stand-ins, and tensors of the model lie on the meta device, so what is measured is the processor time that rank 0
-spends besides computing and sending. The store is a real one: the other ranks are connections of one other process.
+Collectives are stand-ins, and what is packed for others is one number a call, so what is measured is the processor time that
+rank 0 spends besides computing and moving bytes. The store is a real one: the other ranks are connections of one process.
 """
 
 import functools
@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import Grid, LocalSums
+from privacy.clipping.accumulators import SHORT, Grid, LocalSums, Total
 from privacy.ledger.members import MembersRecord, read_lines
 from privacy.plan import make_plan
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
-from privacy.step import collectives
+from privacy.step import collectives, reduction
 from privacy.step.batches import Dealt, LogicalBatches, most_micro_batches
 from privacy.step.engine import ShardLayout
 from privacy.step.reduction import reduce_to_owners
@@ -100,14 +100,36 @@ class Fleet:
         return layout_of("deepspeed", self.shapes, self.config.optimizer, machine, world_size)
 
     def sums(self, world_size: int) -> LocalSums:
-        """Empty sums of a rank on the meta device, in the bytes that a coordinate takes there."""
+        """Sums of a rank in the bytes that a coordinate takes there, each of a few numbers in place of all."""
         sampler, size = self.batches.sampler, self.config.train.micro_batch_size
         rows = 2 * size * most_micro_batches(sampler, world_size, size)
         count = sum(shape.numel() for shape in self.shapes.values())
         grid = Grid.of(count, torch.float32, sampler.cap, rows)
-        sums = LocalSums(self.shapes, grid, torch.device("meta"))
+        sums = LocalSums(dict.fromkeys(self.shapes, torch.Size([SHORT + 1])), grid, torch.device("cpu"))
         sums.zero_(grid.unit(self.config.privacy.max_grad_norm))
+        sums.start(0)
         return sums
+
+
+class Rows:
+    """Stands in for (ranks, size) numbers: what is written goes to one number, so its time is that of the call."""
+
+    def __init__(self, world_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._number, self.nbytes = torch.empty(1, 1, dtype=dtype, device=device), world_size * size * dtype.itemsize
+
+    def __setitem__(self, place: tuple[int, slice], values: torch.Tensor) -> None:
+        self._number[0, 0:1] = values
+
+    def new_empty(self, size: int) -> torch.Tensor:
+        return self._number.new_empty(size)
+
+
+def read_one(total: Total, some: slice) -> torch.Tensor:
+    """Reads one entry, by as many operations as `some` takes."""
+    return read(total, slice(0, 1))
+
+
+read = Total.read
 
 
 def rehearse(part: Part, fleet: Fleet | None = None) -> None:
@@ -120,7 +142,6 @@ def rehearse(part: Part, fleet: Fleet | None = None) -> None:
         """Measures for each number of ranks."""
         return {w: part.stage(f"{name}, {w:,} ranks", lambda w=w: work(w)) for w in fleet.world_sizes}
 
-    reduce(fleet, 1, min(fleet.world_sizes))  # the first operation on the meta device takes seconds
     for zero in STAGES_OF_ZERO:
         stage(f"layout of ZeRO-{zero}", functools.partial(lay_out, fleet, zero))
         for world_size, measured in stage(f"reduction of ZeRO-{zero}", functools.partial(reduce, fleet, zero)).items():
@@ -182,7 +203,7 @@ def reduce(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
     clipped = cast(ClippedSum, SimpleNamespace(accumulator=sums, require_repeated=lambda: None))
     measured, reductions = dict[str, Any](), list[int]()
 
-    def note(out: torch.Tensor, rows: torch.Tensor) -> None:
+    def note(out: torch.Tensor, rows: Rows) -> None:
         reductions.append(rows.nbytes - out.nbytes)
 
     standing_in = patch.multiple(
@@ -192,7 +213,9 @@ def reduce(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
         all_reduce_sum=lambda values: values.mul_(world_size),
         reduce_scatter_sum=note,
     )
-    with standing_in, lap(measured, "reduce"):
+    on_numbers = patch.object(torch, "zeros", Rows), patch.object(Total, "read", read_one)
+    trimming = patch.object(reduction, "give_back_freed_memory")  # which GPUs do not need
+    with standing_in, on_numbers[0], on_numbers[1], trimming, lap(measured, "reduce"):
         shards = reduce_to_owners(clipped, layout)
     assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(0))
     assert not sums._totals, "a sum was not sent whole"
