@@ -14,7 +14,7 @@ import os
 import pickle
 import resource
 import secrets
-import threading
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -285,7 +285,7 @@ def keep_store(fleet: Fleet, world_size: int) -> dict[str, Any]:
     pipe.recv()
     with lap(measured, "meet"):
         hosts = meet(own, 0, world_size, place, PATIENCE, settings)
-    pipe.recv()  # all are connected twice, as they are for their heartbeats
+        pipe.recv()  # all know everyone, and are connected for their heartbeats
     guest = place._replace(is_host=False)
     heart = Heartbeat(lambda: connect(guest, PATIENCE), 0, hosts, timing=fleet.timing)
 
@@ -315,22 +315,25 @@ def keep_store(fleet: Fleet, world_size: int) -> dict[str, Any]:
 
 
 def be_the_others(world_size: int, port: int, settings: dict[str, str], pipe: Connection) -> None:
-    """Ranks 1 and above: a thread each until all have met, then two connections each, of which one beats."""
-    met: dict[int, tuple[dist.Store, Place]] = {}
+    """Ranks 1 and above: they come as in `meet`, and connect a second time for their heartbeats, which beat in turn."""
+    host, posted = socket.gethostname(), json.dumps(settings)
 
-    def come(rank: int) -> None:
+    def come(rank: int) -> tuple[dist.Store, Place]:
         store, place = find_store("127.0.0.1", port, rank, world_size, PATIENCE)
-        meet(store, rank, world_size, place, PATIENCE, settings)
-        met[rank] = store, place
+        assert not store.check([f"here/{rank}"])
+        for name, value in {"beat": "[]", "process": "", "settings": posted, "here": host}.items():
+            store.set(f"{name}/{rank}", value)
+        return store, place
 
-    threads = [threading.Thread(target=come, args=[rank]) for rank in range(1, world_size)]
-    pipe.send("is there")
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    others = range(1, world_size)
     with ThreadPoolExecutor(CONNECTING) as pool:
-        beating = dict(zip(met, pool.map(lambda rank: connect(met[rank][1], PATIENCE), met), strict=True))
+        pipe.send("is there")
+        met = list(pool.map(come, others))
+        for store, _ in met:
+            while not store.check(["everyone"]):
+                time.sleep(0.1)
+            store.multi_get([f"here/{rank}" for rank in range(world_size)])
+        beating = dict(zip(others, pool.map(lambda pair: connect(pair[1], PATIENCE), met), strict=True))
     pipe.send("all beat")
     for number in itertools.count(1):
         began = time.monotonic()
