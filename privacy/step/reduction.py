@@ -6,6 +6,7 @@ whole numbers, and a sum is freed once all of it is packed: so a rank that owns 
 With sharded accumulation the sums are complete already and only move to the owners (`sharded_sums.py`).
 """
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -43,10 +44,9 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         give_back_freed_memory()
     world_size, rank = collectives.world_size(), collectives.rank()
     counts = [layout.count(r) for r in range(world_size)]
-    left = {
-        name: sum(p.length for r in range(world_size) for p in layout.owned_by(r) if p.name == name)
-        for name in sums.names
-    }
+    left = dict.fromkeys(sums.names, 0)
+    for piece in itertools.chain.from_iterable(layout.pieces):
+        left[piece.name] += piece.length
     waiting: dict[str, Total] = {}
     shards = [GradShard(p.name, p.offset, torch.empty(0, device=sums.device)) for p in layout.owned_by(rank)]
     chunk = max(1, PACKED_COORDINATES // max(world_size, 4))
