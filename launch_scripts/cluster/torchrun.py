@@ -6,6 +6,7 @@ It takes torchrun's own options. The command `torchrun` ends with 1 and a traceb
 they have saved and ended with 7 because they were asked to stop; a scheduler then cannot tell a stop from a crash.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,13 +21,16 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import main
+from torch.distributed.run import main, parse_args
 
 from privacy.errors import STOPPED_EARLY
 
 
 def run(arguments: list[str]) -> int:
     """Runs torchrun's agent on this host and returns the exit code of the rank that ended first with another one than 0."""
+    if parse_args(arguments).max_restarts > 0:
+        # The agents' common store is on the host of rank 0. When that host is lost, agents of torch 2.13 still send ranks there.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         main(arguments)
     except ChildFailedError as error:

@@ -44,7 +44,7 @@ class Judge:
 
     Attributes:
         audited: the plan of the audited run; that of the sandbox's last session, `run`, has its sigma, C and slack.
-        tapes: of each rank its attempts (sandbox.py) and fsyncs.
+        tapes: of each rank its attempts and fsyncs (sandbox.py).
         micro_batches: of each session.
         ranks_A: of each attempt what each rank noted; `first_A` what rank 0 did.
         sums_AD: what the optimizer got, times the public batch size: released sums, in fp64.
@@ -239,14 +239,14 @@ class Judge:
     def charges(self) -> list[Check]:
         """Every attempt is charged once, as the plan states it, durably before any of it is released; noise has fresh entropy."""
 
-        def durable(path: Path) -> list[tuple[int, int]]:
-            place = path.stat().st_dev, path.stat().st_ino
-            found = sorted((at, size) for device, inode, at, size in self.fsyncs if (device, inode) == place)
-            # A file that is gone may have had this inode. What is appended to only grows, so it begins after sizes fell.
-            falls = (number for number, (one, other) in enumerate(itertools.pairwise(found), 1) if other[1] < one[1])
-            return found[max(falls, default=0) :]
+        def place(path: Path) -> tuple[int, int]:
+            return path.stat().st_dev, path.stat().st_ino
 
-        in_ledger, in_folder = durable(self.folder.ledger), durable(self.folder.ledger.parent)
+        ledger = self.folder.ledger
+        in_ledger = sorted((fsync.at, fsync.size) for fsync in self.fsyncs if fsync.place == place(ledger))
+        # A file that is gone may have had this inode. What is appended to only grows, so it begins after sizes fell.
+        falls = (number for number, (one, other) in enumerate(itertools.pairwise(in_ledger), 1) if other[1] < one[1])
+        in_ledger = in_ledger[max(falls, default=0) :]
         ends: defaultdict[int, list[int]] = defaultdict(list)  # of the intents of a step, in order
         lines = self.records.splitlines(keepends=True)
         for line, end in zip(map(json.loads, lines), itertools.accumulate(map(len, lines)), strict=True):
@@ -266,9 +266,11 @@ class Judge:
         order = (
             f"in {late} attempts noise was drawn, or a sum left a process, before an fsync of the intent had returned"
         )
-        # A folder that was made durable before the file was in it does not hold the file's name.
-        first = min((at for at, _ in in_ledger), default=math.inf)
-        named = any(first < at < min(released_A) for at, _ in in_folder)
+        # A folder that was made durable before the file was in it does not hold the file's name. Its size says nothing of that:
+        # some file systems count names in it, others blocks.
+        in_folder = [fsync for fsync in self.fsyncs if fsync.place == place(ledger.parent)]
+        inode = ledger.stat().st_ino
+        named = any(fsync.at < min(released_A) and fsync.inodes.get(ledger.name) == inode for fsync in in_folder)
         name = f"the ledger's name is {'' if named else 'not '}durable before the first noise"
         least = min(noted["least_entropy"] for ranks in self.ranks_A for noted in ranks)
         entropy = (

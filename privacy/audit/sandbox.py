@@ -18,6 +18,7 @@ import os
 import pickle
 import secrets
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -194,20 +195,35 @@ class _Ended(Exception):
     """The process would have been killed here, or there is nothing more to judge."""
 
 
+class Fsync(NamedTuple):
+    """What an fsync made durable.
+
+    Attributes:
+        place: device and inode of the file or folder.
+        at: when the call had returned.
+        size: of a file, in bytes, before the call.
+        inodes: of a folder, the inode of each name in it before the call.
+    """
+
+    place: tuple[int, int]
+    at: int
+    size: int
+    inodes: dict[str, int]
+
+
 class Tape(Watcher):
     """What one rank does, attempt by attempt. It is the noise source too, and stands around functions of the process.
 
     Times are of the machine's monotonic clock, so that those of all ranks, which run on one machine, can be compared.
 
     Attributes:
-        fsyncs: device and inode of a file, when its fsync had returned, and the size that it made durable.
         session: its number; `last` is its last step, which is killed in the first session.
     """
 
     def __init__(self, source: NoiseSource, present_N: np.ndarray, silent: int) -> None:
         self._source, self._present_N, self._num_silent = source, present_N, silent
         self.attempts: list[dict[str, Any]] = []
-        self.fsyncs: list[tuple[int, int, int, int]] = []
+        self.fsyncs: list[Fsync] = []
         self.session, self.last, self._entropy_bytes, self.is_finite = -1, 0, 0, True
         self.run: Run
         self._begin()
@@ -257,10 +273,13 @@ class Tape(Watcher):
         original(*arguments)
 
     def _fsync(self, original: Callable[[Any], None], file: Any) -> None:
-        # What is written while fsync runs may not be durable, so the size is taken before and the time afterwards.
-        status = os.fstat(file)
+        # What is written while fsync runs may not be durable, so size and names are taken before and the time afterwards.
+        status, inodes = os.fstat(file), dict[str, int]()
+        for name in os.listdir(file) if stat.S_ISDIR(status.st_mode) else ():
+            with contextlib.suppress(FileNotFoundError):  # it is being removed
+                inodes[name] = os.stat(name, dir_fd=file, follow_symlinks=False).st_ino
         original(file)
-        self.fsyncs.append((status.st_dev, status.st_ino, time.monotonic_ns(), status.st_size))
+        self.fsyncs.append(Fsync((status.st_dev, status.st_ino), time.monotonic_ns(), status.st_size, inodes))
 
     # The noise source may ask for entropy through this function alone, which `privacy/noise.py` does; a source that is seeded
     # otherwise takes none, and is found by that.

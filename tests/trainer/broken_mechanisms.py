@@ -281,6 +281,8 @@ for name, found, setting, at, planted in [
     ("items_are_read_with_one_key", "example_keys", LOOP, (Reader, "item"),
      lambda item, reader, index, key: item(reader, index, 7)),
     ("no_name_is_synced", "ledger_name_durable", PLAIN, (durable, "fsync_directory"), nothing),
+    ("names_are_synced_before_the_ledger_has_its_own", "ledger_name_durable", PLAIN, (durable, "fsync_directory"),
+     lambda sync, folder: None if (folder / "ledger.jsonl").exists() else sync(folder)),
     ("the_count_has_half_its_noise", "count_draws", ADAPTIVE, (adaptive_bound, "add_noise"),
      lambda add, values, std, source: add(values, std / 2, source)),
 ]:  # fmt: skip

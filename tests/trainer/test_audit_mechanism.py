@@ -91,6 +91,18 @@ def test_a_mistake_is_found(one_rank: torch.device, name: str) -> None:
     require_found(audit(one_rank, (name,), MISTAKES[name].setting)[name], name)
 
 
+def test_a_correct_mechanism_passes_where_the_size_of_a_folder_follows_its_names(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On tmpfs, XFS and Btrfs a folder shrinks when a temporary name goes; the ledger's own name is durable all the same."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # in memory, where there is room (tests/conftest.py)
+    before = tmp_path.stat().st_size
+    (tmp_path / "name").touch()
+    if tmp_path.stat().st_size == before:
+        pytest.skip(f"on the file system of {tmp_path} a folder keeps its size")
+    require_consistent(audit(one_rank)["none"])
+
+
 def test_single_precision_shows_in_every_sandbox_and_sums_of_64_in_none() -> None:
     """Where it holds the sums of a crowd, `sums_are_single` changes nothing, and a sandbox could not find it."""
     canaries, rng = make_canaries(256, 1.0), np.random.default_rng(0)

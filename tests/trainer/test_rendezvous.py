@@ -115,9 +115,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_0_keeps_a_store_of_its_own_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's may go, and the ranks still talk."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agents.set("attempt-1/store", '["127.0.0.1", 1]')  # an attempt that failed
     found = find_all(agents.port, 3)
     assert {place.port for _, place in found} != {agents.port} and len({place.port for _, place in found}) == 1
     assert [place.is_host for _, place in found] == [True, False, False]
@@ -126,6 +124,29 @@ def test_rank_0_keeps_a_store_of_its_own_under_torchrun(monkeypatch: pytest.Monk
     assert found[1][0].get("key") == found[0][0].get("key") == b"value"
     again = connect(found[1][1], 5)
     assert again.get("key") == b"value", "the heartbeat's own connection"
+
+
+def test_ranks_of_a_host_that_came_back_meet_those_of_an_agent_that_has_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each agent counts its own restarts; the place of the attempt that failed is still in their common store."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agents, found = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+
+    def one(rank: int, restarts: str) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        found.append(find_store("127.0.0.1", agents.port, rank, 2, 3))
+
+    one(0, "0")
+    found.pop()  # its process has ended
+    other = threading.Thread(target=one, args=(1, "1"))
+    other.start()
+    time.sleep(0.3)
+    one(0, "0")
+    other.join(10)
+    (first, its_place), (second, place) = found
+    first.set("key", "value")
+    assert second.get("key") == b"value" and its_place.port == place.port
 
 
 @pytest.mark.parametrize("agent", [False, True])

@@ -64,13 +64,11 @@ class Place(NamedTuple):
     Attributes:
         is_host: this process keeps it.
         port: 0 lets the host choose, for a single process.
-        prefix: differs between the attempts of a launcher that restarts ranks.
     """
 
     address: str
     port: int
     is_host: bool
-    prefix: str = ""
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port} (MASTER_ADDR, MASTER_PORT)"
@@ -85,7 +83,7 @@ def find_store(address: str, port: int, rank: int, world_size: int, seconds: flo
     Raises:
         RendezvousError: no store, or no rank 0, within `seconds`.
     """
-    place = Place(address, port, rank == 0, f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+    place = Place(address, port, rank == 0)
     if world_size == 1:  # wherever rank 0 is said to be
         place = place._replace(address="127.0.0.1", port=0)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -101,14 +99,25 @@ def find_store(address: str, port: int, rank: int, world_size: int, seconds: flo
             assert isinstance(inner, dist.TCPStore)
             agents.set("store", json.dumps([place.address, inner.port]))
             return store, place._replace(port=inner.port)
-        try:
-            agents.wait(["store"], timedelta(seconds=seconds))
-        except dist.DistError as error:
-            raise RendezvousError(
-                f"rank 0 did not come to {agents_place} within {seconds:.0f} s; see its own output"
-            ) from error
-        place = agents_place._replace(**dict(zip(("address", "port"), json.loads(agents.get("store")), strict=True)))
+        place = _place_of_rank_0(agents, agents_place, seconds)
     return connect(place, seconds), place
+
+
+def _place_of_rank_0(agents: dist.Store, agents_place: Place, seconds: float) -> Place:
+    """Where rank 0 says that it keeps its store, when it answers there.
+
+    The word of an attempt that has ended stands in the agents' store until rank 0 of the next one comes. Nothing tells the two
+    apart on all hosts: agents count their own restarts, and that of a host that came back begins at 0.
+    """
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(dist.DistError, OSError):  # nobody has written, or nobody is left there
+            agents.wait(["store"], timedelta(seconds=left))
+            address, port = json.loads(agents.get("store"))
+            socket.create_connection((address, port), timeout=1).close()
+            return agents_place._replace(address=address, port=port)
+        time.sleep(_POLL)
+    raise RendezvousError(f"rank 0 did not come to {agents_place} within {seconds:.0f} s; see its own output")
 
 
 def connect(place: Place, seconds: float) -> dist.PrefixStore:
@@ -149,7 +158,7 @@ def connect(place: Place, seconds: float) -> dist.PrefixStore:
     thread.join(patience)
     found = answers[0] if answers else f"no answer within {patience:.0f} s"
     if isinstance(found, dist.TCPStore):
-        return dist.PrefixStore(place.prefix, found)
+        return dist.PrefixStore("train", found)
     if not place.is_host or "EADDRINUSE" in found:
         found = f"something else has that port; choose another MASTER_PORT ({found})"
     raise RendezvousError(f"no rendezvous at {place}: {found}")
