@@ -28,6 +28,8 @@ from .sharded import is_of_fsdp, put_away, whole
 
 Task = Callable[..., Tensor]
 Inputs = dict[str, Tensor]
+Change = Callable[[Tensor], Tensor]
+"""Makes other rows of a tensor (B, ...)."""
 Place = tuple[str, str]
 """Path of a module, and an attribute of it."""
 Structure = dict[Place, object]
@@ -240,20 +242,30 @@ def require_apart(task: Task, inputs: Inputs, size: int) -> None:
         return
     stays_B = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 1 / 3
     stays_B[0], stays_B[size // 2] = False, True
-
-    def losses(micro_batch: Inputs, is_hostile: bool) -> Tensor:
-        with torch.no_grad(), must_take(f"{size} examples together"):
-            loss_B = task(**micro_batch)
-        if loss_B.shape != (size,):
-            raise PrivacyConfigError(
-                f"the task returned a tensor of shape {tuple(loss_B.shape)} for {size} examples, not one loss for each"
-            )
-        return loss_B[stays_B.to(loss_B.device)].double()
-
+    losses: list[Tensor] = []
     row_B = torch.arange(size) % len(next(iter(inputs.values())))
-    first, second = among_neighbours(inputs, row_B, stays_B, losses)
+    among_neighbours(inputs, row_B, stays_B, lambda micro_batch, has_nan: losses.append(losses_of(task, micro_batch)))
+    first, *others = (loss_B[stays_B.to(loss_B.device)].double() for loss_B in losses)
     where = f"in micro-batches of {size} examples, in the precision of the run, "
-    compare_losses(first, second, 0.0 if first.device.type == "cpu" else IN_ANY_ORDER, where)
+    for other in others:  # when all are there, since no rank may stop in between
+        compare_losses(first, other, 0.0 if first.device.type == "cpu" else IN_ANY_ORDER, where)
+
+
+def losses_of(task: Task, micro_batch: Inputs) -> Tensor:
+    """(B,): the losses of made-up examples, without gradients.
+
+    Raises:
+        PrivacyConfigError: there is not one for each.
+        NotTaken: the model raises an error on them.
+    """
+    size = len(next(iter(micro_batch.values())))
+    with torch.no_grad(), must_take(f"{size} examples together"):
+        loss_B = task(**micro_batch)
+    if loss_B.shape != (size,):
+        raise PrivacyConfigError(
+            f"the task returned a tensor of shape {tuple(loss_B.shape)} for {size} examples, not one loss for each"
+        )
+    return loss_B
 
 
 def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, where: str = "") -> None:
@@ -271,49 +283,60 @@ def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, where: s
         )
 
 
-def among_neighbours(inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], T]) -> list[T]:
-    """What `run(micro_batch, is_hostile)` gives for examples that stay while the rows around them change, for two kinds of these.
+def among_neighbours(inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], object]) -> None:
+    """Calls `run(micro_batch, has_nan)` on examples that stay while the rows around them change, for three kinds of these.
+
+    The first hold NaN and infinity, the second large finite numbers, which NaN would hide from the largest number of a batch, and
+    the third are other whole examples. What `run` finds of the examples that stay, it compares.
 
     Args:
         row_B: which made-up example stands in a row.
         stays_B: False for the rows that change.
 
     Raises:
-        NotTaken: `run` raised it for too many kinds. The second and the last are whole examples, whose ids may have to stand
+        NotTaken: `run` raised it for all kinds but one. The third and the last are whole examples, whose ids may have to stand
             where they are.
     """
     kind_B = torch.arange(len(stays_B)) % 7
 
-    def in_rows(is_so_B: Tensor, like: Tensor) -> Tensor:
-        return is_so_B.to(like.device).view(-1, *[1] * (like.dim() - 1))
+    def hostile(*values: float) -> Change:
+        """As many of seven rows hold examples times these values."""
 
-    def hostile(x_B: Tensor) -> Tensor:
-        # A crowd of one example is for limits that count examples, a short one for lengths that are fitted to the longest.
-        y_B = torch.where(in_rows(kind_B > 4, x_B), x_B[:1], x_B.roll(1, 0))
-        y_B = torch.where(in_rows(kind_B == 4, x_B), shortened(x_B), y_B)
-        if x_B.is_floating_point():  # NaN and infinity carry over at any strength
-            for kind, value in enumerate((torch.nan, -LARGE, torch.inf, LARGE)):
-                y_B = torch.where(in_rows(kind_B == kind, x_B), y_B * value, y_B)
-        return y_B
+        def change(x_B: Tensor) -> Tensor:
+            # A crowd of one example is for limits that count examples, a short one for lengths that are fitted to the longest.
+            y_B = torch.where(in_rows(kind_B > 4, x_B), x_B[:1], x_B.roll(1, 0))
+            y_B = torch.where(in_rows(kind_B == 4, x_B), shortened(x_B), y_B)
+            if x_B.is_floating_point():  # NaN and infinity carry over at any strength
+                for kind, value in enumerate(values):
+                    y_B = torch.where(in_rows(kind_B == kind, x_B), y_B * value, y_B)
+            return y_B
 
-    kinds: list[Callable[[Tensor], Tensor]] = [
-        hostile,
+        return change
+
+    kinds: list[Change] = [
+        hostile(torch.nan, torch.inf, -torch.inf, torch.nan),
+        hostile(LARGE, -LARGE, LARGE, -LARGE),
         lambda x_B: x_B.roll(1, 0),
         lambda x_B: shortened(x_B[:1]).expand_as(x_B),
         lambda x_B: x_B[:1].expand_as(x_B),
     ]
-    found: list[T] = []
-    for change in kinds:
-        rows = {name: x[row_B.to(x.device)] for name, x in inputs.items()}
+    rows = {name: x[row_B.to(x.device)] for name, x in inputs.items()}
+    num_taken = 0
+    for number, change in enumerate(kinds):
+        if number > 2 and num_taken > 1:
+            return
         try:
             micro_batch = {name: torch.where(in_rows(stays_B, x), x, change(x)) for name, x in rows.items()}
-            found.append(run(micro_batch, change is hostile))
+            run(micro_batch, number == 0)
+            num_taken += 1
         except NotTaken:  # the model refuses such values itself; it is tried on those that it takes
-            if change is kinds[-1]:
+            if num_taken + len(kinds[number + 1 :]) < 2:
                 raise
-        if len(found) == 2:
-            break
-    return found
+
+
+def in_rows(is_so_B: Tensor, like: Tensor) -> Tensor:
+    """A condition on rows, on the device of a tensor (B, ...) and with as many dimensions."""
+    return is_so_B.to(like.device).view(-1, *[1] * (like.dim() - 1))
 
 
 def shortened(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -50,6 +50,7 @@ from .checked import (
     among_neighbours,
     changes,
     compare_losses,
+    in_rows,
     must_take,
     nothing_is_small,
     require_nothing_gathered,
@@ -59,6 +60,7 @@ from .checked import (
 )
 from .clipped_sum import ClippedSum, Mode
 from .compiled import compiled_weights
+from .conditions import require_unconditional, returning, tables_of
 from .coverage import rule_of
 from .fallback import Fallback, Places, Uncovered, places_of, plan_of
 from .functions import ClippingFunction
@@ -154,6 +156,9 @@ def check_against_autograd(
                 moved = changes(inside, structure(model, task))
                 if precision is not None:
                     require_nothing_gathered(model, task, wide, restore)
+                    restore()
+                    is_wide = precision == torch.float64
+                    require_unconditional(model, task, wide, NEIGHBOURS_TOLERANCE if is_wide else ATOMICS_TOLERANCE)
             if precision is not None:
                 break
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
@@ -326,8 +331,7 @@ def _check(
             with _weighted(model, weight_B) as together:
                 first = together(task, {name: x[order] for name, x in inputs.items()})
             require_truth(loss_N[order], *first)
-            for found in _among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64):
-                require_truth(loss_N, *found)
+            require_truth(loss_N, *_among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64))
             return
         except PrivacyConfigError as error:
             # Copies of what a model reads itself are wrong for it where it raises an error, where losses or gradients change (its
@@ -346,37 +350,46 @@ def _check(
 
 def _among_neighbours(
     model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None], *, is_wide: bool
-) -> list[Found]:
-    """What the clipping rules make of all made-up examples among neighbours of two kinds, which is equal for both."""
+) -> Found:
+    """What the clipping rules make of all made-up examples, after a look that it is equal among neighbours of all kinds."""
     count = len(next(iter(inputs.values())))
     stays_B = torch.tensor([*[False] * FIRST, *[True] * (count - 1), *[False] * BEFORE_THE_LAST, True])
     row_B = torch.arange(len(stays_B)) % count
     row_B[stays_B] = torch.arange(count)
     weight_B = torch.zeros(len(stays_B), dtype=torch.float64)
     weight_B[stays_B] = torch.tensor(_SHARES[:count], dtype=torch.float64)
+    on_cpu = next(iter(inputs.values())).device.type == "cpu"
+    tolerance = NEIGHBOURS_TOLERANCE if is_wide or on_cpu else ATOMICS_TOLERANCE
+    first: list[Found] = []
+
+    def with_nan(y_B: Tensor) -> Tensor:
+        return torch.where(in_rows(stays_B, y_B), y_B, torch.nan)
+
     restore()  # the second kind meets the model as the first, a hostile one as a rule, has left it
-    # One sum for both, which refuses layers that are called more or less often among other examples.
+    # One sum for all, which refuses layers that are called more or less often among other examples.
     with _weighted(model, weight_B) as together:
 
-        def run(batch: Inputs, is_hostile: bool) -> Found:
-            with _tables_give_nan(model, ~stays_B) if is_hostile else nullcontext():
-                return together(task, batch)
+        def run(batch: Inputs, has_nan: bool) -> None:
+            trained = [table for table in tables_of(model) if table.weight.requires_grad]
+            with returning(trained if has_nan else [], with_nan, batch):
+                loss_B, sums = together(task, batch)
+            if not first:
+                first.append((loss_B, sums))
+                return
+            compare_losses(first[0][0], loss_B, tolerance)
+            try:
+                _compare(first[0][1], sums, tolerance)
+            except Uncovered as error:  # a neighbour reaches a gradient: no other rule is looked for
+                raise PrivacyConfigError(str(error)) from None
 
-        first, second = among_neighbours(inputs, row_B, stays_B, run)
-    on_cpu = first[0].device.type == "cpu"
-    tolerance = NEIGHBOURS_TOLERANCE if is_wide or on_cpu else ATOMICS_TOLERANCE
-    compare_losses(first[0], second[0], tolerance)
-    try:
-        _compare(first[1], second[1], tolerance)
-    except Uncovered as error:  # a neighbour reaches a gradient: no other rule is looked for
-        raise PrivacyConfigError(str(error)) from None
+        among_neighbours(inputs, row_B, stays_B, run)
     with suppress(NotTaken), torch.no_grad(), must_take("cut to half"):
         short = {name: shortened(x) for name, x in inputs.items()}
         alone_B, among_B = (
             task(**{name: torch.cat([x, others[name]]) for name, x in short.items()}) for others in (short, inputs)
         )
         compare_losses(alone_B[:count], among_B[:count], tolerance)
-    return [first, second]
+    return first[0]
 
 
 @contextmanager
@@ -400,29 +413,6 @@ def _weighted(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, In
             return seen[0].detach()[counts_B], {name: total.clone() for name, total in clipped.sums()}
 
         yield together
-
-
-@contextmanager
-def _tables_give_nan(model: nn.Module, is_hostile_B: Tensor) -> Iterator[None]:
-    """Trained tables return NaN for hostile rows of a batch: inputs that are ids cannot be made hostile themselves.
-
-    Without it, a scale that all examples share would be seen in float64 alone: the largest number of a batch is that of an
-    example that stays, whatever made-up examples stand around it.
-    """
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(is_hostile_B):
-            return None
-        is_hostile = is_hostile_B.to(output.device).view(-1, *[1] * (output.dim() - 1))
-        return torch.where(is_hostile, torch.nan, output)
-
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    handles = [table.register_forward_hook(hook) for table in tables]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Narrowing(TorchFunctionMode):
