@@ -353,11 +353,14 @@ def check_step(opened: dict[str, Any], plan: Plan) -> None:
     """The step 2^-f of sums and noise is coarse enough to draw noise in it, and fine enough for what rounding may move."""
     sigma, bound, adaptive = plan["noise_multiplier"], plan["max_grad_norm"], plan["adaptive_clipping"]
     exponent, coordinates = opened.get("sum_exponent"), opened.get("noised_coordinates")
-    if NOISE_KIND not in plan.fields or "head" in opened:
+    if NOISE_KIND not in plan.fields:
+        require(exponent is None, "sum_exponent is stated for noise that was not rounded")
         return
-    require((exponent is None) == (sigma == 0), "sum_exponent is stated exactly where there is noise")
+    if "head" in opened:
+        return
     if exponent is None:
-        return
+        return  # `seen` is then undecided
+    require(sigma > 0, "sum_exponent is stated, and there is no noise")
     if plan["arithmetic"] == "certified":
         require(equal(exponent, plan["lattice_exponent"]), "sum_exponent is not lattice_exponent")
         return
@@ -434,7 +437,7 @@ FIELDS: dict[str, dict[str, Kind]] = {
     "close": {"reason": lambda value: value in ("finished", "budget_spent", "stopped"), "num_charged": is_whole},
 }  # fmt: skip
 """What a line states besides its header (`?`: may be missing); anything else would be believed, and checked by nothing."""
-CHECKED = {"format", "plan", "key_commitment", "behind", "nonce", "step", "attempt", "sum_exponent"}
+CHECKED = {"format", "plan", "key_commitment", "behind", "nonce", "step", "attempt"}
 LOOSE = {name.rstrip("?") for kind in ("open", "session", "done") for name in FIELDS[kind]} - CHECKED | {"reason"}
 """Those of them that nothing here can check; norms may be larger, and the number of coordinates smaller."""
 BEHIND: dict[str, Kind] = {"file": str, "run": str, "lines": is_whole, "hash": is_hex}
@@ -1064,6 +1067,9 @@ def seen(ledger: Ledger) -> str:
         return "no step states noise that a norm could refute"
     if coordinates is None:
         raise Undecided("the ledger does not state the number of noised coordinates, so nobody can see the noise")
+    exponent = ledger.opened.get("sum_exponent")
+    if exponent is None and NOISE_KIND in plan.fields:
+        raise Undecided("the ledger does not state the step of its noise, so nobody can see the noise")
     norms, fractions = list[tuple[str, float, int, int]](), list[float]()
     total = spread = centre = 0.0
     for step, bound, std, done in ledger.released:
@@ -1073,7 +1079,7 @@ def seen(ledger: Ledger) -> str:
             continue
         stated = "noised_norm" in done, "noised_fraction" in done
         require(stated == (True, adaptive is not None), f"`done` of step {step} does not state what was noised")
-        exponent, half = ledger.opened.get("sum_exponent"), 0.0
+        half = 0.0
         if exponent is not None:  # f is that of the first C, and moves with its binade
             moved = 0 if adaptive is None else math.frexp(bound)[1] - math.frexp(first)[1]
             half = math.ldexp(1.0, moved - exponent - 1)
