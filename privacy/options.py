@@ -169,7 +169,11 @@ class Arithmetic(Option):
 
     def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
         lies = "" if plan.lattice is None else f", multiples of 2^{-plan.lattice.exponent}; no slack for rounding"
-        return [("arithmetic", f"{self.name}{lies}")]
+        rows = [("arithmetic", f"{self.name}{lies}")]
+        if plan.noise_multiplier > 0:
+            kind = "made of doubles, as version 0.1 drew it" if plan.had_doubles else "rounded to whole steps of the sums"
+            rows.append(("noise", f"Gaussian, {kind}"))
+        return rows
 
 
 class Floating(Arithmetic):
