@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from privacy.clipping import ClippedSum  # noqa: E402
-from privacy.noise import box_muller  # noqa: E402
+from privacy.noise import MOST_THREADS  # noqa: E402
 from privacy.sampling.poisson import usual_cap  # noqa: E402
 from trainer.config.machine import MachineSettings, load_machine_settings  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402
@@ -34,7 +34,7 @@ from trainer.planner.hardware import GPUS, Gpu  # noqa: E402
 from trainer.planner.memory import trained_shapes  # noqa: E402
 from trainer.planner.probe import META  # noqa: E402
 from trainer.planner.resources import micro_batches, planning_task  # noqa: E402
-from trainer.planner.roofline import Row, count_operations, roofline  # noqa: E402
+from trainer.planner.roofline import Row, roofline  # noqa: E402
 
 GPU_NAMES = {"h100": "h100-80gb", "a100": "a100-80gb"}
 SHOWN = 10
@@ -69,6 +69,9 @@ def of_recipe(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettin
     }
 
 
+DRAWN = 80e-9 / MOST_THREADS
+"""Seconds a rounded normal: 65 to 79 ns on one loaded thread (results/2026-11-28-noise.json), and as many threads as draw
+for an accelerator."""
 WIRE, LINK, HOST = 370e9, 45e9, 50e9
 """Bytes/s of a rank: within a node of eight, between nodes at 400 Gb/s a GPU, and to host memory. An H100's, assumed."""
 
@@ -83,7 +86,6 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
     ms = {name: of_recipe(path, overrides, gpu, m) for name, m in (("kept", machine), ("recomputed", checkpointed))}
     shapes = trained_shapes(planning_task(config, ROOT)[0].skeleton())
     cap, count = usual_cap(config.privacy.expected_batch_size), sum(shape.numel() for shape in shapes.values())
-    noise = count_operations(lambda: box_muller(_words, 1 << 22, META), gpu=gpu).total("seconds") / (1 << 22)
     found = {}
     for world_size in (8, 64):
         for name in ("zero1_bf16", "zero3_bf16", "zero3_offload_bf16"):
@@ -98,7 +100,8 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
                 "sums on the wire": 8 * others / wire,
                 # Sums are read and packed, and what comes is read, added, scaled and written.
                 "packing": (14 * count + 8 * others + 40 * owned) / gpu.reached_bandwidth,
-                "noise": owned * (noise + 24 / gpu.reached_bandwidth),
+                # Drawn by the CPU and copied; then read, added, converted and written.
+                "noise": owned * (DRAWN + 8 / HOST + 48 / gpu.reached_bandwidth),
                 # Gradient, weights and two moments in fp32, read and written once; then the weights in bf16.
                 "optimizer": 30 * owned / (HOST if machine.offload_optimizer else gpu.reached_bandwidth),
                 "host copies": 6 * owned / HOST if machine.offload_optimizer else 0.0,
@@ -111,15 +114,6 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
                 "share_outside_micro_batches": 1e3 * sum(stages.values()) / (number * ms["kept"]["private_ms"]),
             }
     return {"recipe": path.stem, "ratio_recomputed": ms["recomputed"]["ratio"], **ms["kept"], "step": found}
-
-
-def _words(number: int) -> torch.Tensor:
-    """What `privacy.noise.philox_words` does, without generators, which the meta device lacks."""
-    return (
-        torch.empty(number, dtype=torch.int64, device=META)
-        .random_()
-        .bitwise_xor_(torch.empty(number, dtype=torch.int64, device=META).random_())
-    )
 
 
 def as_json(row: Row) -> dict[str, Any]:

@@ -36,10 +36,11 @@ from models.config import VitConfig, captioner_config  # noqa: E402
 from models.vit import VisionTransformer  # noqa: E402
 from models.vocabulary_head import VocabularyHead  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
-from privacy.clipping.accumulators import real  # noqa: E402
+from privacy.clipping.accumulators import real_  # noqa: E402
 from privacy.clipping.certified_sum import CertifiedSum  # noqa: E402
 from privacy.lattice import Lattice  # noqa: E402
-from privacy.noise import SystemNoise, add_noise, add_rounded_noise  # noqa: E402
+from privacy.noise import SystemNoise, add_noise  # noqa: E402
+from privacy.rounded_normal import deviation_in_units  # noqa: E402
 from privacy.step.allocator import keep_freed_memory  # noqa: E402
 from privacy.step.engine import even_layout  # noqa: E402
 from privacy.step.reduction import gather_from_owners, reduce_to_owners  # noqa: E402
@@ -169,13 +170,11 @@ def end_of_step(model: nn.Module, clipped: ClippedSum) -> None:
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = even_layout(shapes, 1)
     shards = reduce_to_owners(clipped, layout)
+    exponent = clipped.exponent
+    assert exponent is not None, "there is noise"
     for number in range(len(shards)):
-        if isinstance(clipped, CertifiedSum):
-            add_rounded_noise(shards[number].values, clipped.lattice.noise_deviation(0.728), SystemNoise())
-            values = real(shards[number].values, clipped.lattice.exponent)
-            shards[number] = shards[number]._replace(values=values)
-        else:
-            add_noise(shards[number].values, 0.728 * clipped.sensitivity, SystemNoise())
+        add_noise(shards[number].values, deviation_in_units(0.728 * clipped.sensitivity, exponent), SystemNoise())
+        shards[number] = shards[number]._replace(values=real_(shards[number].values, exponent))
     parameters = dict(model.named_parameters())
     first = next(iter(parameters.values()))
     for name, gradient in gather_from_owners(shards, layout, shapes, first.dtype, first.device).items():

@@ -75,7 +75,3 @@ class Lattice:
                 "one), or privacy.arithmetic = 'floating'"
             )
         return (self.bound - moved) * (1 - MARGIN)
-
-    def noise_deviation(self, noise_multiplier: float) -> float:
-        """At least sigma C 2^f: the standard deviation of the noise in units of the lattice, rounded up."""
-        return math.nextafter(noise_multiplier * self.bound, math.inf) * 2.0**self.exponent  # powers of two are exact

@@ -1,19 +1,24 @@
-"""Gaussian noise for the shard that this process owns: fp64, drawn once, from fresh entropy of the operating system.
+"""Gaussian noise for the shard that this process owns: whole numbers, drawn once, from fresh entropy of the operating system.
 
-Why fp64: single-precision normals have bounded support (5.77 standard deviations on CPU, 6.76 on CUDA). An output beyond the
-edge is possible only if an example is present, which alone costs more delta than a delta of 1e-9 allows. Every
-finite generator has such an edge; ours are far out, and what is left is computed (privacy/accounting/group_privacy.py) and
-charged in delta.
+Clipped sums are whole multiples of a public step h, and so is their noise: an owner adds round(N), for a real Gaussian N of
+standard deviation sigma C / h or a little more. For a vector S of whole numbers S + round(N) = round(S + N), so what is released
+is a function of S + N, the Gaussian mechanism that the accountant is charged with, and tells no more than that. Its proof asks
+nothing of S but that it is whole: neither how large it is, nor how fine h is beside the noise.
+
+Why no normals in double precision, added to sums in double precision: Box-Muller makes a pair of them
+from 106 bits, and most pairs of doubles have no such bits behind them, so a sum that is released to its
+last bit says which of two neighbours it is of (tests/privacy/loop/test_whole_noise.py). Why exact draws:
+single-precision normals end at 5.77 standard deviations, and whatever lies beyond the end of a finite
+generator costs delta. `rounded_normal.py` has no such end.
+
 Why not torch's CPU generator: it is a Mersenne twister that keeps 32 bits of its seed, so two of 65,000 draws would
 share a stream. Nothing here is ever stored or derived from a seed or a step number, so no noise can come twice (contract 7).
-
-Stated assumptions: AES-256-CTR (CPU) and Philox (CUDA) are indistinguishable from random; the gaps between neighbouring
-doubles of a noised sum (Mironov 2012) reveal nothing, which is argued from their size, not proven.
+Stated assumption: AES-256-CTR under a fresh key is indistinguishable from random.
 """
 
 import math
 import os
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -23,43 +28,49 @@ from torch import Tensor
 
 from .rounded_normal import draw_rounded_normal
 
-_CHUNK = 1 << 18
 MOST_DRAWN = 1 << 24
-"""Normals of one draw: 128 MiB, however large the shard is."""
+"""Numbers of one draw: 128 MiB, however large the shard is."""
+DRAWN_BY_A_THREAD = 1 << 17
+"""Fewer numbers are not worth a thread: they take about 10 ms."""
+MOST_THREADS = 8
+"""Threads that draw for an accelerator."""
 
 
 class NoiseSource(Protocol):
-    """Draws standard normals, and rounded ones for certified arithmetic; tests inject their own."""
-
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        """(count,) float64 on `device`, independent of every other draw in any process."""
-        ...
+    """Draws rounded normals; tests inject their own."""
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        """(count,) int64 on `device`, exactly round(N(0, deviation^2)), independent like the other draws."""
+        """(count,) int64 on `device`, exactly round(N(0, deviation^2)), independent of every other draw in any process."""
         ...
 
 
 class SystemNoise:
-    """Noise keyed by fresh operating-system entropy at every call: AES-256-CTR on CPU, Philox on CUDA, then Box-Muller."""
-
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        if device.type == "cuda":
-            return box_muller(philox_words(device), count, device)
-        stream = _aes_stream()
-
-        def words(number: int) -> Tensor:
-            raw = torch.frombuffer(bytearray(stream.update(bytes(8 * number))), dtype=torch.int64)
-            return raw.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF)
-
-        return box_muller(words, count, torch.device("cpu")).to(device)
+    """Noise from fresh operating-system entropy at every call, expanded by AES-256-CTR, on the CPU and in threads."""
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return torch.from_numpy(draw_rounded_normal(deviation, count, self)).to(device)
+        drawn, size = np.empty(count, dtype=np.int64), -(-count // _num_threads(count, device))
+        parts = [drawn[start : start + size] for start in range(0, count, max(size, 1))]
+
+        def fill(part: np.ndarray) -> None:
+            part[:] = draw_rounded_normal(deviation, len(part), self)
+
+        if len(parts) > 1:
+            with ThreadPoolExecutor(len(parts)) as threads:
+                list(threads.map(fill, parts))  # raises what a thread raised
+        else:
+            for part in parts:
+                fill(part)
+        return torch.from_numpy(drawn).to(device)
 
     def uniform_words(self, count: int) -> np.ndarray:
         """See `privacy.rounded_normal.WordSource`."""
         return np.frombuffer(_aes_stream().update(bytes(8 * count)), dtype="<u8")
+
+
+def _num_threads(count: int, device: torch.device) -> int:
+    """On CPU those that torch may use. Beside an accelerator launchers leave torch one, which says nothing about idle cores."""
+    most = torch.get_num_threads() if device.type == "cpu" else min(MOST_THREADS, os.cpu_count() or 1)
+    return max(1, min(most, count // DRAWN_BY_A_THREAD))
 
 
 def _aes_stream() -> CipherContext:
@@ -67,82 +78,23 @@ def _aes_stream() -> CipherContext:
     return Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
 
 
-def philox_words(device: torch.device) -> Callable[[int], Tensor]:
-    """Uniform words on `device` from Philox; the key is new at every call.
-
-    A torch generator takes 64 bits of key; two of them, XORed, take 128: a large training draws 10^9 times, and two of 10^9
-    keys of 64 bits would be equal with a probability of 3 %.
-    """
-    streams = [
-        torch.Generator(device).manual_seed(int.from_bytes(os.urandom(8), "little", signed=True)) for _ in range(2)
-    ]
-
-    def words(number: int) -> Tensor:
-        first, second = (
-            torch.empty(number, dtype=torch.int64, device=device).random_(generator=stream) for stream in streams
-        )
-        return first.bitwise_xor_(second)
-
-    return words
-
-
-def box_muller(words: Callable[[int], Tensor], count: int, device: torch.device) -> Tensor:
-    """(count,) standard normals in float64 from uniform integers (Box and Muller 1958).
-
-    Args:
-        words: number -> (number,) int64, uniform in [0, 2^63).
-    """
-    out = torch.empty(count, dtype=torch.float64, device=device)
-    # On CPU in pieces that stay in the cache; on CUDA in pieces whose temporaries take 256 MiB.
-    piece = _CHUNK if device.type == "cpu" else 16 * _CHUNK
-    for start in range(0, count, piece):
-        size = min(piece, count - start)
-        half = (size + 1) // 2
-        drawn = words(2 * half)
-        # In (0, 1]; near zero, where the tail is made, a double resolves every one of the 2^63 values.
-        uniforms = drawn.double().add_(0.5).mul_(2.0**-63)
-        radius = uniforms[:half].log_().mul_(-2.0).sqrt_()
-        angle = uniforms[half:].mul_(2 * math.pi)
-        pair = torch.cat([radius * angle.cos(), radius * angle.sin()])
-        out[start : start + size] = pair[:size]
-    return out
-
-
-def add_noise(values: Tensor, std: float, source: NoiseSource) -> None:
-    """values += N(0, std^2) on each coordinate.
-
-    Args:
-        values: float64, a shard of the reduced clipped sum that this process alone owns.
-        std: noise_multiplier times the clipper's sensitivity; 0 draws nothing.
-
-    Raises:
-        TypeError: the values are not float64.
-        ValueError: std is negative or not finite, which must never pass for "no noise".
-    """
-    if values.dtype != torch.float64:
-        raise TypeError(f"noise is added in float64, not {values.dtype}")
-    if not 0 <= std < math.inf:
-        raise ValueError(f"the standard deviation of noise is {std}; it must be a finite number, 0 or larger")
-    if std > 0:
-        for some in values.view(-1).split(MOST_DRAWN):
-            some.add_(source.standard_normal(some.numel(), values.device), alpha=std)
-
-
-def add_rounded_noise(values: Tensor, deviation: float, source: NoiseSource) -> None:
+def add_noise(values: Tensor, deviation: float, source: NoiseSource) -> None:
     """values += round(N(0, deviation^2)) on each coordinate, in whole numbers.
 
+    Sums stay below 2^62 (`privacy.clipping.accumulators.Grid`) and noise below 2^56, so nothing leaves int64.
+
     Args:
-        values: int64, a shard of the reduced clipped sum that this process alone owns, in units of the lattice.
-        deviation: in the same unit (`privacy.lattice.Lattice.noise_deviation`); positive, since this arithmetic is for
-            runs with noise only.
+        values: int64, a shard of the reduced clipped sum that this process alone owns, in units of its step.
+        deviation: in the same unit (`privacy.rounded_normal.deviation_in_units`); positive, since sums
+            without noise have no step.
 
     Raises:
-        TypeError: the values are not int64.
-        ValueError: the deviation is not a positive finite number.
+        TypeError: the values are not int64: noise on a coarser grid than that of the sum would not hide the sum's last bits.
+        ValueError: the deviation is not a positive number of at most 2^50, and must never pass for "no noise".
     """
     if values.dtype != torch.int64:
-        raise TypeError(f"rounded noise is added in int64, not {values.dtype}")
+        raise TypeError(f"noise is added to whole numbers in int64, not to {values.dtype}")
     if not 0 < deviation < math.inf:
-        raise ValueError(f"the standard deviation of rounded noise is {deviation}; it must be positive and finite")
+        raise ValueError(f"the standard deviation of noise is {deviation}; it must be a positive finite number")
     for some in values.view(-1).split(MOST_DRAWN):
         some.add_(source.rounded_normal(deviation, some.numel(), values.device))

@@ -10,7 +10,11 @@ refutes the stated std, whatever S is. Each `done` states the norm of the noised
 * LEVEL is that of the whole folder: each of m comparisons, an owner of a step being one, is made at LEVEL / m. Sums over steps
   are compared too: given its past each step is at least its own chi-square, so the sum is at least one of all coordinates;
 * from EXACT_BELOW coordinates on the quantile is Laurent and Massart's bound (2000, lemma 1), P - 2 sqrt(P ln(m / LEVEL));
-* norms are raised by RAISED first, for nine digits and for the rounding of certified noise;
+* norms are raised by RAISED first, for nine digits;
+* where noise is whole steps h of the sums, what is seen is round(S + w): each of its P entries is at most
+  h / 2 off, so |S + w| is at most |round(S + w)| + sqrt(P) h / 2. (A factor 1 + h / (2 std) on the norm
+  would not do: with one entry and std = h / 5 it is 0 as a rule, and stays 0.) h is 2^-f of the ledger's
+  opening, and moves with C's binade. Noise of version 0.1 has no step;
 * the count of adaptive clipping is one coordinate, without power in one step: its squares are pooled, about a centre that
   follows from earlier releases alone;
 * norms by owner are post-processing of the charged release under a public layout. The smallest for its number of coordinates is
@@ -29,6 +33,8 @@ from scipy.special import gammainc
 LEVEL = 1e-9
 RAISED = 1 + 1e-6
 EXACT_BELOW = 1000
+HALF_COUNT_STEP = 2.0**-15
+"""Half of the largest step that a noised count may have: 2^-13 of its sensitivity 1/2."""
 MEMORY = 8
 """Steps that the centre of the noised fractions remembers; C moves, and the fraction with it."""
 
@@ -40,32 +46,46 @@ def is_too_small(squared: float, coordinates: int, level: float) -> bool:
     return squared < coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))
 
 
+def half_of_step(exponent: int | None, plan: Mapping[str, Any], bound: float) -> float:
+    """Half of the step of sums clipped to `bound`, of which the opening states f at the plan's C; 0 where there is no step."""
+    if exponent is None:
+        return 0.0
+    moved = 0 if plan["adaptive_clipping"] is None else math.frexp(bound)[1] - math.frexp(plan["max_grad_norm"])[1]
+    return math.ldexp(1.0, moved - exponent - 1)
+
+
 def noise_seen(records: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[str, ...]]:
     """Compares what every `done` states with the noise of its intent: (a sentence, what is too small for the stated noise).
 
     Args:
         records: all whole ones of a verified ledger, in order.
     """
-    norms: list[
-        tuple[str, float, int, int]
-    ] = []  # (what, squared norm over that of the noise, coordinates, comparisons)
+    norms: list[tuple[str, float, int, int]] = []
+    """(what, squared norm over that of the noise, coordinates, comparisons)"""
     plan: Mapping[str, Any] = {}
-    coordinates, std, total, spread, centre, fractions = 0, 0.0, 0.0, 0.0, 0.0, 0
+    coordinates, exponent, fractions = 0, None, 0
+    std = half_step = total = spread = centre = 0.0
     for record in records:
         if record["type"] == "open":
             plan, coordinates = record["plan"], record.get("noised_coordinates") or 0
+            exponent = record.get("sum_exponent")
         elif record["type"] == "intent":
-            std = record["releases"][0]["std"]
+            release = record["releases"][0]
+            std, half_step = release["std"], half_of_step(exponent, plan, release["sensitivity"])
         elif record["type"] == "done" and coordinates and "noised_norm" in record:
-            batch, norm = plan["expected_batch_size"], record["noised_norm"]
-            unit = std / batch / RAISED
-            share = record.get("smallest_share", {"owners": 1, "coordinates": coordinates, "norm": norm})
-            norms.append((f"step {record['step']}", (share["norm"] / unit) ** 2, share["coordinates"], share["owners"]))
-            total += (norm / unit) ** 2
+            raised = plan["expected_batch_size"] * RAISED
+            whole = {"owners": 1, "coordinates": coordinates, "norm": record["noised_norm"]}
+            share = record.get("smallest_share", whole)
+            squared, squared_share = (
+                ((one["norm"] * raised + half_step * math.sqrt(one["coordinates"])) / std) ** 2
+                for one in (whole, share)
+            )
+            norms.append((f"step {record['step']}", squared_share, share["coordinates"], share["owners"]))
+            total += squared
             if "noised_fraction" in record:
-                width = plan["adaptive_clipping"]["unclipped_num_std"] / batch / RAISED
                 # The first has no centre that follows from earlier ones.
-                spread += ((record["noised_fraction"] - centre) / width) ** 2 if fractions else 0.0
+                apart = abs(record["noised_fraction"] - centre) * raised + HALF_COUNT_STEP if fractions else 0.0
+                spread += (apart / plan["adaptive_clipping"]["unclipped_num_std"]) ** 2
                 fractions += 1
                 centre += (record["noised_fraction"] - centre) / min(fractions, MEMORY)
     if not norms:

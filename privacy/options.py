@@ -155,12 +155,10 @@ class Arithmetic(Option):
 
     Attributes:
         slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
-        has_an_edge: whether the noise ends somewhere, which costs delta (privacy/accounting/group_privacy.py).
     """
 
     kind = "arithmetic"
     slack: ClassVar[float]
-    has_an_edge: ClassVar[bool]
 
     def lattice(self, plan: PrivacyPlan) -> Lattice | None:
         """Where contributions, sums and noise lie; None in floating point."""
@@ -171,12 +169,16 @@ class Arithmetic(Option):
 
     def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
         lies = "" if plan.lattice is None else f", multiples of 2^{-plan.lattice.exponent}; no slack for rounding"
-        return [("arithmetic", f"{self.name}{lies}")]
+        rows = [("arithmetic", f"{self.name}{lies}")]
+        if plan.noise_multiplier > 0:
+            kind = "made of doubles, as version 0.1 drew it" if plan.had_doubles else "rounded to whole steps of the sums"
+            rows.append(("noise", f"Gaussian, {kind}"))
+        return rows
 
 
 class Floating(Arithmetic):
     name = "floating"
-    slack, has_an_edge = SENSITIVITY_SLACK, True
+    slack = SENSITIVITY_SLACK
     statement = (
         "Rounding may let one example contribute up to C (1 + r), so the accountant is charged with sigma / (1 + r). That "
         "bound is proved for norms and for everything that is added up in double precision, or term by term in short "
@@ -189,7 +191,7 @@ class Floating(Arithmetic):
 
 class Certified(Arithmetic):
     name = "certified"
-    slack, has_an_edge = 0.0, False
+    slack = 0.0
     instead = 'take arithmetic = "floating"'
     excludes: ClassVar[Mapping[str, str]] = {
         "enabled = false": "it is for runs with noise",

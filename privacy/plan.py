@@ -7,14 +7,14 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from scipy import stats
 
 from .accounting.accountants import EpsilonTable, ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
-from .accounting.group_privacy import noise_tail_of_plan
+from .accounting.group_privacy import tail_of_doubles
 from .accounting.rounding import rounded_up, useless_delta
 from .adaptive_clipping import AdaptiveClipping
 from .errors import PrivacyConfigError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .noise import NoiseSource
 
 ADJACENCY = "zero_out"
+ROUNDED: Literal["rounded"] = "rounded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class PrivacyPlan(PlanChoices):
         target_delta: delta of the claim.
         reserved_attempts: intents beyond `num_steps` that crashes may use up.
         cap: largest batch, charged; None samples without a cap.
+        noise_kind: rounded to whole multiples of the sums' step (privacy/noise.py). None in ledgers of
+            version 0.1: there noise was made of doubles, except in certified arithmetic. What its bounded
+            support costs is still charged, and no step is taken any more.
         warnings: lines to print; no part of the plan's identity.
     """
 
@@ -53,6 +57,7 @@ class PrivacyPlan(PlanChoices):
     target_delta: Annotated[float, Field(gt=0, lt=1)]
     reserved_attempts: Annotated[int, Field(ge=0, le=MAX_COUNT)]
     cap: Annotated[int | None, Field(ge=1)]
+    noise_kind: Literal["rounded"] | None = ROUNDED
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -66,8 +71,7 @@ class PrivacyPlan(PlanChoices):
             option.check(self)
         if self.accounted_delta <= 0:
             raise PrivacyConfigError(
-                f"delta {self.target_delta:g} is too small: the noise source leaves a tail of {self.noise_tail_delta:.2g}; "
-                "state a larger one"
+                f"delta {self.target_delta:g} is below the tail {self.noise_tail_delta:.2g} of noise made of doubles"
             )
         effective_noise_multiplier(self.noise_multiplier, self.sensitivity_slack)  # refuses a slack above 1e-3
 
@@ -127,7 +131,7 @@ class PrivacyPlan(PlanChoices):
             return CertifiedSum(model, self.lattice, **of_both)
         return ClippedSum(
             model, self.max_grad_norm if self.enabled else math.inf, mode=mode, adaptive=self.adaptive_clipping,
-            cap=self.max_batch_size, rows=rows, has_noise=self.noise_multiplier > 0, **of_both,
+            cap=self.max_batch_size, rows=rows, noise_multiplier=self.noise_multiplier, **of_both,
         )  # fmt: skip
 
     def noise(self) -> NoiseSource:
@@ -177,10 +181,15 @@ class PrivacyPlan(PlanChoices):
         """`count` intents of this plan, as the accountant sees them."""
         return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, count, self.num_examples, self.cap)
 
+    @property
+    def had_doubles(self) -> bool:
+        """Whether the noise was made of doubles, by version 0.1 in floating-point arithmetic: no further step draws it."""
+        return self.noise_kind is None and self.lattice is None and self.noise_multiplier > 0
+
     @cached_property
     def noise_tail_delta(self) -> float:
-        """What the bounded support of the noise source costs in delta, over all `max_intents` (privacy/noise.py)."""
-        return noise_tail_of_plan(self, copies=1)
+        """What noise made of doubles costs in delta, over all `max_intents`, because it ends somewhere; 0 for rounded noise."""
+        return tail_of_doubles(self) if self.had_doubles and self.formal_guarantee else 0.0
 
     @property
     def accounted_delta(self) -> float:
@@ -211,6 +220,8 @@ class PrivacyPlan(PlanChoices):
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
         frozen = {name: getattr(self, name) for name in _frozen_names()}
+        if self.noise_kind is None:  # as it stands in ledgers of version 0.1
+            del frozen["noise_kind"]
         for option in self.options.values():
             frozen |= option.frozen(self)
         return frozen | {
@@ -226,6 +237,7 @@ class PrivacyPlan(PlanChoices):
     @classmethod
     def from_frozen(cls, frozen: Mapping[str, Any]) -> PrivacyPlan:
         """The plan that `frozen_fields` described; PrivacyConfigError when the record contradicts itself."""
+        frozen = {"noise_kind": None, **frozen}
         missing = [name for name in _frozen_names() if name not in frozen]
         if missing:
             raise PrivacyConfigError(f"the recorded plan lacks {', '.join(missing)}")
@@ -234,7 +246,7 @@ class PrivacyPlan(PlanChoices):
         values["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
         values["informal_reasons"] = tuple(values["informal_reasons"])
         plan = cls(**values)
-        require_equal(frozen, plan.frozen_fields(), "the recorded plan contradicts itself")
+        require_equal(frozen, {"noise_kind": None, **plan.frozen_fields()}, "the recorded plan contradicts itself")
         return plan
 
 
@@ -266,7 +278,8 @@ def make_plan(
 
     Args:
         resume: the `plan` of an existing ledger: sigma is then taken from there instead of being calibrated again,
-            so that another library version cannot change it, and so is a default cap. Compare with `require_equal` afterwards.
+            so that another library version cannot change it, and so are a default cap and the kind of noise.
+            Compare with `require_equal` afterwards.
         progress: called with (stage, sigma, epsilon) during calibration.
 
     Raises:
@@ -292,6 +305,7 @@ def make_plan(
             "target_delta": 1 / (2 * max(request.num_examples, 1)) if delta is None else delta,
             "reserved_attempts": max(2, math.ceil(request.num_steps / 100)) if reserve is None else reserve,
             "cap": None,
+            "noise_kind": ROUNDED if resume is None else resume.get("noise_kind"),
         }
     )
     asked, recorded, default = request.cap, None if resume is None else resume.get("cap"), default_cap(plan)

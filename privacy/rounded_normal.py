@@ -31,6 +31,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 MOST_DEVIATION = 2.0**50
+"""In units of what is drawn: beyond it 64 bits of T would often not tell the integer."""
 REJECTED, UNDECIDED = -1, -2
 """What `decide` says when there is no integer (yet)."""
 _PIECE = 1 << 15
@@ -44,6 +45,14 @@ _PREFIX_BITS = 16
 """First bits of U that mostly tell the cell."""
 _MOST_LOOKS = 16
 """More than 15 times 64 further bits are needed with a probability below 2^-900 for uniform bits."""
+
+
+def deviation_in_units(std: float, exponent: int) -> float:
+    """Returns `std` in units of 2^-exponent, a little more than it is.
+
+    `std` is a rounded product sigma C; the next larger double is at least the product itself. Powers of two are exact.
+    """
+    return math.ldexp(math.nextafter(std, math.inf), exponent)
 
 
 class WordSource(Protocol):
@@ -61,8 +70,8 @@ def draw_rounded_normal(deviation: float, count: int, source: WordSource) -> np.
     tell no cell beyond 38 standard deviations, where 1 - F_j is below 2^-1040, so |value| < 38 2^50 + 1 < 2^56.
 
     Args:
-        deviation: standard deviation in units of the lattice, taken as the rational number that the double is; 0 draws nothing
-            and gives zeros, as `add_noise` adds none.
+        deviation: standard deviation in units of what is drawn, taken as the rational number that the double is; 0 draws
+            nothing and gives zeros.
         count: how many integers.
         source: uniform bits.
 
@@ -71,18 +80,25 @@ def draw_rounded_normal(deviation: float, count: int, source: WordSource) -> np.
 
     Raises:
         ValueError: the deviation is negative, not a number or above 2^50, or the count is negative.
-        RuntimeError: the source's bits decide nothing, which has a probability below 2^-900 a draw for uniform bits.
+        RuntimeError: the source's bits decide nothing, which has a probability below 2^-900 a draw for uniform bits; or they
+            reject more than half of all proposals and 128 besides. Uniform bits reject less than 1 in 100, and more than
+            n + 128 of 2 n + 128 with a probability below 2^(2 n + 128) 100^-(n + 128) < 2^-600.
     """
     if not 0 <= deviation <= MOST_DEVIATION:
         raise ValueError(
-            f"the standard deviation of rounded noise is {deviation} lattice units; it must be a number from 0 to 2^50"
+            f"the standard deviation of rounded noise is {deviation} units; it must be a number from 0 to 2^50"
         )
     if count < 0:
         raise ValueError(f"{count} values of noise are asked for; the number must be 0 or larger")
     out = np.zeros(count, dtype=np.int64)
-    done = 0 if deviation > 0 else count
+    done, proposed = (0 if deviation > 0 else count), 0
     while done < count:
+        if proposed > 2 * count + 128:
+            raise RuntimeError(
+                f"the source of entropy is broken: of {proposed:,} proposals it kept {done:,}, where 99 in 100 are kept"
+            )
         proposals = min(_PIECE, count - done + 8)
+        proposed += proposals
         kept = _keep(deviation, source.uniform_words(2 * proposals), source)[: count - done]
         out[done : done + len(kept)] = kept
         done += len(kept)

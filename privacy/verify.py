@@ -209,7 +209,8 @@ def number(record: dict[str, Any], name: str, least: float, most: float) -> floa
 # ---------------------------------------------------------------- The plan, frozen in the first line
 
 SLACK = {"floating": 1e-3, "certified": 0.0, "head": 1e-6}
-"""r of each arithmetic: how far rounding may carry a contribution above C, and the statistics of a private head (float64)."""
+"""r of each arithmetic: how far rounding may carry a contribution above C, and the statistics of a private
+head of version 0.1, which were not rounded to steps."""
 CHOICES: dict[str, dict[str, str | None]] = {
     "adjacency": {"zero_out": None},
     "sampling": {"poisson": None, "shuffle": "sampling is 'shuffle', not Poisson"},
@@ -225,6 +226,9 @@ PLAN_FIELDS = {
     "adaptive_clipping", "lattice_exponent", "sensitivity_slack", "enabled", "sampling", "informal_reasons", "noise_multiplier",
     "target_delta", "reserved_attempts", "cap", "sample_rate", "sampling_threshold", "adjacency", "formal_guarantee",
 }  # fmt: skip
+NOISE_KIND = "noise_kind"
+"""A further field, "rounded": noise is whole steps of the sums, as the accountant's Gaussian rounded to them.
+Ledgers of version 0.1 lack it: there noise was made of doubles, but for certified arithmetic."""
 
 
 class Group(NamedTuple):
@@ -261,13 +265,13 @@ class Plan:
         return Group(self.rate, self.accounted, self["num_examples"], self["cap"], count)
 
     def noise_tail(self) -> float:
-        """What the bounded support of the noise costs in delta: Box-Muller from 63 bits ends at sqrt(128 ln 2) sigma.
+        """What noise of version 0.1 costs in delta, which is bounded: Box-Muller from 63 bits ends at sqrt(128 ln 2) sigma.
 
         One coordinate moved by a / sigma passes the edge e with probability at most g(a) = Q(e - a / sigma) - Q(e); over the at
         most 2^36 coordinates of a vector of norm j that is at most j 2^18 g'(0) + g(j). An example moves a step that it is in by
-        a vector of norm 1. The noise of certified arithmetic is exact and has no edge.
+        a vector of norm 1. Rounded noise is exact and has no edge.
         """
-        if self.reasons or self.fields.get("arithmetic") == "certified":
+        if self.reasons or self.fields.get("arithmetic") == "certified" or NOISE_KIND in self.fields:
             return 0.0
         edge, one = math.sqrt(128 * math.log(2)), self.releases(self["most_charges"])
         slope = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi) * 2**18
@@ -292,8 +296,10 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     Args:
         head: whether the ledger is that of a private head.
     """
-    odd = sorted(fields.keys() ^ PLAN_FIELDS)
+    odd = sorted(fields.keys() - {NOISE_KIND} ^ PLAN_FIELDS)
     require(not odd, f"the frozen plan lacks {shown(odd[:1])}, or this verifier does not know it")
+    rounded = NOISE_KIND in fields
+    require(fields.get(NOISE_KIND, "rounded") == "rounded", "noise_kind must be rounded: no other is known")
     n = whole(fields, "num_examples", 1)
     batch, steps = whole(fields, "expected_batch_size", 1, n), whole(fields, "num_steps", 1)
     reserve, sigma = whole(fields, "reserved_attempts"), number(fields, "noise_multiplier", 0, 1e4)
@@ -307,7 +313,7 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
         require(fields[name] in known, f"{name} must be {' or '.join(known)}: no other is known")
 
     certified, floating = fields["arithmetic"] == "certified", fields["arithmetic"] == "floating"
-    slack = SLACK["head" if head and floating else fields["arithmetic"]]
+    slack = SLACK["head" if head and floating and not rounded else fields["arithmetic"]]
     stated = number(fields, "sensitivity_slack", 0, 1e-3)
     require(stated == slack or not sigma, f"sensitivity_slack must be {slack:g}: as much as rounding moves")
     exponent = None
@@ -345,6 +351,29 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     plan = Plan({**fields, "usual_cap": usual, "most_charges": most}, rate, sigma / (1 + stated), tuple(reasons))
     require(most <= MOST and plan.noise_tail() < delta, "delta is below the tail of the noise")
     return plan
+
+
+def check_step(opened: dict[str, Any], plan: Plan) -> None:
+    """The step 2^-f of sums and noise is coarse enough to draw noise in it, and fine enough for what rounding may move."""
+    sigma, bound, adaptive = plan["noise_multiplier"], plan["max_grad_norm"], plan["adaptive_clipping"]
+    exponent, coordinates = opened.get("sum_exponent"), opened.get("noised_coordinates")
+    if NOISE_KIND not in plan.fields:
+        require(exponent is None, "sum_exponent is stated for noise that was not rounded")
+        return
+    if "head" in opened:
+        return
+    if exponent is None:
+        return  # `seen` is then undecided
+    require(sigma > 0, "sum_exponent is stated, and there is no noise")
+    if plan["arithmetic"] == "certified":
+        require(equal(exponent, plan["lattice_exponent"]), "sum_exponent is not lattice_exponent")
+        return
+    fine = coordinates is None or coordinates * 4**13 <= Fraction(4) ** exponent * Fraction(bound) ** 2
+    require(fine, f"rounding to steps of 2^-{exponent} moves {coordinates} coordinates by more than 2^-13 C")
+    if adaptive is not None:
+        sigma /= math.sqrt(1 - (sigma / (2 * adaptive["unclipped_num_std"])) ** 2)
+    drawn = math.ldexp(sigma * bound, exponent) <= 2**50 * (1 + HAIR)
+    require(drawn, f"in steps of 2^-{exponent} the noise passes 2^50, which nothing draws exactly")
 
 
 def check_releases(plan: Plan, head: bool, releases: list[Any]) -> tuple[float, float]:
@@ -397,6 +426,7 @@ FIELDS: dict[str, dict[str, Kind]] = {
         "shared_ledger?": lambda value: value is None or is_hex(value), "disjoint_from_start?": bool,
         "max_examples_per_owner?": lambda value: value is None or is_whole(value, 1),
         "noised_coordinates?": lambda value: value is None or is_whole(value, 1),
+        "sum_exponent?": lambda value: value is None or is_whole(value, -200, 200), "sum_exponents?": dict,
     },
     "session": {
         "nonce": functools.partial(is_hex, digits=32), "mirror": bool, "environment": dict, "restarted_from_step_0?": bool,
@@ -538,6 +568,7 @@ class Ledger:
         match kind:
             case "open":
                 self.opened, self.plan = record, read_plan(record["plan"], "head" in record)
+                check_step(record, self.plan)
                 self.behind = record.get("behind", [])
                 require(len(self.behind) <= 100, "`behind` lists more than 100 ledgers")
                 for place in self.behind:
@@ -887,7 +918,10 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         counts = {"": at.charged(), "_planned": plan["num_steps"], "_with_reserve": plan["most_charges"]}
         left, card["epsilon"] = delta - plan.noise_tail(), Bound(folder.epsilon or 0.0)
         card |= {f"accounting.epsilon{name}": Bound(epsilon([plan.releases(n)], left)) for name, n in counts.items()}
-        card |= {"accounting.noise_tail_delta": plan.noise_tail(), "accounting.epsilon_target": plan["target_epsilon"]}
+        card |= {
+            "accounting.noise_tail_delta": plan.noise_tail() or None,
+            "accounting.epsilon_target": plan["target_epsilon"],
+        }
     if plan.reasons or not folder.behind:
         return card | {"composition": None}
     card |= {"composition.epsilon": card["epsilon"], "composition.delta": folder.delta}
@@ -1095,8 +1129,9 @@ def check_noise(folder: Folder) -> str:
     """The norm of every noised sum against the noise that its intent states, and C against what was released before.
 
     Given the past, the sum S of a step is fixed, whatever the data are, and its noise w is fresh: |S + w|^2 is stochastically at
-    least |w|^2 = std^2 chi-square(P), and so are sums over steps. A count is one
-    coordinate a step, about a centre that follows from earlier ones. All comparisons together share LEVEL.
+    least |w|^2 = std^2 chi-square(P), and so are sums over steps. In steps of h, |S + w| is at most sqrt(P) h / 2 longer than
+    round(S + w), which is seen. A count is one coordinate a step of at most 2^-14, about a centre that follows from earlier ones.
+    All comparisons together share LEVEL.
     """
     said = [seen(ledger) for ledger in (folder.ledger, *(folder.behind or []))]
     return f"not refuted: {said[0]}" + (f"; {len(said) - 1} ledgers behind it neither" if said[1:] else "")
@@ -1110,6 +1145,9 @@ def seen(ledger: Ledger) -> str:
         return "no step states noise that a norm could refute"
     if coordinates is None:
         raise Undecided("the ledger does not state the number of noised coordinates, so nobody can see the noise")
+    exponent = ledger.opened.get("sum_exponent")
+    if exponent is None and NOISE_KIND in plan.fields:
+        raise Undecided("the ledger does not state the step of its noise, so nobody can see the noise")
     norms, fractions = list[tuple[str, float, int, int]](), list[float]()
     total = spread = centre = 0.0
     for step, bound, std, done in ledger.released:
@@ -1117,14 +1155,23 @@ def seen(ledger: Ledger) -> str:
         require(close, f"C = {bound:g} of step {step} does not follow from what was released before")
         if not done:
             continue
-        unit, stated = std / batch / RAISED, ("noised_norm" in done, "noised_fraction" in done)
+        stated = "noised_norm" in done, "noised_fraction" in done
         require(stated == (True, adaptive is not None), f"`done` of step {step} does not state what was noised")
-        share = done.get("smallest_share", {"owners": 1, "coordinates": coordinates, "norm": done["noised_norm"]})
-        norms.append((f"step {step}", (share["norm"] / unit) ** 2, share["coordinates"], share["owners"]))
-        total += (done["noised_norm"] / unit) ** 2
+        half = 0.0
+        if exponent is not None:  # f is that of the first C, and moves with its binade
+            moved = 0 if adaptive is None else math.frexp(bound)[1] - math.frexp(first)[1]
+            half = math.ldexp(1.0, moved - exponent - 1)
+        whole = {"owners": 1, "coordinates": coordinates, "norm": done["noised_norm"]}
+        share = done.get("smallest_share", whole)
+        norm, least_norm = (
+            (one["norm"] * batch * RAISED + half * math.sqrt(one["coordinates"])) / std for one in (whole, share)
+        )
+        norms.append((f"step {step}", least_norm**2, share["coordinates"], share["owners"]))
+        total += norm**2
         if adaptive is not None:
-            fraction, width = done["noised_fraction"], adaptive["unclipped_num_std"] / batch / RAISED
-            spread += ((fraction - centre) / width) ** 2 if fractions else 0.0
+            fraction = done["noised_fraction"]
+            apart = abs(fraction - centre) * batch * RAISED + 2.0**-15 if fractions else 0.0
+            spread += (apart / adaptive["unclipped_num_std"]) ** 2
             fractions.append(fraction)
             centre += (fraction - centre) / min(len(fractions), MEMORY)
             moved = adaptive["clipbound_learning_rate"] * (adaptive["target_unclipped_quantile"] - fraction)
@@ -1203,7 +1250,10 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
     codes, plan = {"violated": VIOLATED, "inconclusive": INCONCLUSIVE, "consistent": CONSISTENT}, ledger.plan
     verdict = next((word for word in codes if word in {outcome for _, outcome, _ in checks}), "consistent")
     attested = {name: plan[name] for name in sorted(PLAN_FIELDS)}  # the mechanism
+    exponent = ledger.opened.get("sum_exponent")
     attested |= {
+        "noise": "rounded to steps of the sums" if NOISE_KIND in plan.fields or plan["arithmetic"] == "certified" else "doubles",
+        **({} if exponent is None else {"step of sums and noise at the first C": f"2^{-exponent}"}),
         "noise multiplier as accounted": plan.accounted, "last step done": ledger.furthest, "charged attempts": ledger.charged(),
         "commitment of the sampling key": ledger.opened["key_commitment"], "last line": ledger.hashes[-1],
         "state of the run": ledger.closed or "open",

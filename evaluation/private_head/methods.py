@@ -15,6 +15,10 @@ through at once, which means one pass over the examples for each such chunk.
 Statistics with L2 sensitivities s_k, noised with standard deviations n_k, are together one Gaussian mechanism with
 mu = sqrt(sum_k (s_k / n_k)^2) (Dong, Roth and Su 2019, arXiv 1905.02383, corollary 3.3), whose epsilon(delta) is exact:
 nothing is lost to composition. Neighbours differ by one example whose feature is there or zeroed out.
+
+Sums and noise are whole multiples of a step h_k, so that what is released is a function of that mechanism
+(privacy/noise.py). Each of the d_k entries of a statistic is rounded once, over all its pieces, and
+sqrt(d_k) h_k <= 2^-13 s_k, which the slack r of the plan covers.
 """
 
 import math
@@ -28,9 +32,11 @@ from pydantic.dataclasses import dataclass
 from scipy.special import expit, softmax
 
 from evaluation.private_head.rows import Rows
+from privacy.clipping.accumulators import Grid, Unit, real
 from privacy.errors import PrivacyConfigError
 from privacy.noise import NoiseSource, add_noise
 from privacy.releases import Release
+from privacy.rounded_normal import deviation_in_units
 
 CHUNK_BYTES = 1 << 27
 """Second moments or Hessians of several classes that are held at once, in fp64. Speed and memory only."""
@@ -44,10 +50,11 @@ method_options = dataclass(frozen=True, config=ConfigDict(strict=True))
 
 
 class Statistic(NamedTuple):
-    """A statistic that a method asks for: its L2 sensitivity, and its share of the budget relative to the others."""
+    """A statistic that a method asks for: its L2 sensitivity, its entries, and its share of the budget beside the others'."""
 
     name: str
     sensitivity: float
+    size: int
     share: float = 1.0
 
 
@@ -68,9 +75,15 @@ class Budget:
         statistics: all that will be asked for.
         mu: what they cost together, 1 / noise_multiplier of the plan; infinite for no noise (comparisons that claim nothing).
         noise: where normals come from; None where, and only where, mu is infinite.
+        num_examples: of which each statistic is a sum.
+
+    Raises:
+        PrivacyConfigError: so much noise on one of them that it passes what is drawn exactly.
     """
 
-    def __init__(self, statistics: Sequence[Statistic], mu: float, noise: NoiseSource | None) -> None:
+    def __init__(
+        self, statistics: Sequence[Statistic], mu: float, noise: NoiseSource | None, num_examples: int
+    ) -> None:
         if not mu > 0 or math.isinf(mu) != (noise is None):
             raise ValueError(f"mu must be positive, and infinite where there is no noise, not {mu}")
         shares = math.sqrt(sum(s.share**2 for s in statistics))
@@ -82,6 +95,15 @@ class Budget:
         self._stds = {release["name"]: release["std"] for release in self.releases}
         if len(self._stds) != len(statistics):
             raise ValueError("two statistics have one name")
+        self.units: dict[str, Unit] = {}
+        """The step of each statistic; none without noise."""
+        for s in statistics if noise is not None else ():
+            multiplier = self._stds[s.name] / s.sensitivity
+            grid = Grid.of(s.size, torch.float64, max(num_examples, 1), noise_multiplier=multiplier)
+            unit = grid.unit(s.sensitivity)
+            assert unit is not None, "noise has a step"
+            self.units[s.name] = unit
+        self._num_examples = num_examples
         self._left: dict[str, set[Piece]] = {}
         self._noise = noise
 
@@ -94,7 +116,10 @@ class Budget:
         std = self._take(name, piece)
         noised = torch.from_numpy(np.array(values, dtype=np.float64))
         if self._noise is not None:
-            add_noise(noised.view(-1), std, self._noise)
+            unit = self.units[name]
+            whole = unit.whole(noised, self._num_examples)
+            add_noise(whole, deviation_in_units(std, unit.exponent), self._noise)
+            noised = real(whole, unit.exponent)
         return noised.numpy()
 
     def release_symmetric(self, name: str, matrices_KDD: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
@@ -172,11 +197,11 @@ class LeastSquares:
     ridge: Positive = 0.03
     class_moments: bool = False
 
-    def statistics(self, num_classes: int) -> list[Statistic]:
+    def statistics(self, num_classes: int, width: int) -> list[Statistic]:
         """One example is in one class, so that all classes together have the sensitivity of one."""
-        c = self.max_norm
-        extra = [Statistic("class_second_moments", c**2)] if self.class_moments else []
-        return [Statistic("second_moment", c**2), Statistic("class_sums", c), *extra]
+        c, square, size = self.max_norm, width**2, num_classes * width
+        extra = [Statistic("class_second_moments", c**2, size * width)] if self.class_moments else []
+        return [Statistic("second_moment", c**2, square), Statistic("class_sums", c, size), *extra]
 
     def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
         def class_sums(x_BD: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
@@ -215,14 +240,14 @@ class Newton:
     lr: Positive = 1.0
     ridge: Positive = 1e-3
 
-    def statistics(self, num_classes: int) -> list[Statistic]:
-        c, root = self.max_norm, num_classes**0.5
+    def statistics(self, num_classes: int, width: int) -> list[Statistic]:
+        c, root, size = self.max_norm, num_classes**0.5, num_classes * width
         return [
             statistic
             for step in range(self.num_steps)
             for statistic in (
-                Statistic(f"gradient[{step}]", c * (root if step else root / 2)),
-                Statistic(f"hessians[{step}]", root * c**2 / 4),
+                Statistic(f"gradient[{step}]", c * (root if step else root / 2), size),
+                Statistic(f"hessians[{step}]", root * c**2 / 4, size * width),
             )
         ]
 
@@ -277,10 +302,10 @@ class FeatureCovariance:
     ridge: Positive = 1e-2
     covariance_share: Positive = 1.0
 
-    def statistics(self, num_classes: int) -> list[Statistic]:
-        share = self.num_steps**-0.5
-        steps = [Statistic(f"gradient[{step}]", self.max_grad_norm, share) for step in range(self.num_steps)]
-        return [Statistic("second_moment", self.max_norm**2, self.covariance_share), *steps]
+    def statistics(self, num_classes: int, width: int) -> list[Statistic]:
+        share, size = self.num_steps**-0.5, num_classes * width
+        steps = [Statistic(f"gradient[{step}]", self.max_grad_norm, size, share) for step in range(self.num_steps)]
+        return [Statistic("second_moment", self.max_norm**2, width**2, self.covariance_share), *steps]
 
     def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
         moment_DD = budget.release_symmetric("second_moment", _second_moment(rows, self.max_norm))

@@ -13,9 +13,10 @@ blocks, the two rounded sums differ by at most s and
 * u n B (B + 1) s from adding blocks up, one after the other in fp64: the k-th partial sum is no longer than k n s, one rounding
   moves it by at most u k n s, and the two sums' roundings differ by at most twice that, for k = 1 to B.
 
-`rounding` is their sum: 4.9e-8 s for 1.3 million examples. `head_plan` refuses what exceeds half of ROUNDING_SLACK. The other
-half covers the rounding of one example's own contribution: lengths of D or L entries, factors and products are relatively exact
-to (D + L) u, 2e-13 for 768 features and 1,000 classes.
+`rounding` is their sum: 4.9e-8 s for 1.3 million examples. `head_plan` refuses what exceeds a quarter of SENSITIVITY_SLACK r.
+Rounding the sum to whole steps moves it by at most an eighth (methods.py). What is left covers the rounding of one example's own
+contribution: lengths of D or L entries, factors and products are relatively exact to (D + L) u, 2e-13 for 768 features
+and 1,000 classes.
 
 What a row contributes depends on that row, on released weights and on shapes alone. (A product gives a row of scores the same
 bits whatever other rows hold: BLAS has no branches on data.)
@@ -30,8 +31,6 @@ import numpy as np
 from privacy.errors import PrivacyConfigError
 from trainer.progress import track
 
-ROUNDING_SLACK = 1e-6
-"""Rounding may add this much to a sensitivity; charged in the accounting."""
 ROWS_PER_BLOCK = 4096
 
 

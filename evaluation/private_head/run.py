@@ -23,7 +23,7 @@ from evaluation.features import WHITEN_ON, Features, device_of, load_inputs
 from evaluation.linear_probe import cross_validated_regression
 from evaluation.options import PrivateHeadOptions
 from evaluation.private_head.methods import METHODS, Budget, HeadMethod, accuracy
-from evaluation.private_head.rows import ROUNDING_SLACK, ROWS_PER_BLOCK, Rows, rounding
+from evaluation.private_head.rows import ROWS_PER_BLOCK, Rows, rounding
 from evaluation.results import PrivateRelease, Results
 from privacy import verify
 from privacy.accounting.accountants import claimed_epsilon
@@ -46,6 +46,7 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
+from privacy.releases import SENSITIVITY_SLACK
 from trainer.errors import ConfigError
 from trainer.weights.start import ledgers_of
 
@@ -106,14 +107,14 @@ def head_plan(num_examples: int, epsilon: float, delta: float | None) -> Privacy
     Raises:
         PrivacyConfigError: an epsilon or delta that cannot be met, or too many examples.
     """
-    if rounding(num_examples) > ROUNDING_SLACK / 2:
+    if rounding(num_examples) > SENSITIVITY_SLACK / 4:
         raise PrivacyConfigError(
             f"a private head cannot take {num_examples:,} examples: rounding may move its sums further than the "
-            f"accounting charges for; train it on at most 4,194,304"
+            f"accounting charges for; train it on at most 96,000,000"
         )
     request = PlanRequest(
         num_examples=num_examples, expected_batch_size=num_examples, num_steps=1, target_epsilon=epsilon,
-        target_delta=delta, sensitivity_slack=ROUNDING_SLACK, reserved_attempts=0, cap=None,
+        target_delta=delta, sensitivity_slack=SENSITIVITY_SLACK, reserved_attempts=0, cap=None,
     )  # fmt: skip
     return make_plan(request)
 
@@ -158,6 +159,9 @@ def train_head(
     facts: dict[str, Any] = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
     if whitening is not None:
         facts["head"] |= {"whitened_on": whitening.name, "whitened_on_sha256": whitening.digest}
+    statistics = head.statistics(num_classes, rows.width)
+    budget = Budget(statistics, 1 / plan.noise_multiplier, noise or SystemNoise(), plan.num_examples)
+    facts["sum_exponents"] = {name: unit.exponent for name, unit in budget.units.items()}
     facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}
     members = private / FILE
     ledger, key = open_run_state(
@@ -177,7 +181,6 @@ def train_head(
         if ledger.state.opened["head"] != json.loads(json.dumps(facts["head"])):
             raise PrivacyConfigError(f"{output} was begun with another head, or other words; choose another folder")
         require_kept(output, ledger.state.opened, behind)
-        budget = Budget(head.statistics(num_classes), 1 / plan.noise_multiplier, noise or SystemNoise())
         nonce, count = ledger.start_session({}), plan.num_examples
         digest = members_digest(key, nonce, 0, 1, 0, np.arange(count))
         attempt = MembersRecord(*ledger.position(), 1, 0, nonce.hex(), count, (count,), (digest,), ())
@@ -233,7 +236,8 @@ def without_noise(rows: Rows, num_classes: int, method: str, options: dict[str, 
     """The same estimator without privacy, for comparison; (L, D)."""
     head = make_method(method, options or {})
     rows.require_labels_below(num_classes)
-    return head.fit(rows, num_classes, Budget(head.statistics(num_classes), np.inf, None))
+    budget = Budget(head.statistics(num_classes, rows.width), np.inf, None, rows.num_examples)
+    return head.fit(rows, num_classes, budget)
 
 
 class Together(NamedTuple):

@@ -1,6 +1,6 @@
 """Epsilon of several examples of one owner, or copies of one, that are zeroed out together: what the cards and plans state.
 
-Also what the bounded support of a finite noise source costs one of them, or several, in delta. Planning needs no torch.
+Also what the bounded support of noise of version 0.1 costs one of them in delta. Planning needs no torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,21 @@ EDGE = math.sqrt(2 * 64 * math.log(2))
 MOST_PARAMETERS = 1 << 36
 
 
-def noise_tail_delta(noise_multiplier: float, num_inclusions: float) -> float:
-    """Delta that the bounded support of the noise costs: P(some output that is impossible without the example).
+def tail_of_doubles(plan: PrivacyPlan) -> float:
+    """What the bounded support of noise made of doubles, as version 0.1 drew it, costs in delta over all `max_intents`."""
+    one, cuts = plan.release_group(plan.max_intents), 0.0
+    sigma, rate = one.noise_multiplier, one.sample_rate
+    if one.cap is not None:
+        # An example that pushes another one out of a batch above the cap moves the sum by up to 2. The noise without it may then
+        # be centred at the sum with the other one or without: in between, where only one of these two can be, the privacy loss is
+        # not that of the sampled Gaussian.
+        cut = float(stats.binom.sf(one.cap - 1, plan.num_examples - 1, rate))  # the others fill the batch
+        cuts = _passes_the_edge(sigma / 2, rate * one.count * cut)
+    return cuts + _passes_the_edge(sigma, rate * one.count)
+
+
+def _passes_the_edge(noise_multiplier: float, num_inclusions: float) -> float:
+    """P(some output that is impossible without the example).
 
     With the example, coordinate i of the release is moved by a_i / sigma, where the a_i have norm at most 1; without it
     no output lies beyond the edge e. Both densities are cut Gaussians, so inside of the edge the privacy loss is that
@@ -43,44 +56,6 @@ def noise_tail_delta(noise_multiplier: float, num_inclusions: float) -> float:
     return num_inclusions * (slope * math.sqrt(MOST_PARAMETERS) + single)
 
 
-def noise_tail_of_several(noise_multiplier: float, sample_rate: float, count: int, copies: int) -> float:
-    """The same for `copies` examples that are zeroed out together: P(some output that is impossible without them).
-
-    Where j of them are drawn, the release moves by a vector of norm at most j, so that a coordinate costs g(a_i) with
-    a_i <= j. As for one example, g(a) <= g'(0) a + (g(j) - g'(0) j) (a / j)^2 while e - j / sigma > 1, |a|_1 <= j sqrt(d)
-    and |a|_2 <= j: that is what one example costs whose noise is sigma / j. j is binomial.
-
-    Args:
-        count: releases that one example can be in.
-        copies: k, at least 1.
-    """
-    if copies == 1:
-        return noise_tail_delta(noise_multiplier, sample_rate * count)
-    # Beyond this many the edge is passed for certain, as far as the bound knows.
-    certain = min(copies, max(0, math.ceil((EDGE - 1) * noise_multiplier) - 1))
-    parts = [
-        noise_tail_delta(noise_multiplier / drawn, count * float(stats.binom.pmf(drawn, copies, sample_rate)))
-        for drawn in range(1, certain + 1)
-    ]
-    return min(1.0, math.fsum(parts) + count * float(stats.binom.sf(certain, copies, sample_rate)))
-
-
-def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
-    """What the bounded support of a plan's noise costs `copies` examples in delta, over all `max_intents`."""
-    # Nothing is paid where nothing is claimed, nor in certified arithmetic, whose sampler is exact.
-    if not plan.formal_guarantee or not plan.arithmetic_option.has_an_edge:
-        return 0.0
-    one, cuts = plan.release_group(plan.max_intents), 0.0
-    sigma, rate = one.noise_multiplier, one.sample_rate
-    if one.cap is not None and copies == 1:  # several pay for each batch that may be cut: `overflow_of_several`
-        # An example that pushes another one out of a batch above the cap moves the sum by up to 2. The noise without it may then
-        # be centred at the sum with the other one or without: in between, where only one of these two can be, the privacy loss is
-        # not that of the sampled Gaussian.
-        cut = float(stats.binom.sf(one.cap - 1, plan.num_examples - 1, rate))  # the others fill the batch
-        cuts = noise_tail_delta(sigma / 2, rate * one.count * cut)
-    return cuts + noise_tail_of_several(sigma, rate, one.count, copies)
-
-
 def overflow_of_several(groups: accountants.Groups, copies: int) -> float:
     """What `copies` examples cost in delta because batches above the cap are cut, where epsilon leaves the cap out.
 
@@ -97,16 +72,17 @@ def overflow_of_several(groups: accountants.Groups, copies: int) -> float:
 
 
 def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: int, interval: float) -> float:
-    """Epsilon at the plan's delta, less what the noise's edge and the cap cost that many examples.
+    """Epsilon at the plan's delta, less what the cap costs that many examples.
 
-    inf where what is left of delta is below PLD_SMALLEST_DELTA: together they may pass the edge, and then no epsilon holds.
+    inf where what is left of delta is below PLD_SMALLEST_DELTA, and where noise was made of doubles: several may pass its edge
+    together.
 
     Args:
         groups: what is charged.
         interval: grid of the privacy loss distribution, where there is one.
     """
-    delta = plan.target_delta - noise_tail_of_plan(plan, copies) - overflow_of_several(groups, copies)
-    if delta < accountants.PLD_SMALLEST_DELTA:
+    delta = plan.accounted_delta - overflow_of_several(groups, copies)
+    if delta < accountants.PLD_SMALLEST_DELTA or (plan.had_doubles and copies > 1):
         return math.inf
     if all(group.sample_rate == 1 and group.cap is None for group in groups):
         # Every release holds all of them: one Gaussian with `copies` times the sensitivity.

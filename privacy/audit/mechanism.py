@@ -47,7 +47,8 @@ class Judge:
         tapes: of each rank its attempts and fsyncs (sandbox.py).
         micro_batches: of each session.
         ranks_A: of each attempt what each rank noted; `first_A` what rank 0 did.
-        sums_AD: what the optimizer got, times the public batch size: released sums, in fp64.
+        steps_A: the step h of sums and noise, as the opening of the ledger states it and C moves it.
+        whole_AD: what the optimizer got, times the public batch size, in steps; `sums_AD` is that times h.
         included_AN: chosen by the sampler and in the data, which `present_N` says.
         owner_D: the canary that alone touches a coordinate, -1 for nobody, and -2 for the crowd.
     """
@@ -68,7 +69,11 @@ class Judge:
         self.first_A = [ranks[0] for ranks in self.ranks_A]
         self.records, self.silent = self.folder.ledger.read_bytes(), sum(noted["silent"] for noted in self.first_A)
         self.bounds_A = np.array([noted["bound"] for noted in self.first_A])
-        self.sums_AD = self.beside("handed") * self.plan.expected_batch_size
+        first, exponent = np.frexp(self.plan.max_grad_norm)[1], run.ledger.opened["sum_exponent"]
+        self.steps_A = np.ldexp(1.0, np.frexp(self.bounds_A)[1] - first - exponent)
+        self.handed_AD = self.beside("handed")
+        self.whole_AD = np.rint(self.handed_AD * self.plan.expected_batch_size / self.steps_A[:, None])
+        self.sums_AD = self.whole_AD * self.steps_A[:, None]
         self.included_AN = np.zeros((len(self.ranks_A), self.plan.num_examples), dtype=bool)
         for included_N, ranks in zip(self.included_AN, self.ranks_A, strict=True):
             included_N[np.concatenate([noted["ids"] for noted in ranks])] = True
@@ -81,7 +86,6 @@ class Judge:
             start += length
         self.known_K, self.owner_D = ~canaries.hostile_N[canaries_K], np.full(self.size, -1)
         self.owner_D[self.at_K] = np.where(canaries.crowd_N[canaries_K], -2, canaries_K)
-        self.slack = 0.0 if self.plan.lattice is None else self.plan.num_examples * 2.0**-self.plan.lattice.exponent
 
     def beside(self, name: str) -> Floats:
         """(A, D): coordinates in the order of their owners."""
@@ -102,11 +106,14 @@ class Judge:
         return factors_K, np.sqrt(total_N)
 
     def due(self, included_N: Flags, bound: float) -> tuple[Floats, Floats]:
-        """(D,) the clipped sum, and how far it may be from that: not at all where nothing was clipped, and CLOSE elsewhere."""
+        """(D,) the clipped sum, and how far it may be from that: not at all where nothing was clipped, and CLOSE elsewhere.
+
+        (Rounding to steps comes on top, but for a crowd, whose members are whole steps.)
+        """
         factors_K, _ = self.factors(bound)
         here = self.known_K & included_N[self.entries.canaries_K]
         values = factors_K[here] * self.entries.gains_K[here]
-        loose = np.where(factors_K[here] == 1, 1e-12, CLOSE) * np.abs(values)
+        loose = np.where(factors_K[here] == 1, 0.0, CLOSE) * np.abs(values)
         sums_2D = [np.bincount(self.at_K[here], of, self.size).astype(np.float64) for of in (values, loose)]
         return sums_2D[0], sums_2D[1]
 
@@ -143,7 +150,7 @@ class Judge:
             largest = max(largest, float(norms_N.max() / bound))
             mismatches += int(((norms_N > all_N / 2) != included_N)[honest_N].sum())
             furthest = max(furthest, float((norms(apart_D)[honest_N] / all_N[honest_N]).max()))
-            whole = max(whole, float((apart_D[shared_D] / (loose_D[shared_D] + self.slack + 1e-300)).max()))
+            whole = max(whole, float((apart_D[shared_D] / (loose_D[shared_D] + 1e-300)).max()))
         limit = 1 + self.plan.sensitivity_slack + 1e-6
         moves = f"without noise one example moves the sum by at most {largest:.6g} C, and {limit:.6g} C is allowed"
         divided = f"times {self.plan.expected_batch_size}, canaries contribute what clipping leaves, but for {furthest:.2g} of it"
@@ -179,7 +186,7 @@ class Judge:
         return [_at_most("dealt_members", len(others), 0, members), _at_most("example_keys", other_keys, 0, keys)]
 
     def noise(self) -> list[Check]:
-        """Every number that the source gave is in the released sum once, with the stated scale, is new, and is a Gaussian one."""
+        """Every number that the source gave is in the released sum once, is new, and of the stated Gaussian."""
         # The noise is judged by what the audited run states, never by what the sandbox says that it used.
         plan, sigma, adaptive = self.plan, self.audited.noise_multiplier, self.audited.adaptive_clipping
         sigma = sigma if adaptive is None else adaptive.gradient_noise_multiplier(sigma)
@@ -192,7 +199,18 @@ class Judge:
             f"the released noise has {ratio:.5f} times the planned standard deviation {sigma:.6g} C ({z.size} values)"
         )
         asked = f"the noise source was asked for {fewest} to {most} numbers a step over all ranks, for {self.size} coordinates"
-        asked_well = fewest == most == self.size and not np.isnan(draws_AD).any()
+        each = [noted["num_draws"] == len(noted["after"]) for ranks in self.ranks_A for noted in ranks]
+        asked_well = fewest == most == self.size and all(each)
+        apart = self.handed_AD != self.sums_AD / plan.expected_batch_size
+        deviations = [
+            deviation * step / (sigma * bound) - 1
+            for ranks, step, bound in zip(self.ranks_A, self.steps_A, self.bounds_A, strict=True)
+            for noted in ranks
+            for deviation in noted["deviations"]
+        ]
+        off = max(map(abs, deviations), default=0.0)
+        scale = f"the source is asked for the stated deviation sigma C but for {off:.2g} of it"
+        steps = f"{int(apart.sum())} coordinates that the optimizer got are no whole steps of the sums, divided by the batch size"
         squares, edges = float((z**2).sum()), np.arange(-5, 5.5, 0.5)
         variance_p = 2 * min(stats.chi2.cdf(squares, z.size), stats.chi2.sf(squares, z.size))
         beyond_p = [stats.binomtest(int((z > edge).sum()), z.size, stats.norm.sf(edge)).pvalue for edge in edges]
@@ -201,39 +219,49 @@ class Judge:
             random_check("noise_variance", min(1.0, variance_p), whole, statistic=ratio),
             random_check("noise_tails", min(1.0, len(edges) * min(beyond_p)), tails),
             fact("one_draw_per_coordinate", asked_well, asked, statistic=float(most), threshold=self.size),
+            _at_most("whole_steps", int(apart.sum()), 0, steps),
+            _at_most("stated_deviation", off, 1e-9, scale),
         ]
         if not asked_well:
             return checks
         found = [self.due(*pair) for pair in zip(self.included_AN[noisy], self.bounds_A[noisy], strict=True)]
         due_TD, loose_TD = (np.stack(column) for column in zip(*found, strict=True))
         drawn_TD, is_hostile_D = draws_AD[noisy], np.bincount(self.at_K[~self.known_K], minlength=self.size) > 0
-        apart_TD = np.abs((sums_TD - due_TD) / std_T1 - drawn_TD)
-        beyond_TD = apart_TD - (loose_TD + self.slack) / std_T1 - 1e-6
-        beyond = float(beyond_TD[:, ~is_hostile_D].max())
-        reach = (
-            f"on every coordinate sums and the numbers drawn are released, and {max(beyond, 0.0):.2g} sigma C besides"
+        steps_T1 = self.steps_A[noisy, None]
+        # Where one canary is, its contribution was rounded to a step; a crowd's members are whole steps.
+        beyond_TD = (
+            np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / steps_T1) - loose_TD / steps_T1 - (self.owner_D >= 0)
         )
-        # The numbers of silent steps did not reach the weights, but they must not come again either. Of doubles none are equal by
-        # chance; of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are, but for the sign.
+        beyond = float(beyond_TD[:, ~is_hostile_D].max())
+        reach = f"on every coordinate sums and the numbers drawn are released, and {max(beyond, 0.0):.2g} steps besides"
+        # Where there is no gradient the optimizer gets noise alone.
+        differing = int((self.whole_AD[noisy][:, quiet_D] != drawn_TD[:, quiet_D]).sum())
+        exact = (
+            f"where there is no gradient, {differing} of {z.size} released coordinates are not the very number drawn"
+        )
+        # The numbers of silent steps did not reach the weights, but they must not come again either.
+        # Of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are equal by
+        # chance, but for the sign.
         duplicates = draws_AD.size - np.unique(np.abs(draws_AD)).size
-        disguised = float((drawn_TD.astype(np.float32) == drawn_TD).mean())
-        spacing = 0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier)
+        spacing = float((self.steps_A / (sigma * self.bounds_A)).max())
         chance = draws_AD.size**2 * spacing / (2 * math.sqrt(math.pi))
         most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
         equal = (
             f"{duplicates} of {draws_AD.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
         )
-        single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
-        # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, where single precision errs by 6e-8.
-        numbers = drawn_TD[:, quiet_D]
-        rounded = float((np.abs(z - numbers) / np.maximum(np.abs(numbers), 1e-300)).max())
-        double = f"what the optimizer gets differs from noise added in double precision by {rounded:.2g} of itself"
+        # A number of b > 24 bits has no more than 24 by chance once in 2^(b - 24).
+        disguised = float((drawn_TD.astype(np.float32) == drawn_TD).mean())
+        by_chance = float(np.minimum(1.0, 2.0 ** (24 - np.frexp(drawn_TD.astype(float))[1])).mean())
+        single = (
+            f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma (chance gives "
+            f"{by_chance:.2g})"
+        )
         return [
             *checks,
-            _at_most("added_in_double", rounded, 1e-10, double),
+            _at_most("added_exactly", differing, 0, exact),
             _at_most("draws_reach_the_weights", beyond, 0, reach),
             _at_most("draws_are_new", duplicates, most_by_chance, equal),
-            _at_most("double_precision", disguised, 1e-3, single),
+            _at_most("more_than_single_precision", disguised, 2 * by_chance + 1e-3, single),
         ]
 
     def charges(self) -> list[Check]:
@@ -286,8 +314,8 @@ class Judge:
     def counts(self) -> list[Check]:
         """Released counts are centred, of members alone, and noised once, with the stated deviation; C follows them.
 
-        What an attempt notes is the noised centred count, the number drawn for it (NaN where the source was not asked exactly
-        once), the fraction that was published, and C after it.
+        What an attempt notes is the noised centred count, the number drawn for it, in standard deviations (NaN where the source
+        was not asked exactly once), the fraction that was published, and C after it.
         """
         adaptive = self.audited.adaptive_clipping
         assert adaptive is not None

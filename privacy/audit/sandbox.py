@@ -14,6 +14,7 @@ process, so that nothing that is audited has to report about itself. Rank 0 judg
 
 import contextlib
 import io
+import math
 import os
 import pickle
 import secrets
@@ -232,25 +233,21 @@ class Tape(Watcher):
         """Empties what belongs to a single attempt."""
         self._is_silent = True
         self._drawn: list[Tensor] = []
+        self._deviations: list[float] = []
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._handed = np.zeros(0)
         self._released_at, self._least_entropy = 0, sys.maxsize
 
-    # The two methods of a noise source.
-
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return self._kept(lambda: self._source.standard_normal(count, device), 1.0)
+    # The method of a noise source.
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return self._kept(lambda: self._source.rounded_normal(deviation, count, device), deviation)
-
-    def _kept(self, draw: Callable[[], Tensor], deviation: float) -> Tensor:
-        """Keeps what was drawn in units of its standard deviation; in silent steps it does not reach the weights."""
+        """Keeps the whole numbers that were drawn; in silent steps they do not reach the weights."""
         self._release()
         before = self._entropy_bytes
-        drawn = draw()
+        drawn = self._source.rounded_normal(deviation, count, device)
         self._least_entropy = min(self._least_entropy, self._entropy_bytes - before)
-        self._drawn.append(drawn.detach().cpu().double() / deviation)
+        self._drawn.append(drawn.detach().to("cpu", torch.int64, copy=True))
+        self._deviations.append(deviation)
         return torch.zeros_like(drawn) if self._is_silent else drawn
 
     def _release(self) -> None:
@@ -335,22 +332,24 @@ class Tape(Watcher):
         return _flat([state.tensors["param"] for state in self.run.parts.engine.state()]).copy()
 
     def _end(self, plan: Dealt, used: float, before: np.ndarray, after: np.ndarray, record: StepRecord) -> None:
-        drawn, count = torch.cat(self._drawn).numpy() if self._drawn else np.zeros(0), None
+        drawn, count = torch.cat([torch.zeros(0, dtype=torch.int64), *self._drawn]).numpy(), None
         published = record.public.get("privacy/noised_unclipped_fraction")
         if published is not None:  # rank 0 noises the count after all else
             # What was published is a fraction of the public batch size, centred at one half.
-            value, alone = (published.value - 0.5) * self.run.plan.expected_batch_size, np.zeros(0)
+            value, alone = (published.value - 0.5) * self.run.plan.expected_batch_size, drawn[:0]
             if collectives.rank() == 0:
                 drawn, alone = drawn[: len(after)], drawn[len(after) :]
             moved = self.run.mechanism.clipped.max_grad_norm
-            count = value, float(alone[0]) if len(alone) == 1 else np.nan, published.value, moved
+            noise = alone[0] / self._deviations.pop() if len(alone) == 1 else math.nan
+            count = value, noise, published.value, moved
         ids, keys = (torch.cat(column).cpu().numpy() for column in zip(*self._seen, strict=True))
-        # A source that was asked for another number leaves no numbers that could be laid beside the coordinates: NaN says so.
+        # A source that was asked for another number leaves no numbers that could be laid beside the coordinates.
         self.attempts.append(
             {
                 "step": plan.step, "session": self.session, "silent": self._is_silent, "bound": used, "before": before,
-                "after": after, "draws": drawn if len(drawn) == len(after) else np.full(len(after), np.nan),
-                "num_draws": len(drawn), "handed": self._handed, "ids": ids, "keys": keys.view(np.uint64), "count": count,
+                "after": after, "draws": drawn if len(drawn) == len(after) else np.zeros(len(after), np.int64),
+                "num_draws": len(drawn), "deviations": self._deviations, "handed": self._handed, "ids": ids,
+                "keys": keys.view(np.uint64), "count": count,
                 "released_at": self._released_at, "least_entropy": self._least_entropy,
             }
         )  # fmt: skip

@@ -156,7 +156,7 @@ class Accounting(Part):
     accountant_python: str = Field(description="Version of Python that computed this card.")
     statement: str = Field(description="How the claim is computed.")
     value_interval: float | None = Field(None, description="Grid of the privacy loss distribution, where there is one.")
-    noise_tail_delta: float | None = Field(None, description="What the noise's bounded support costs.")
+    noise_tail_delta: float | None = Field(None, description="What the bounded support of noise of version 0.1 costs.")
     epsilon_target: Epsilon = Field(None, description="What sigma was calibrated to.")
     epsilon_planned: Epsilon = Field(None, description="Epsilon of the planned steps without a crash.")
     epsilon_with_reserve: Epsilon = Field(None, description="Epsilon of all allowed attempts.")

@@ -200,7 +200,7 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
     planned, _ = accounting.claimed_epsilon([plan.release_group(plan.num_steps)], delta)
     reserve, _ = accounting.claimed_epsilon([plan.release_group(plan.max_intents)], delta)
     numbers = numbers.updated(
-        epsilon=claim, value_interval=interval, noise_tail_delta=tail, epsilon_target=plan.target_epsilon,
+        epsilon=claim, value_interval=interval, noise_tail_delta=tail or None, epsilon_target=plan.target_epsilon,
         epsilon_planned=planned, epsilon_with_reserve=reserve, epsilon_rdp=accounting.epsilon_rdp(groups, delta),
     )  # fmt: skip
     if claim > accounting.LARGEST_DETAILED_EPSILON:

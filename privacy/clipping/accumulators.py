@@ -45,10 +45,13 @@ All this compares x with zeros in its place, and privacy/sampling/rows.py makes 
 fixed number, so that all others stand alike whether x is drawn or not. Were the rows behind x to close up instead, other
 micro-batches would form, whose products all round anew: no useful bound.
 
-The owner's total becomes fp64 at the end. Below 2^53 units that is exact, as in every sum of 6 bytes; for fp64 models it may
-round once, by 2^-53 of the sum, which is below 2^-32 C for a million examples.
+Sums stay whole until the owner has added noise, which is whole in the same unit (privacy/noise.py); what becomes of it then, in
+fp64, is post-processing. So the step is never finer than the noise can be drawn: where sigma is so large that the deviation
+would pass 2^50 units, h is coarser, before anything is rounded (`Grid.of`). (Coarser noise on a finer sum would leave the sum's
+last bits as they are.)
 
-Where C is infinite or no noise is added, nothing is promised and small gradients matter: there sums are plain fp64.
+A step is there exactly where noise is. Where C is infinite or no noise is added, nothing is promised and small gradients matter:
+there sums are plain fp64.
 """
 
 import functools
@@ -64,6 +67,7 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 from ..releases import SENSITIVITY_SLACK
+from ..rounded_normal import MOST_DEVIATION, deviation_in_units
 from .fused import fused
 from .precision import has_fp32_products_of_bf16
 
@@ -101,7 +105,7 @@ class Grid:
     2^bits (1 + r) whatever C is, so that `bits` and the layout stay where C moves (adaptive clipping).
 
     Attributes:
-        bits: from the number of coordinates and the cap, so it is the same on any number of ranks; 0 without a grid.
+        bits: from the numbers of coordinates, the cap and sigma, so it is the same on any number of ranks; 0 without a grid.
         layout: 6 bytes a coordinate where this rank's rows fit, else 8.
         rows: examples, padding included, that this rank may add in one logical batch; None without a grid.
     """
@@ -111,16 +115,25 @@ class Grid:
     rows: int | None = None
 
     @classmethod
-    def of(cls, num_coordinates: int, dtype: torch.dtype, cap: int | None = None, rows: int | None = None) -> "Grid":
+    def of(
+        cls,
+        num_coordinates: int,
+        dtype: torch.dtype,
+        cap: int | None = None,
+        rows: int | None = None,
+        *,
+        noise_multiplier: float = 1.0,
+    ) -> "Grid":
         """The finest step for which sums fit into 6 bytes, or the coarsest that the bound allows, in as many bytes as it takes.
 
         Args:
             dtype: of gradients; those of fp64 models deserve a finer step than 6 bytes hold.
             cap: the most examples of a logical batch on all ranks together; None gives room for UNDECLARED_CAP.
             rows: see the attribute; by default twice the cap, which leaves room for padding.
+            noise_multiplier: sigma; in units of the step the noise of any C has a standard deviation of at most 2^50.
 
         Raises:
-            PrivacyConfigError: no layout has room for so many rows of so many coordinates.
+            PrivacyConfigError: no layout has room for so many rows of so many coordinates, or no step for so much noise.
         """
         # sqrt(d) h <= 2^-13 C also for the smallest C of its binade: d 4^13 <= 4^(bits - 1).
         least = next(bits for bits in itertools.count(1) if num_coordinates * 4**13 <= 4 ** (bits - 1))
@@ -139,6 +152,15 @@ class Grid:
         # The cap decides and not this rank's rows, so that the step is the same on any number of ranks. Four times the cap: the
         # twofold rows that callers ask for then fit with the padding of a last micro-batch.
         bits = max(least, next((bits for bits in range(61, 0, -1) if fits(4 * room, bits, limit)), 0))
+        # The largest C of a binade is a hair below 2^e, and in units of 2^(e - bits) the deviation grows with C.
+        largest_std = noise_multiplier * math.nextafter(1.0, 0.0)
+        while bits >= least and deviation_in_units(largest_std, bits) > MOST_DEVIATION:
+            bits -= 1
+        if bits < least:
+            raise PrivacyConfigError(
+                f"noise of {noise_multiplier:g} C on {num_coordinates:,} numbers passes what is drawn exactly, 2^50 steps of "
+                "their sum: take a smaller noise multiplier"
+            )
         if not is_fine and fits(rows, bits, LARGEST_SPLIT):
             return cls(bits, "int32+int16", rows)
         if not fits(max(rows, 2 * most), bits, LARGEST_INT64):
@@ -171,6 +193,10 @@ class Unit:
 
     exponent: int
     largest: int
+
+    def whole(self, values: Tensor, num_examples: int) -> Tensor:
+        """Returns int64: a sum of `num_examples` examples, fp64, rounded once. The values are written over."""
+        return _rounded(values, torch.int64, False, 2.0**self.exponent, float(num_examples * self.largest))[0]
 
 
 class Total:
@@ -489,3 +515,11 @@ class LocalSums(Accumulator):
 def real(values: Tensor, exponent: int) -> Tensor:
     """fp64 numbers that int64 multiples of 2^-exponent stand for; rounded where they have more than 53 bits."""
     return values.double().mul_(2.0**-exponent)
+
+
+def real_(values: Tensor, exponent: int) -> Tensor:
+    """Returns what `real` does, in the memory of the values, which are gone afterwards: contiguous int64."""
+    numbers = values.view(torch.float64)
+    for some in blocks(values.numel(), PIECE_ENTRIES[1]):
+        numbers.view(-1)[some] = real(values.view(-1)[some], exponent)
+    return numbers

@@ -65,7 +65,7 @@ class CertifiedSum(ClippedSum):
             self_check=self_check,
         )  # fmt: skip
 
-    def _grid(self, cap: int | None, rows: int | None) -> Grid:
+    def _grid(self, cap: int | None, rows: int | None, noise_multiplier: float) -> Grid:
         """Whole numbers come as such, with room for them by the choice of the lattice."""
         return Grid(layout="int64")
 
@@ -75,6 +75,10 @@ class CertifiedSum(ClippedSum):
         super()._set_bound(value)
         self._num_coordinates = sum(self._numel.values())
         self._function = self._make_function(self._names, self.lattice.target(self._num_coordinates))
+
+    @property
+    def exponent(self) -> int:
+        return self.lattice.exponent
 
     @property
     def sensitivity(self) -> float:

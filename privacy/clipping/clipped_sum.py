@@ -29,10 +29,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
+from ..adaptive_clipping import COUNT_SENSITIVITY, SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
-from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, add_together, blocks
+from ..rounded_normal import MOST_DEVIATION, deviation_in_units
+from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, Unit, add_together, blocks
 from .checked import require_passed, trained, writes_to
 from .compiled import compiled_weights
 from .contributions import ChunkedOuterProducts, Contribution, in_full, is_short, may_cancel, without
@@ -84,7 +85,8 @@ class ClippedSum:
         accumulator: made from (shapes, grid, device); takes the sums.
         cap: the most examples of a logical batch on all ranks, and `rows`, padding included, on this one: sums then take 6 bytes
             a coordinate where that many fit, else 8. Without them there is room for a million.
-        has_noise: without it sums are fp64, and keep gradients far below C.
+        noise_multiplier: sigma. 0 is without noise: sums are then fp64, and keep gradients far below C. They are whole multiples
+            of a step otherwise, which is coarser where sigma is in the thousands.
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
         device: where the model computes, if its parameters wait elsewhere.
         self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
@@ -107,7 +109,7 @@ class ClippedSum:
         accumulator: MakeAccumulator = LocalSums,
         cap: int | None = None,
         rows: int | None = None,
-        has_noise: bool = True,
+        noise_multiplier: float = 1.0,
         adaptive: AdaptiveClipping | None = None,
         device: torch.device | None = None,
         self_check: bool = True,
@@ -148,7 +150,11 @@ class ClippedSum:
         self._small = {name for name, end in zip(by_size, ends, strict=True) if end <= WRITTEN_ENTRIES}
         self._names, self._dtype, self._device = list(parameters), wide_dtype(first.dtype), device or first.device
         require_exact_products(self._device, self._dtype, (shapes[name] for name in parameters))
-        self.grid = self._grid(cap, rows) if has_noise and max_grad_norm < math.inf else Grid()
+        if adaptive is not None:  # the sum alone has a little more noise
+            noise_multiplier = adaptive.gradient_noise_multiplier(noise_multiplier)
+        has_noise = noise_multiplier > 0 and max_grad_norm < math.inf
+        self.grid = self._grid(cap, rows, noise_multiplier) if has_noise else Grid()
+        self.count_unit = None if adaptive is None else _count_unit(adaptive, cap)
         self.accumulator = accumulator({name: shapes[name] for name in parameters}, self.grid, self._device)
         self._make_function = function
         self.adaptive = adaptive
@@ -163,8 +169,14 @@ class ClippedSum:
             self._recorder, self._recorded_by = Recorder(claims(self._model, self._shapes), self._at_rest), made_for
         return self._recorder
 
-    def _grid(self, cap: int | None, rows: int | None) -> Grid:
-        return Grid.of(sum(self._numel.values()), self._dtype, cap, rows)
+    def _grid(self, cap: int | None, rows: int | None, noise_multiplier: float) -> Grid:
+        return Grid.of(sum(self._numel.values()), self._dtype, cap, rows, noise_multiplier=noise_multiplier)
+
+    @property
+    def exponent(self) -> int | None:
+        """f of this logical batch, whose sums are whole multiples of 2^-f; None where they are fp64, for want of noise."""
+        unit = self.accumulator.unit
+        return None if unit is None else unit.exponent
 
     @property
     def max_grad_norm(self) -> float:
@@ -210,11 +222,18 @@ class ClippedSum:
             raise PrivacyConfigError(
                 "no noise hides an example whose gradient is not clipped: give a finite max_grad_norm"
             )
-        if noise_multiplier > 0 and self.grid.layout == "float64":
+        exponent, releases = self.exponent, step_releases(noise_multiplier, self.sensitivity, self.adaptive)
+        if (exponent is None) != (noise_multiplier == 0):
             raise PrivacyConfigError(
-                "sums that were made without noise round by more than the noise hides: give ClippedSum has_noise=True"
+                "sums are whole multiples of a step exactly where they get noise, which hides what rounding moves: give "
+                f"ClippedSum noise_multiplier={noise_multiplier:g}"
             )
-        return step_releases(noise_multiplier, self.sensitivity, self.adaptive)
+        if exponent is not None and deviation_in_units(releases[0]["std"], exponent) > MOST_DEVIATION:
+            raise PrivacyConfigError(
+                f"noise of {noise_multiplier:g} C passes what is drawn exactly in steps of this sum: give ClippedSum "
+                f"noise_multiplier={noise_multiplier:g}, which takes a coarser step"
+            )
+        return releases
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, this process's part of the clipped sum), of an accumulator that holds it whole."""
@@ -475,6 +494,17 @@ class ClippedSum:
         if into is not slot:
             slot.total.add([into.total.low], len(weight_B))
         self.accumulator.filled(name)
+
+
+def _count_unit(adaptive: AdaptiveClipping, cap: int | None) -> Unit | None:
+    """The step of the count of unclipped examples, which is a sum over one coordinate.
+
+    What an example adds lies anywhere from -1/2 to 1/2 (functions.unclipped), so a step of 1/2 would let
+    one example move the rounded count by two steps: a sum just below 1/4 rounds to 0, and to 1 with 1/2
+    more and its last bit off. As elsewhere the step is at most 2^-13 of the sensitivity.
+    """
+    multiplier = adaptive.unclipped_num_std / COUNT_SENSITIVITY
+    return Grid.of(1, torch.float64, cap, noise_multiplier=multiplier).unit(COUNT_SENSITIVITY)
 
 
 def require_unwritten(writes: Writes, who: str) -> None:

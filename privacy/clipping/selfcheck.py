@@ -396,7 +396,7 @@ def _among_neighbours(
 def _weighted(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, Inputs], Found]]:
     """What the clipping rules make of batches in which rows count for their weight; those of weight 0 are padding."""
     # Nothing is clipped here, and no gradient is too small to be compared: fp64 sums.
-    with _clipped(model, 1.0, tuple(weight_B.tolist()), has_noise=False) as (clipped, _):
+    with _clipped(model, 1.0, tuple(weight_B.tolist()), noise_multiplier=0.0) as (clipped, _):
         clipped._record().compares = True
 
         def together(task: Task, batch: Inputs) -> Found:

@@ -57,6 +57,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "unit?": str, "shared_ledger?": (str, type(None)), "head?": dict, "behind?": list,
         "max_examples_per_owner?": lambda value: value is None or is_positive(value),
         "noised_coordinates?": lambda value: value is None or is_positive(value),
+        "sum_exponent?": lambda value: value is None or type(value) is int, "sum_exponents?": dict,
     },
     "session": {
         "nonce": lambda value: is_hex(value, 2 * NONCE_BYTES), "mirror": bool, "environment": dict, f"{RESTARTED}?": bool,

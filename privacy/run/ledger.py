@@ -42,7 +42,6 @@ class RunLedger:
         facts = state and (dict(state.attempts), state.closed is not None, state.checkpointed_step, state.opened)
         self.attempts, self.is_closed, self.checkpointed_step, opened = collectives.on_main(lambda: facts)  # type: ignore[misc]
         self.opened: Recorded = opened  # the fields of the ledger's first line
-        self.noised_coordinates = opened.get("noised_coordinates")
 
     def release(self) -> None:
         """Closes rank 0's files; another program may then open the ledger."""
@@ -195,12 +194,13 @@ class Opening(NamedTuple):
         plan: made for a new run; the frozen one, which is what was asked for, of one that is there.
         ledger: of a run that is there, opened without writing to it (`RunLedger.mend` does); None for a new one.
         create: makes ledger and key of a new run, when nothing else refuses its start: a shared ledger reserves its budget here.
-            It takes the number of noised coordinates, which stands in the ledger from its opening.
+            It takes what stands in the ledger from its opening: the number of noised coordinates, and f of the sums at the plan's
+            C, None without noise.
     """
 
     plan: PrivacyPlan
     ledger: RunLedger | None
-    create: Callable[[int], RunLedger]
+    create: Callable[[int, int | None], RunLedger]
 
 
 def open_ledger(
@@ -233,11 +233,12 @@ def open_ledger(
 
     recorded, plan = collectives.on_main(planned)
 
-    def open_now(noised: int | None = None) -> RunLedger:
+    def open_now(noised: int | None = None, exponent: int | None = None) -> RunLedger:
         opened = list[tuple[Ledger, SamplingKey]]()  # on rank 0; the others read the key themselves
 
         def open_on_main() -> str:
-            fields = {"commit": environment()["commit"], "noised_coordinates": noised, **described(recorded, plan)}
+            fields = {"commit": environment()["commit"], "noised_coordinates": noised, "sum_exponent": exponent}
+            fields |= described(recorded, plan)
             ledger, key = open_run_state(
                 folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
                 has_checkpoint=has_checkpoints(folder.checkpoints), members=folder.members, mended=False,

@@ -4,6 +4,7 @@
 closes. A side (trainer/run/start.py, privacy/loop/opening.py) says what it trains and reads, and adds its own checks.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -142,20 +143,28 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
                 ledger.mend()  # the crash may have come between the end and its signature
             return Finished(ledger, resumed)
         found = ledger, resumed
+        require_drawn_noise(folder, opening.plan, resumed)
         restarted = collectives.on_main(lambda: begins_again(folder, *found, may_restart=start.may_restart))
     else:
         collectives.on_main(lambda: require_no_checkpoint(folder))
     parts = start.build(opening.plan, resumed)
     noised = sum(parts.engine.layout.count(rank) for rank in range(collectives.world_size()))
-    stated = None if ledger is None else ledger.noised_coordinates
-    if ledger is not None and stated not in (None, noised):  # too large a number would refute honest noise
-        raise ConfigError(
-            f"{folder.ledger}: the run was opened with {stated:,} trained numbers, and this model has "
-            f"{noised:,}: give the model that it began with, or start another run folder"
-        )
+    exponent = first_exponent(parts.clipped, opening.plan)
+    if ledger is not None:
+        stated, step = ledger.opened.get("noised_coordinates"), ledger.opened.get("sum_exponent")
+        if stated not in (None, noised):  # too large a number would refute honest noise
+            raise ConfigError(
+                f"{folder.ledger}: the run was opened with {stated:,} trained numbers, and this model has "
+                f"{noised:,}: give the model that it began with, or start another run folder"
+            )
+        if step not in (None, exponent):
+            raise ConfigError(
+                f"{folder.ledger}: the run was opened with sums and noise in steps of 2^-{step}, and this model "
+                f"has 2^-{exponent}: give it the precision that it began with, or start another run folder"
+            )
     # From here on no check is left that refuses the start.
     if ledger is None:
-        ledger = opening.create(noised)
+        ledger = opening.create(noised, exponent)
         start.take_ledger(ledger)
     if is_dry:
         return Run(folder, ledger, parts, b"", resumed)
@@ -286,6 +295,26 @@ class Run:
         }
         self._checkpoints.save(self.step, states, shapes, said | dict(facts))
         self.saved = self.step
+
+
+def require_drawn_noise(folder: RunFolder, plan: PrivacyPlan, resumed: Checkpoint | None) -> None:
+    """Refuses to go on with a run of version 0.1, whose noise this version does not draw; one that has no step left may end.
+
+    Raises:
+        PrivacyStateRefused: steps are left.
+    """
+    if plan.had_doubles and (0 if resumed is None else resumed.step) < plan.num_steps:
+        raise PrivacyStateRefused(
+            f"{folder.ledger}: the run began with noise made of doubles, which is no longer drawn: export and "
+            "verify what it has, end it with version 0.1, or start another run folder"
+        )
+
+
+def first_exponent(clipped: ClippedSum, plan: PrivacyPlan) -> int | None:
+    """f of the sums at the plan's C, where C may have moved since (adaptive clipping), and f with it; None without noise."""
+    if clipped.exponent is None:
+        return None
+    return clipped.exponent + math.frexp(clipped.max_grad_norm)[1] - math.frexp(plan.max_grad_norm)[1]
 
 
 def load_newest(

@@ -13,10 +13,12 @@ import torch
 from ..adaptive_clipping import RANGE
 from ..boundary import Public, Reason
 from ..clipping import ClippedSum, MicroBatchStats
+from ..clipping.accumulators import real
 from ..errors import ConfigError
 from ..noise import NoiseSource, add_noise
 from ..plan import PrivacyPlan
 from ..releases import UNCLIPPED, Release
+from ..rounded_normal import deviation_in_units
 from . import collectives
 
 MANIFEST_KEY = "clipping_bound"
@@ -31,8 +33,8 @@ def adapt_bound(
     releases: Sequence[Release],
 ) -> dict[str, Public[float]]:
     """Moves C for the next step; returns what may be published about this one, nothing where C is constant. Collective."""
-    adaptive = clipped.adaptive
-    if adaptive is None:
+    adaptive, unit = clipped.adaptive, clipped.count_unit
+    if adaptive is None or unit is None:
         return {}
     used, batch_size = clipped.max_grad_norm, plan.expected_batch_size
     std = next(release["std"] for release in releases if release["name"] == UNCLIPPED)
@@ -40,8 +42,9 @@ def adapt_bound(
     collectives.reduce_to_main(count)
 
     def noised() -> float:
-        add_noise(count, std, noise)
-        return float(count)
+        whole = unit.whole(count, plan.max_batch_size)
+        add_noise(whole, deviation_in_units(std, unit.exponent), noise)
+        return float(real(whole, unit.exponent))
 
     fraction = adaptive.noised_fraction(collectives.on_main(noised), batch_size)
     clipped.max_grad_norm = adaptive.next_bound(used, fraction, plan.max_grad_norm)

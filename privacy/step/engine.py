@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 class GradShard(NamedTuple):
     """This rank's part of one parameter's reduced sum, one value per coordinate of the piece.
 
-    fp64; int64 in certified arithmetic, until the noise is added.
+    int64 in units of the sums' step until the noise is added, then fp64; all along fp64 where there is no noise.
     """
 
     name: str

@@ -25,13 +25,12 @@ PACKED_COORDINATES = 1 << 24
 
 
 def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard]:
-    """This rank's shards of the sums over all ranks, in its layout's order: fp64, and int64 for certified arithmetic.
+    """This rank's shards of the sums over all ranks, in its layout's order: int64 in units of 2^-`clipped.exponent`.
 
-    The sums are no longer in `clipped` afterwards. Collective.
+    Where there is no noise, and so no step, they are fp64. The sums are no longer in `clipped` afterwards. Collective.
     """
     clipped.require_repeated()
-    sums, unit = clipped.accumulator, clipped.accumulator.unit
-    exponent = 0.0 if unit is None else float(unit.exponent)
+    sums, exponent = clipped.accumulator, float(clipped.exponent or 0)
     first, second = collectives.all_reduce_sum(torch.tensor([exponent, exponent**2], dtype=torch.float64)).tolist()
     if first**2 != second * collectives.world_size():  # equal if and only if all exponents are, and known to all ranks
         raise PrivacyStateRefused(
@@ -66,13 +65,8 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         del rows
         for number, piece, some, place in parts_within(layout.owned_by(rank), start, start + size):
             if some.start == piece.offset:  # one tensor a piece, made when its turn comes
-                values = torch.empty(
-                    piece.length, dtype=mine.dtype if unit is None else torch.float64, device=mine.device
-                )
-                shards[number] = shards[number]._replace(values=values)
-            part = shards[number].values[some.start - piece.offset : some.stop - piece.offset].copy_(mine[place])
-            if unit is not None:
-                part.mul_(2.0**-unit.exponent)
+                shards[number] = shards[number]._replace(values=mine.new_empty(piece.length))
+            shards[number].values[some.start - piece.offset : some.stop - piece.offset] = mine[place]
     return shards
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..clipping.accumulators import Accumulator, Grid, Slot, Total, Unit, real
+from ..clipping.accumulators import Accumulator, Grid, Slot, Total, Unit
 from . import collectives
 from .engine import GradShard, Piece, ShardLayout, runs, split
 
@@ -108,13 +108,9 @@ class ShardedSums(Accumulator):
         self._next += 1
 
     def to_owners(self, layout: ShardLayout) -> list[GradShard]:
-        """The complete sums, moved to the ranks that own the coordinates; what was kept of them here is freed.
-
-        In fp64; in int64 where there is no unit, in certified arithmetic.
-        """
+        """The complete sums, moved to the ranks that own the coordinates; what was kept of them here is freed."""
         rank = collectives.rank()
-        kind = self.sum_dtype if self.unit is None else torch.float64
-        owned = torch.empty(layout.count(rank), dtype=kind, device=self.device)
+        owned = torch.empty(layout.count(rank), dtype=self.sum_dtype, device=self.device)
         owners = [_placed(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
             outgoing = [[here for here, _ in _shared(bucket.pieces(rank), owner)] for owner in owners]
@@ -130,8 +126,7 @@ class ShardedSums(Accumulator):
             position = 0
             for span in itertools.chain.from_iterable(incoming):
                 length = span.stop - span.start
-                values = received[position : position + length]
-                owned[span] = values if self.unit is None else real(values, self.unit.exponent)
+                owned[span] = received[position : position + length]
                 position += length
         return split(owned, layout.owned_by(rank))
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ..boundary import Private, Public, Reason
 from ..clipping import ClippedSum, MicroBatchStats
-from ..clipping.accumulators import real
+from ..clipping.accumulators import real_
 from ..clipping.recorder import Task
-from ..noise import NoiseSource, add_noise, add_rounded_noise
+from ..noise import NoiseSource, add_noise
 from ..plan import PrivacyPlan
 from ..releases import Release
+from ..rounded_normal import deviation_in_units
 from . import clock, collectives
 from .adaptive_bound import FRACTION, adapt_bound
 from .engine import Engine, GradShard, to_device
@@ -58,7 +59,7 @@ class Mechanism:
     Attributes:
         clipped: the plan's clipper, on the engine's module.
         task: maps the inputs of a micro-batch to one loss per example; the engine's module, or a function that calls it.
-        noise: gives the owner of a shard its standard normals.
+        noise: gives the owner of a shard its rounded normals.
         learning_rate: gives the rate of a step, from 1 on.
         note_charge: learns of a step just before ranks agree on its charge, for whoever watches over them.
     """
@@ -116,15 +117,10 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     shards = reduce_to_owners(clipped, engine.layout)
     laps.end("reduction")
     collectives.require_sound(engine.device)  # no noise hides what is incomplete
-    if plan.lattice is not None:  # whole numbers until the noise is in them
-        deviation = plan.lattice.noise_deviation(plan.noise_multiplier)
-        for number in range(len(shards)):  # by number: what a loop variable holds is not freed
-            add_rounded_noise(shards[number].values, deviation, mechanism.noise)
-            shards[number] = shards[number]._replace(values=real(shards[number].values, plan.lattice.exponent))
-    else:
-        for number in range(len(shards)):
-            add_noise(shards[number].values, noise_std, mechanism.noise)
-    for number in range(len(shards)):
+    for number in range(len(shards)):  # by number: what a loop variable holds is not freed
+        if clipped.exponent is not None:  # whole numbers until the noise is in them; without noise there is no step
+            add_noise(shards[number].values, deviation_in_units(noise_std, clipped.exponent), mechanism.noise)
+            shards[number] = shards[number]._replace(values=real_(shards[number].values, clipped.exponent))
         shards[number].values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
     laps.end("noise")
     norm, noised = _norm(shards, noise_std / plan.expected_batch_size)

@@ -104,8 +104,9 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
         ("two_pass", sharded, "two_pass"),
     ]:
         clipped = ClippedSum(
-            engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, mode=mode, self_check=False
-        )  # type: ignore[arg-type]
+            engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, mode=mode, self_check=False,
+            noise_multiplier=0.0,
+        )  # type: ignore[arg-type]  # fmt: skip
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         run.ledger = StrictLedger()
         with Collectives() as seen:

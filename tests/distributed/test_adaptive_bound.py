@@ -45,12 +45,12 @@ class OnlyAfterAnIntent(SystemNoise):
         self._ledger, self._counts = ledger, list(counts)
         self.num_count_draws = 0
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
         assert self._ledger.open_intent, "noise is drawn before the intent is durable"
         if count > 1:
-            return torch.zeros(count, dtype=torch.float64)
+            return torch.zeros(count, dtype=torch.int64)
         self.num_count_draws += 1
-        return torch.tensor([self._counts.pop(0)], dtype=torch.float64)
+        return torch.tensor([round(deviation * self._counts.pop(0))])
 
 
 def adaptive_run(

@@ -16,6 +16,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.noise import SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
+from privacy.rounded_normal import deviation_in_units
 from privacy.step import collectives
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
@@ -120,9 +121,6 @@ class Recorded(SystemNoise):
         self.draws.append((deviation, draw))
         return draw
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        raise AssertionError("certified arithmetic draws integers only")
-
 
 def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any, Any]:
     """Each engine's sums, the noise of one step, and what reached the optimizer."""
@@ -160,7 +158,7 @@ def test_each_owner_adds_whole_numbers_once_and_then_divides(every: bool, two_ra
         for case, (sums, draws, arrived) in rank.items():
             assert len(sums) == len(draws) == len(arrived), case
             for total, (deviation, draw), values in zip(sums, draws, arrived, strict=True):
-                assert deviation == lattice.noise_deviation(0.5)
+                assert deviation == deviation_in_units(0.5 * lattice.bound, lattice.exponent)
                 assert torch.equal(values, (total + draw).double() * 2.0**-lattice.exponent / NUM_EXAMPLES)
                 every.append(draw.double() / deviation)
     normal = torch.cat(every)

@@ -21,6 +21,7 @@ from data.batch import Batch
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import real
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
@@ -106,10 +107,10 @@ class RecordedNoise(SystemNoise):
     def __init__(self) -> None:
         self.draws: list[Tensor] = []
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        draw = super().standard_normal(count, device)
-        assert draw.dtype == torch.float64
-        self.draws.append(draw)
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        draw = super().rounded_normal(deviation, count, device)
+        assert draw.dtype == torch.int64
+        self.draws.append(draw.double() / deviation)
         return draw
 
 
@@ -161,7 +162,8 @@ def rank_clipped_sums(device: torch.device, cases: list[Case], c: float) -> dict
         clipped = ClippedSum(engine.module, c, shapes=engine.shapes, self_check=False)
         for batch in micro_batches(pairs(), case[1]):
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
-        found[case] = {f"{s.name}|{s.offset}": s.values for s in reduce_to_owners(clipped, engine.layout)}
+        shards = reduce_to_owners(clipped, engine.layout)
+        found[case] = {f"{s.name}|{s.offset}": real(s.values, clipped.exponent) for s in shards}
     return found
 
 
@@ -192,7 +194,7 @@ def rank_three_steps(
     found = {}
     for name, stage in engines:
         engine = build(device, name, stage)
-        clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes, has_noise=False, self_check=False)
+        clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes, noise_multiplier=0.0, self_check=False)
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         for step in (1, 2, 3):
             train_step(run, step, iter(micro_batches(pairs(), counts)))
@@ -228,7 +230,7 @@ CPU = {"device": "cpu"}
 
 
 def clipped_steps(engine: Engine, num_steps: int) -> dict[str, Tensor]:
-    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False)
+    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, noise_multiplier=0.0, self_check=False)
     run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
     for step in range(1, num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), (5, 2))))

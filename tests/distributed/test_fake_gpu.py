@@ -101,8 +101,8 @@ def loop(device: torch.device) -> dict[str, Any]:
 
 
 class FromTheCpu(SystemNoise):
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return super().standard_normal(count, torch.device("cpu"))
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return super().rounded_normal(deviation, count, torch.device("cpu"))
 
 
 def step_with(wrong: str) -> str | None:

@@ -141,9 +141,9 @@ class Counting(SystemNoise):
         super().__init__()
         self.counts: list[int] = []
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
         self.counts.append(count)
-        return super().standard_normal(count, device)
+        return super().rounded_normal(deviation, count, device)
 
 
 NOISY_STEPS = 20

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.batch import Batch
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import LocalSums
+from privacy.clipping.accumulators import LocalSums, real
 from privacy.step import collectives as distributed
 from privacy.step.engine import Engine, Piece, ShardLayout
 from privacy.step.reduction import reduce_to_owners
@@ -91,10 +91,11 @@ class NamedNoise:
         owned = engine.layout.owned_by(distributed.rank())
         self._pieces = ((step, piece) for step in itertools.count(first_step) for piece in owned)
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
         step, piece = next(self._pieces)
         assert count == piece.length
-        return torch.from_numpy(normals(step, piece, self._shapes[piece.name])).to(device)
+        whole = (normals(step, piece, self._shapes[piece.name]) * deviation).round().astype(np.int64)
+        return torch.from_numpy(whole).to(device)
 
 
 def normals(step: int, piece: Piece, shape: torch.Size) -> np.ndarray:
@@ -129,6 +130,7 @@ def _steps(device: torch.device, case: Case, num_steps: int) -> dict[str, Tensor
         shapes=engine.shapes,
         mode="two_pass" if case.engine == TWO_PASS else "bookkeeping",
         accumulator=ACCUMULATORS[case.accumulation],
+        noise_multiplier=sigma,
         self_check=False,
     )
     run = a_mechanism(engine, clipped, NamedNoise(engine), sigma, NUM_EXAMPLES)
@@ -277,7 +279,7 @@ def _bf16_sums(
         squared_error, squared = 0.0, 0.0
         for shard in reduce_to_owners(clipped, engine.layout):
             part = exact[shard.name][shard.offset : shard.offset + shard.values.numel()]
-            squared_error += float((shard.values - part).square().sum())
+            squared_error += float((real(shard.values, clipped.exponent) - part).square().sum())
             squared += float(part.square().sum())
         clipped.detach()
         errors.append((squared_error / squared) ** 0.5)

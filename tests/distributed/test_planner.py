@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import Grid, LocalSums
+from privacy.clipping.accumulators import Grid, LocalSums, real_
 from privacy.step import collectives
 from privacy.step.engine import split
 from privacy.step.reduction import reduce_to_owners
@@ -57,6 +57,7 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
     zeros = torch.zeros(engine.layout.count(collectives.rank()), dtype=torch.float64)
     with MemoryTimeline() as timeline:
         reduced = reduce_to_owners(clipped, engine.layout)
+        reduced = [shard._replace(values=real_(shard.values, clipped.exponent)) for shard in reduced]
         engine.step(
             reduced if accumulator is LocalSums else split(zeros, engine.layout.owned_by(collectives.rank())), lr=0.0
         )

@@ -51,8 +51,8 @@ FOR_EVER = 3600.0
 class RecordingNoise(SystemNoise):
     """The real source; the record is a hash of each draw, written before the draw is used."""
 
-    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
-        draw = super().standard_normal(count, device)
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
+        draw = super().rounded_normal(deviation, count, device)
         if "NOISE_LOG" in os.environ:
             with open(os.environ["NOISE_LOG"], "a") as file:
                 file.write(hashlib.sha256(draw.cpu().numpy().tobytes()).hexdigest() + "\n")
@@ -65,8 +65,9 @@ class SeededNoise:
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
 
-    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
-        return torch.randn(count, dtype=torch.float64, generator=self._generator).to(device)
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
+        normals = torch.randn(count, dtype=torch.float64, generator=self._generator)
+        return normals.mul_(deviation).round_().long().to(device)
 
 
 class DrawnAndReplaced(SystemNoise):
@@ -75,8 +76,9 @@ class DrawnAndReplaced(SystemNoise):
     def __init__(self) -> None:
         self._same = SeededNoise()
 
-    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
-        drawn, same = super().standard_normal(count, device), self._same.standard_normal(count, torch.device("cpu"))
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
+        drawn = super().rounded_normal(deviation, count, device)
+        same = self._same.rounded_normal(deviation, count, torch.device("cpu"))
         return drawn.copy_(same.pin_memory() if drawn.is_cuda else same, non_blocking=True)
 
 
@@ -89,7 +91,7 @@ def fixed_coins() -> Callable[..., bytes]:
 POINTS: dict[str, tuple[Any, str]] = {
     "before_intent": (Ledger, "intent"),
     "before_mark": (RunLedger, "_mark"),
-    "before_noise": (RecordingNoise, "standard_normal"),
+    "before_noise": (RecordingNoise, "rounded_normal"),
     "before_done": (Ledger, "done"),
     "in_record": (RunLedger, "note"),
     "in_ledger_write": (AppendOnly, "append"),
@@ -158,7 +160,7 @@ def fail(point: str, rank: int = 0, when: int = 0, seconds: float = 0) -> None:
         "patience": [],
         "raise": [(ClippedSum, "add_micro_batch", then(raises))],
         "disk": [(checkpoint_writer, "save_file", then(no_space))],
-        "after_intent": [(RecordingNoise, "standard_normal", then(lambda: time.sleep(seconds)))],
+        "after_intent": [(RecordingNoise, "rounded_normal", then(lambda: time.sleep(seconds)))],
         "stuck": [
             (ClippedSum, "add_micro_batch", lambda *_: time.sleep(seconds)),
             (one_step, "_intend", then(lambda: time.sleep(FOR_EVER))),

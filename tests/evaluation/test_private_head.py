@@ -7,6 +7,7 @@ has several of them.
 
 import math
 import zlib
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,11 +20,13 @@ from torch.nn import functional
 from evaluation.options import HeadMethod as Offered
 from evaluation.private_head import methods, rows
 from evaluation.private_head.methods import METHODS, Budget, Piece, Statistic, accuracy
-from evaluation.private_head.rows import ROUNDING_SLACK, Rows, clip_rows, rounding
+from evaluation.private_head.rows import Rows, clip_rows, rounding
 from evaluation.private_head.run import head_plan, make_method, train_head, without_noise
 from privacy.errors import PrivacyConfigError
 from privacy.noise import SystemNoise
+from privacy.releases import SENSITIVITY_SLACK
 from tests.evaluation.support import digits, exact_delta, spent
+from tests.privacy.test_whole_noise import Reals
 
 L, D, N = 5, 8, 30
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -88,7 +91,7 @@ class Answers(Budget):
     """Answers what a seed says, whatever the data are, and keeps what would have been noised."""
 
     def __init__(self, head: methods.HeadMethod, seed: int, scale: float) -> None:
-        super().__init__(head.statistics(L), 1.0, SystemNoise())
+        super().__init__(head.statistics(L, D), 1.0, SystemNoise(), N)
         self.seen: dict[tuple[str, int], np.ndarray] = {}
         self._seed, self._scale = seed, scale
 
@@ -112,7 +115,7 @@ def moved(
         head.fit(Rows(features_ND, chosen_N), L, budget)
         budget.require_spent()
         seen.append(budget.seen)
-    squares = dict.fromkeys((statistic.name for statistic in head.statistics(L)), 0.0)
+    squares = dict.fromkeys((statistic.name for statistic in head.statistics(L, D)), 0.0)
     for (name, _), there in seen[0].items():
         squares[name] += float(np.square(there - seen[1][name, _]).sum())
     return {name: math.sqrt(square) for name, square in squares.items()}
@@ -147,7 +150,7 @@ def test_no_example_moves_any_step_by_more_than_its_sensitivity(
     method: str, options: dict[str, Any], seeds: range
 ) -> None:
     head = make_method(method, options)
-    bounds = {statistic.name: statistic.sensitivity for statistic in head.statistics(L)}
+    bounds = {statistic.name: statistic.sensitivity for statistic in head.statistics(L, D)}
     worst: dict[str, float] = {}
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -178,10 +181,11 @@ def test_one_example_among_a_million_does_not_change_how_others_round() -> None:
     sums = [
         Rows(x, np.zeros(len(x), dtype=np.int64)).sum(lambda x_BD, _: x_BD.sum(0), 1, "") for x in (features, zeroed)
     ]
-    assert abs(float(np.linalg.norm(sums[0] - sums[1])) - 1) <= rounding(len(features)) < ROUNDING_SLACK / 2
-    head_plan(1 << 22, 1.0, None)
+    assert abs(float(np.linalg.norm(sums[0] - sums[1])) - 1) <= rounding(len(features)) < SENSITIVITY_SLACK / 4
+    assert rounding(96_000_000) <= SENSITIVITY_SLACK / 4
+    head_plan(96_000_000, 1.0, None)
     with pytest.raises(PrivacyConfigError, match="rounding may move its sums further"):
-        head_plan(6_000_000, 1.0, None)
+        head_plan(97_000_000, 1.0, None)
 
 
 class Noted(Budget):
@@ -202,7 +206,7 @@ def test_every_class_and_step_of_a_method_gets_noise_of_its_own(method: str, opt
     features, labels = data()
     head, draws, mu = make_method(method, dict(options)), [], 0.8
     for _ in range(80):
-        budget = Noted(head.statistics(L), mu, SystemNoise())
+        budget = Noted(head.statistics(L, D), mu, SystemNoise(), len(labels))
         budget.drawn = {}
         head.fit(Rows(features, labels), L, budget)
         budget.require_spent()
@@ -216,10 +220,28 @@ def test_every_class_and_step_of_a_method_gets_noise_of_its_own(method: str, opt
     assert p_value > 1e-4 and stats.kstest(rows_RN.ravel(), "norm").pvalue > 1e-4
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_contract_7_a_statistic_of_a_private_head_is_the_rounded_gaussian_mechanism(pieces: int) -> None:
+    """Each entry is rounded once, by the step of the whole statistic, however many pieces it comes in."""
+    sensitivity, size, source = 0.3, 3 * 40 * 40, Reals()
+    budget = Budget([Statistic("m", sensitivity, size)], 0.5, source, 500)
+    exponent, rng = budget.units["m"].exponent, np.random.default_rng(5)
+    assert size * Fraction(4) ** 13 <= Fraction(sensitivity) ** 2 * Fraction(4) ** exponent
+    values = rng.normal(size=(3, 40, 40))
+    for number, part in enumerate(np.split(values, pieces)):
+        found = budget.release("m", part, Piece(number, pieces))
+        expected = [
+            math.ldexp(round(Fraction(round(Fraction(s) * 2**exponent)) + Fraction(n)), -exponent)
+            for s, n in zip(part.ravel().tolist(), source.reals[number].tolist(), strict=True)
+        ]
+        assert found.ravel().tolist() == expected
+    assert all(Fraction(d) >= Fraction(budget.releases[0]["std"]) * 2**exponent for d in source.deviations)
+
+
 def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
     found = []
     for _ in range(300):
-        budget = Budget([Statistic("m", 1.0)], 1.0, SystemNoise())
+        budget = Budget([Statistic("m", 1.0, L * D * D)], 1.0, SystemNoise(), 1000)
         # Far from the cone's border, so that the projection changes nothing.
         found.append(budget.release_symmetric("m", 1000 * np.eye(D)[None])[0] - 1000 * np.eye(D))
     noise = np.array(found)
@@ -227,12 +249,12 @@ def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
     for values, variance in ((noise[:, np.arange(D), np.arange(D)], 1.0), (noise[:, *np.triu_indices(D, 1)], 0.5)):
         ratio = (values**2).sum() / variance
         assert 1e-4 < stats.chi2.cdf(ratio, values.size) < 1 - 1e-4
-    budget = Budget([Statistic("m", 1.0)], 0.1, SystemNoise())
+    budget = Budget([Statistic("m", 1.0, L * D * D)], 0.1, SystemNoise(), 1000)
     assert np.linalg.eigvalsh(budget.release_symmetric("m", np.zeros((L, D, D)))).min() >= -1e-9
 
 
 def test_a_statistic_is_released_once() -> None:
-    budget = Budget([Statistic("m", 1.0), Statistic("n", 1.0)], 1.0, SystemNoise())
+    budget = Budget([Statistic("m", 1.0, 3), Statistic("n", 1.0, 3)], 1.0, SystemNoise(), 9)
     budget.release("m", np.zeros(3))
     for name in ("m", "other"):
         with pytest.raises(RuntimeError, match="released before, or never planned"):

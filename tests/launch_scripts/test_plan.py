@@ -73,7 +73,6 @@ def test_dpcap_target_epsilon():
     result, seconds = _timed(f"{DPCAP} --target_epsilon 8 --json")
     assert seconds < 15
     assert 0.36 < result["attack_risk"]["advantage"] < 0.37
-    assert 0 < result["noise_tail_delta"] < 1e-12
     assert f"{result['noise_multiplier']:.4f}" == "0.7078"
     assert 7.999 <= result["epsilon_pld"] <= 8
 

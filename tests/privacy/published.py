@@ -10,8 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from privacy.card.folder import write_card
 from privacy.checkpoints.read import sealed
+from privacy.clipping.accumulators import Grid
 from privacy.ledger.chain import hash_line
 from privacy.ledger.claim import claim_of, keep_copies, ledgers_of_run
 from privacy.ledger.ledger import Ledger
@@ -85,6 +88,18 @@ def noised(plan: PrivacyPlan, std: float, step: int, part: float = 1.0) -> dict[
     return stated
 
 
+def exponent_of(plan: PrivacyPlan, coordinates: int) -> int | None:
+    """f of the sums of a float32 model; None for a run without noise."""
+    if plan.noise_multiplier == 0 or plan.noise_kind is None:
+        return None
+    if plan.lattice is not None:
+        return plan.lattice.exponent
+    adaptive, sigma = plan.adaptive_clipping, plan.noise_multiplier
+    sigma = sigma if adaptive is None else adaptive.gradient_noise_multiplier(sigma)
+    unit = Grid.of(coordinates, torch.float32, plan.max_batch_size, noise_multiplier=sigma).unit(plan.max_grad_norm)
+    return None if unit is None else unit.exponent
+
+
 def publish(
     folder: Path,
     plan: PrivacyPlan = PLAN,
@@ -121,7 +136,8 @@ def publish(
     (folder / "config.toml").write_text(config_of(plan, opened.get("max_examples_per_owner"), init))
     steps = plan.num_steps if steps is None else steps
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee", **opened}
-    fields["noised_coordinates"], bound = COORDINATES, plan.max_grad_norm
+    fields |= {"noised_coordinates": COORDINATES, "sum_exponent": exponent_of(plan, COORDINATES)}
+    bound = plan.max_grad_norm
     place = folder / "checkpoints" / f"step-{steps:08d}"
     place.mkdir(parents=True)
     (place / "weights.safetensors").write_bytes(b"weights")

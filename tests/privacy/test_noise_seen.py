@@ -27,7 +27,7 @@ from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from tests.privacy.cards import without_surroundings
 from tests.privacy.loop.own import D, K, make, rows
-from tests.privacy.published import ASKED, COORDINATES, noised
+from tests.privacy.published import ASKED, COORDINATES, exponent_of, noised
 
 STEPS = 40
 ADAPTIVE = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=9.0)
@@ -41,9 +41,12 @@ FLAT, MOVING = plan_of(max_grad_norm=3.0), plan_of(adaptive_clipping=ADAPTIVE)
 Stated = Callable[[PrivacyPlan, float, int], dict[str, Any]]
 
 
-def ledger_of(path: Path, plan: PrivacyPlan, stated: Stated, coordinates: int = COORDINATES) -> Path:
+def ledger_of(
+    path: Path, plan: PrivacyPlan, stated: Stated, coordinates: int = COORDINATES, exponent: int | None = None
+) -> Path:
     """A ledger of all steps of a plan, in which C moves as the counts say; `stated` is what each `done` states."""
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "noised_coordinates": coordinates}
+    fields["sum_exponent"] = exponent_of(plan, coordinates) if exponent is None else exponent
     path.unlink(missing_ok=True)
     with Ledger.create(path, fields) as ledger:
         ledger.start_session({})
@@ -106,6 +109,62 @@ def test_honest_noise_is_not_refuted(seeds: range, plan: PrivacyPlan, owners: tu
     for seed in seeds:
         path = ledger_of(tmp_path / "ledger.jsonl", plan, drawn(seed, owners=owners), sum(owners))
         assert refuted(path) == "", f"seed {seed}"
+
+
+def whole_steps(seed: int, coordinates: int, step: float, count_step: float) -> Stated:
+    """Honest noise and no sum, in whole steps: what a coarse step leaves of it."""
+    rng = np.random.default_rng(seed)
+
+    def stated(plan: PrivacyPlan, std: float, _: int) -> dict[str, Any]:
+        norm = float(np.linalg.norm(np.rint(rng.normal(size=coordinates) * std / step))) * step
+        said: dict[str, Any] = {"noised_norm": float(f"{norm / plan.expected_batch_size:.9g}")}
+        if plan.adaptive_clipping is not None:
+            count = rng.normal() * plan.adaptive_clipping.unclipped_num_std
+            rounded = count_step * round(count / count_step)
+            said["noised_fraction"] = plan.adaptive_clipping.noised_fraction(rounded, plan.expected_batch_size)
+        return said
+
+    return stated
+
+
+@pytest.mark.parametrize("deviation", [0.2, 0.6, 3.0, 40.0], ids=lambda s: f"{s} steps")
+@pytest.mark.parametrize("coordinates", [1, 3, 5000])
+def test_honest_noise_in_coarse_steps_is_not_refuted(deviation: float, coordinates: int, tmp_path: Path) -> None:
+    """Half a step for each coordinate: a factor 1 + 1 / (2 s) on the norm would refute s = 0.2, where most draws are 0."""
+    exponent = 13  # 2^-13 C, the coarsest step that one coordinate may have
+    exponent += math.ceil(math.log2(coordinates) / 2)
+    sigma = deviation * 2.0**-exponent
+    plan = plan_of(20, noise_multiplier=sigma, allow_small_noise=True, informal_reasons=("a test",))
+    stated = whole_steps(int(10 * deviation), coordinates, 2.0**-exponent, 2.0**-14)
+    assert refuted(ledger_of(tmp_path / "ledger", plan, stated, coordinates, exponent)) == ""
+    if deviation == 40.0 and coordinates > 1000:  # and what is refuted still is
+
+        def half(plan: PrivacyPlan, std: float, step: int) -> dict[str, Any]:
+            return stated(plan, std / 2, step)
+
+        assert "step 1" in refuted(ledger_of(tmp_path / "half", plan, half, coordinates, exponent))
+
+
+def test_the_step_of_the_opening_moves_with_the_binade_of_c(tmp_path: Path) -> None:
+    """C of 8 has steps eight times as long as C of 1: with half a step of the opening honest noise would be refuted."""
+    sigma, exponent, coordinates = 0.2 * 2.0**-20, 20, 5000
+    moving = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=4.0, unclipped_num_std=9.0)
+    plan = plan_of(
+        30, noise_multiplier=sigma, allow_small_noise=True, informal_reasons=("a test",), adaptive_clipping=moving
+    )
+    rng = np.random.default_rng(3)
+    bounds: list[float] = [plan.max_grad_norm]
+
+    def stated(plan: PrivacyPlan, std: float, _: int) -> dict[str, Any]:
+        bound = std / moving.gradient_noise_multiplier(sigma)
+        bounds.append(bound)
+        step = math.ldexp(1.0, math.frexp(bound)[1] - 1 - exponent)
+        norm = float(np.linalg.norm(np.rint(rng.normal(size=coordinates) * std / step)))
+        norm *= step / plan.expected_batch_size
+        return {"noised_norm": float(f"{norm:.9g}"), "noised_fraction": 0.3 + 0.09 * rng.normal()}
+
+    assert refuted(ledger_of(tmp_path / "ledger", plan, stated, coordinates, exponent)) == ""
+    assert max(bounds) > 1000 * min(bounds)
 
 
 LIES = {  # what was drawn in place of the stated noise
@@ -205,8 +264,8 @@ def test_a_norm_that_one_done_leaves_out_is_refused_by_both_readers(tmp_path: Pa
 class Weak(SystemNoise):
     """Half of the noise, as a wrong factor somewhere would make it."""
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return 0.5 * super().standard_normal(count, device)
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return super().rounded_normal(0.5 * deviation, count, device)
 
 
 class Tied(nn.Module):

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from scipy import stats
 
 from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
-from privacy.accounting.group_privacy import noise_tail_delta
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan, require_equal
 from privacy.plan_request import PlanRequest
@@ -76,7 +76,6 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"cap": 0}, "cap"),
         ({"sampling": "streamed"}, "sampling must be one of"),
         ({"arithmetic": "certified", "sensitivity_slack": 1e-3}, "sensitivity_slack is 0"),
-        ({"target_delta": 1e-17}, "is too small: the noise source leaves a tail"),
     ],
 )
 def test_bad_plans_are_refused_in_one_line(changes, message):
@@ -169,12 +168,18 @@ def test_resume_takes_sigma_from_the_ledger_and_not_from_another_calibration():
     assert _plan(resume=frozen).noise_multiplier == 3.0  # given explicitly: the comparison will refuse it
 
 
-def test_contract_7_the_tail_of_the_noise_source_is_charged_in_delta():
+def test_contract_7_the_tail_of_noise_of_version_0_1_is_charged_in_delta_and_no_other():
     plan = _plan(noise_multiplier=1.0, target_delta=1e-13, cap=None)
-    assert plan.noise_tail_delta == noise_tail_delta(1.0, plan.sample_rate * plan.max_intents)
-    assert 0 < plan.noise_tail_delta < 1e-13 and plan.accounted_delta == 1e-13 - plan.noise_tail_delta
-    assert plan.epsilon_planned == epsilon([plan.release_group(150)], plan.accounted_delta)
-    assert _plan(noise_multiplier=0.0).noise_tail_delta == 0
+    assert plan.noise_tail_delta == 0 and plan.frozen_fields()["noise_kind"] == "rounded"
+    old = PrivacyPlan.from_frozen({k: v for k, v in plan.frozen_fields().items() if k != "noise_kind"})
+    assert "noise_kind" not in old.frozen_fields() and old != plan
+    assert 0 < old.noise_tail_delta < 1e-13 and old.accounted_delta == 1e-13 - old.noise_tail_delta
+    assert old.epsilon_planned == epsilon([old.release_group(150)], old.accounted_delta)
+    assert replace(_plan(noise_multiplier=0.0), noise_kind=None).noise_tail_delta == 0
+    with pytest.raises(PrivacyConfigError, match="noise_kind must be"):
+        PrivacyPlan.from_frozen(plan.frozen_fields() | {"noise_kind": "doubles"})
+    # A run that is there keeps its kind, so that it can be shown and ended.
+    assert _plan(noise_multiplier=1.0, resume=old.frozen_fields()).noise_kind is None
 
 
 def test_shuffled_data_claim_nothing_and_meet_no_target():

@@ -1,11 +1,12 @@
-"""Several examples together pass the edge of the noise more often than one, and their epsilon pays for that.
+"""What several examples together pay for, and what an example of version 0.1 paid for the edge of its noise.
 
-What they pay is derived here once more: by enumeration of coins and of ways to spread a contribution, with mpmath.
+It is derived here once more: by enumeration of coins and of ways to spread a contribution, with mpmath.
 """
 
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import mpmath
 import numpy as np
@@ -14,13 +15,7 @@ from scipy import stats
 
 from privacy import verify
 from privacy.accounting import accountants, group_privacy
-from privacy.accounting.group_privacy import (
-    epsilon_of_several,
-    noise_tail_delta,
-    noise_tail_of_plan,
-    noise_tail_of_several,
-    overflow_of_several,
-)
+from privacy.accounting.group_privacy import epsilon_of_several, overflow_of_several
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 
@@ -38,32 +33,25 @@ def upper(x: mpmath.mpf) -> mpmath.mpf:
     return mpmath.erfc(x / mpmath.sqrt(2)) / 2
 
 
-@pytest.mark.parametrize("copies", [2, 3, 5])
 @pytest.mark.parametrize(("sigma", "rate"), [(0.45, 4e-4), (0.71, 5.6e-3), (2.0, 0.2), (1.0, 1.0)])
-def test_copies_in_one_step_never_pass_the_edge_more_often(sigma: float, rate: float, copies: int) -> None:
-    """All point the same way, spread over any number of coordinates: the worst for each number that is drawn.
-
-    Over the steps of a run that is added up, which is the union of all of them.
-    """
-    worst = mpmath.mpf(0)
-    for drawn in range(1, copies + 1):
-        chance = math.comb(copies, drawn) * mpmath.mpf(rate) ** drawn * (1 - mpmath.mpf(rate)) ** (copies - drawn)
-        edge = mpmath.mpf(group_privacy.EDGE)
-        spread = [
-            count * (upper(edge - drawn / (mpmath.sqrt(count) * sigma)) - upper(edge))
-            for count in (1, 2, 3, 4, 10, 1000, 10**6, 1 << 36)
-        ]
-        worst += chance * max(spread)
-    charged = noise_tail_of_several(sigma, rate, 1, copies)
-    assert noise_tail_of_several(sigma, rate, 9, copies) == pytest.approx(9 * charged)
-    assert worst <= charged * (1 + 1e-12) and charged < 4 * worst
-    assert charged > copies * noise_tail_delta(sigma, rate) * (1 - 1e-9)
+def test_an_example_of_version_0_1_never_passes_the_edge_more_often(sigma: float, rate: float) -> None:
+    """Its contribution is spread over any number of coordinates: the worst of them."""
+    edge = mpmath.mpf(group_privacy.EDGE)
+    spread = [
+        count * (upper(edge - 1 / (mpmath.sqrt(count) * sigma)) - upper(edge))
+        for count in (1, 2, 3, 4, 10, 1000, 10**6, 1 << 36)
+    ]
+    plan = replace(plan_of(10**6, round(rate * 10**6), 50, sigma, cap=None), noise_kind=None)
+    worst = plan.sample_rate * plan.max_intents * max(spread)
+    assert worst <= plan.noise_tail_delta * (1 + 1e-12) and plan.noise_tail_delta < 4 * worst
 
 
-def test_of_one_example_it_is_what_one_example_costs() -> None:
-    plan = plan_of(2000, 100, 50, 1.0)
-    assert noise_tail_of_plan(plan, 1) == plan.noise_tail_delta
-    assert noise_tail_of_several(1.0, 0.3, 7, 1) == noise_tail_delta(1.0, 0.3 * 7)
+def test_rounded_noise_has_no_edge_and_costs_nothing() -> None:
+    plan = plan_of(2000, 100, 50, 0.5)
+    assert plan.noise_tail_delta == 0 and plan.accounted_delta == plan.target_delta
+    old = replace(plan, noise_kind=None)
+    assert old.noise_tail_delta > 0 and old.accounted_delta == plan.target_delta - old.noise_tail_delta
+    assert replace(plan_of(2000, 100, 50, 1.0, arithmetic="certified"), noise_kind=None).noise_tail_delta == 0
 
 
 @pytest.mark.parametrize(
@@ -76,14 +64,17 @@ def test_of_one_example_it_is_what_one_example_costs() -> None:
     ],
 )
 def test_the_verifier_counts_the_same(plan: PrivacyPlan) -> None:
-    theirs = verify.read_plan(plan.frozen_fields(), head=False)
-    assert theirs.noise_tail() == pytest.approx(noise_tail_of_plan(plan, 1), rel=1e-9)
+    for one in (plan, replace(plan, noise_kind=None)):
+        theirs = verify.read_plan(one.frozen_fields(), head=False)
+        assert theirs.noise_tail() == pytest.approx(one.noise_tail_delta, rel=1e-9)
 
 
 def test_contract_2_a_batch_that_is_cut_moves_by_two_and_its_tail_is_charged() -> None:
     """Half of the batches are cut here: whoever is drawn pushes another one out, and noise is passed at twice the distance."""
-    cut, edge = plan_of(2000, 100, 5, 0.7, cap=100, target_delta=1e-5), group_privacy.EDGE
-    whole = plan_of(2000, 100, 5, 0.7, cap=None, target_delta=1e-5)
+    cut, whole = (
+        replace(plan_of(2000, 100, 5, 0.7, cap=cap, target_delta=1e-5), noise_kind=None) for cap in (100, None)
+    )
+    edge = group_privacy.EDGE
     random = np.random.default_rng(1)
     full = np.mean(random.binomial(1999, cut.sample_rate, 200_000) >= 100)  # of the others
     drawn = cut.sample_rate * cut.max_intents
@@ -132,14 +123,15 @@ def test_contract_2_several_pay_for_every_batch_that_they_may_cut(copies: int) -
     assert copies > 1 or any(of_capped > of_whole for of_capped, of_whole in excesses)
 
 
-def test_no_epsilon_is_stated_where_several_pass_the_edge() -> None:
-    """At ViP's noise five copies pass it with a probability above delta, and two do not."""
+def test_no_epsilon_of_several_is_stated_for_noise_of_version_0_1() -> None:
+    """Several could pass the edge of that noise together; at ViP's noise five copies of today's have an epsilon."""
     plan = plan_of(233_000_000, 98_304, 6000, 0.451, cap=None)
     groups = [plan.release_group(plan.num_steps)]
-    assert noise_tail_of_plan(plan, 5) > plan.target_delta > noise_tail_of_plan(plan, 2) > 100 * plan.noise_tail_delta
-    assert epsilon_of_several(plan, groups, 5, 2e-2) == math.inf
-    two = epsilon_of_several(plan, groups, 2, 2e-2)
-    assert math.isfinite(two) and two >= accountants.epsilon_group(groups, plan.accounted_delta, 2, 2e-2)
+    old = replace(plan, noise_kind=None)
+    for copies in (2, 5):
+        found = epsilon_of_several(plan, groups, copies, 2e-2)
+        assert found == accountants.epsilon_group(groups, plan.target_delta, copies, 2e-2) < math.inf
+        assert epsilon_of_several(old, groups, copies, 2e-2) == math.inf
 
 
 def test_copies_that_meet_in_a_batch_move_it_together() -> None:

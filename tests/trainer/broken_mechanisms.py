@@ -21,6 +21,7 @@ from privacy.ledger.records import LedgerState
 from privacy.loop.engine import OwnEngine
 from privacy.loop.reading import Reader
 from privacy.noise import NoiseSource, SystemNoise, add_noise
+from privacy.rounded_normal import deviation_in_units
 from privacy.run import run
 from privacy.run.ledger import RunLedger
 from privacy.step import adaptive_bound, batches, collectives, reduction
@@ -118,20 +119,27 @@ def every_rank_adds_the_whole_noise(step: Any, made: Any, number: int, micro_bat
     """To its own part of the sum, before the reduction."""
 
     def reduce(clipped: Any, layout: Any) -> Any:
-        for _, total in clipped.sums():
-            draw = made.noise.standard_normal(total.numel(), total.device)
-            total += made.plan.noise_multiplier * made.plan.max_grad_norm * draw.view_as(total)
+        deviation = deviation_in_units(made.plan.noise_multiplier * made.plan.max_grad_norm, clipped.exponent)
+        for total in clipped.accumulator._totals.values():
+            total.low += made.noise.rounded_normal(deviation, total.low.numel(), total.low.device)
         return reduction.reduce_to_owners(clipped, layout)
 
     with mock.patch.object(loop, "reduce_to_owners", reduce):
         return step(made, number, micro_batches)
 
 
-@mistake("added_in_double", at=(loop, "add_noise"), is_quick=True)
-def sum_and_noise_are_single(add: Any, values: Tensor, std: float, source: Any) -> None:
+@mistake("added_exactly", at=(loop, "add_noise"), is_quick=True)
+def sum_and_noise_are_single(add: Any, values: Tensor, deviation: float, source: Any) -> None:
     noise = torch.zeros_like(values)
-    add_noise(noise, std, source)
+    add_noise(noise, deviation, source)
     values.copy_(values.float() + noise.float())
+
+
+@mistake("whole_steps", "added_exactly", at=(loop, "real_"))
+def a_double_is_added_to_the_noised_sum(convert: Any, values: Tensor, exponent: int) -> Tensor:
+    """A quarter of a step, of either sign: what noise in double precision leaves behind the last step."""
+    noised: Tensor = convert(values, exponent)
+    return noised.add_(torch.rand_like(noised).sub_(0.5).mul_(2.0 ** (-exponent - 1)))
 
 
 # Mistakes in the clipping
@@ -271,8 +279,8 @@ for name, found, setting, at, planted in [
     ("rows_beyond_a_part_are_forgotten", "membership whole_sums", PLAIN, (ClippedSum, "add_micro_batch"),
      lambda add, sums, task, inputs, is_padding_B: add(
          sums, task, {name: x[:1024] for name, x in inputs.items()}, is_padding_B[:1024])),
-    ("noise_is_divided_by_the_number_of_ranks", "noise_variance", RANKS, (loop, "add_noise"),
-     lambda add, values, std, source: add(values, std / collectives.world_size(), source)),
+    ("noise_is_divided_by_the_number_of_ranks", "noise_variance stated_deviation", RANKS, (loop, "add_noise"),
+     lambda add, values, deviation, source: add(values, deviation / collectives.world_size(), source)),
     ("a_retry_has_the_same_members", "dealt_members", PLAIN, (LogicalBatches, "plan"),  # coins forget session and attempt
      lambda plan, run, step: plan(dataclasses.replace(run, nonce=bytes(16), attempts={}), step)),
     ("keys_are_those_of_rows", "example_keys", PLAIN, (batches, "example_keys"),
@@ -284,12 +292,16 @@ for name, found, setting, at, planted in [
     ("names_are_synced_before_the_ledger_has_its_own", "ledger_name_durable", PLAIN, (durable, "fsync_directory"),
      lambda sync, folder: None if (folder / "ledger.jsonl").exists() else sync(folder)),
     ("the_count_has_half_its_noise", "count_draws", ADAPTIVE, (adaptive_bound, "add_noise"),
-     lambda add, values, std, source: add(values, std / 2, source)),
+     lambda add, values, deviation, source: add(values, deviation / 2, source)),
 ]:  # fmt: skip
     MISTAKES[name] = Mistake(None, [(at, planted)], set(found.split()), setting, is_quick=False)
 
 
 # Mistakes in the source of noise
+
+
+def rounded(normals: Any, deviation: float) -> Tensor:
+    return torch.as_tensor(normals).double().mul(deviation).round().long()
 
 
 @mistake("draws_are_new", setting="several ranks", is_quick=True)
@@ -299,33 +311,30 @@ class OneSeed:
     def __init__(self) -> None:
         self._generator = np.random.default_rng(1)
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return torch.from_numpy(self._generator.standard_normal(count))
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return rounded(self._generator.standard_normal(count), deviation)
 
 
 @mistake("draws_are_new")
 class Replayed:
     """A generator that is seeded again for every step."""
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return torch.from_numpy(np.random.default_rng((collectives.rank(), count)).standard_normal(count))
-
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return (self.standard_normal(count, device) * deviation).round().long()
+        return rounded(np.random.default_rng((collectives.rank(), count)).standard_normal(count), deviation)
 
 
-@mistake("double_precision")
+@mistake("more_than_single_precision")
 class SinglePrecision:
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return torch.randn(count, dtype=torch.float32).double()
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return (torch.randn(count, dtype=torch.float32) * deviation).round().long()
 
 
 @mistake("draws_are_new", is_quick=True)
 class HalfReversed(SystemNoise):
     """The second half is minus the first half reversed: half of the entropy, and a sum of zero."""
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        draw = super().standard_normal(count, device)
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        draw = super().rounded_normal(deviation, count, device)
         half = count // 2
         draw[count - half :] = -draw[:half].flip(0)
         return draw
@@ -335,17 +344,17 @@ class HalfReversed(SystemNoise):
 class EndsAtThree(SystemNoise):
     """No value beyond 3 standard deviations, and the stated variance."""
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        draw = super().standard_normal(count, device)
-        while (beyond := draw.abs() > 3).any():
-            draw[beyond] = super().standard_normal(int(beyond.sum()), device)
-        return draw / 0.98658
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        draw = super().rounded_normal(deviation, count, device)
+        while (beyond := draw.abs() > 3 * deviation).any():
+            draw[beyond] = super().rounded_normal(deviation, int(beyond.sum()), device)
+        return (draw / 0.98658).round().long()
 
 
 @mistake("fresh_entropy")
 class SixteenBits:
     """Each draw is seeded with two bytes."""
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
         seed = int.from_bytes(os.urandom(2), "little")
-        return torch.from_numpy(np.random.default_rng(seed).standard_normal(count))
+        return rounded(np.random.default_rng(seed).standard_normal(count), deviation)

@@ -23,8 +23,8 @@ class OfSome(SystemNoise):
     def __init__(self, silent: int | None) -> None:
         self._is_silent = os.environ["RANK"] == str(silent)
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return super().standard_normal(count, device) * (0.0 if self._is_silent else 1.0)
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return super().rounded_normal(deviation, count, device) * (0 if self._is_silent else 1)
 
 
 def on_two_ranks(device: torch.device, folder: str, silent: int | None) -> int:

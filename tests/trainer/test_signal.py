@@ -17,10 +17,12 @@ from privacy.accounting.accountants import (
     tan,
 )
 from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.clipping.accumulators import real
 from privacy.errors import PrivacyConfigError
 from privacy.noise import add_noise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
+from privacy.rounded_normal import deviation_in_units
 from trainer.config.recipe import load_config
 from trainer.planner.memory import trained_count
 from trainer.planner.resources import planning_task
@@ -64,9 +66,9 @@ def test_ratios_are_those_of_real_sums_and_real_noise(adaptive: AdaptiveClipping
     sigma = adaptive.gradient_noise_multiplier(1.7) if adaptive is not None else 1.7
     source, noises = plan.noise(), []
     for _ in range(steps):
-        noise = torch.zeros(size, dtype=torch.float64)
-        add_noise(noise, sigma * clipped.sensitivity, source)
-        noises.append(noise / batch)
+        noise = torch.zeros(size, dtype=torch.int64)
+        add_noise(noise, deviation_in_units(sigma * clipped.sensitivity, clipped.exponent), source)
+        noises.append(real(noise, clipped.exponent) / batch)
     lengths = [float(noise.norm() / signal.norm()) for noise in noises]
     assert np.mean(lengths) == pytest.approx(found.per_step, rel=0.01)
     assert float(sum(noises).norm() / (steps * signal.norm())) == pytest.approx(found.accumulated, rel=0.03)

@@ -1,12 +1,9 @@
-"""A run folder that version 0.1.0 left after two of four steps is verified, shown and resumed by this version (docs/upgrades.md).
+"""A run folder that version 0.1.0 left after two of four steps is verified and shown by this version (docs/upgrades.md).
 
-The folder lies beside this file; every later version keeps it as it is. `RECORD_RUN=1` makes it anew, which only a version that
-was not released yet may do. Its sampling key is no secret: the data are the demo's.
+The folder lies beside this file; every later version keeps it as it is. Its sampling key is no secret: the data are the demo's.
 """
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,7 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from privacy import plan as plan_module
 from privacy import verify
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger.records import read_ledger
+from privacy.run import run as run_module
+from privacy.run.ledger import RunLedger
 from privacy.step import folder as run_folder
 from tests.processes import ROOT
 from trainer.config.machine import load_machine_settings
@@ -42,24 +44,10 @@ def start(folder: Path, recipe: Path, *options: str) -> int:
 
 
 @pytest.fixture
-def folder(one_rank: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    run = tmp_path / "run-0.1.0"
-    if os.environ.get("RECORD_RUN"):
-        with monkeypatch.context() as patched:
-            patched.setattr(run_folder.RunFolder, "lock", lambda self: (self.private / "lock").touch(0o600))
-            asked: list[int] = []
-            patched.setattr(
-                "trainer.loop.stopping.StopRequests.pending", lambda self: asked.append(1) or len(asked) > 2
-            )
-            assert start(run, ROOT / "recipes/tiny.toml", *OPTIONS) == 7
-        for name in ("index", "heldout-index"):  # they know the times of the shards, and are made again
-            shutil.rmtree(run / "private" / name)
-        with tarfile.open(ARCHIVE, "w:xz") as archive:
-            archive.add(run, "run-0.1.0")
-        shutil.rmtree(run)
+def folder(one_rank: torch.device, tmp_path: Path) -> Path:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="tar")
-    return run
+    return tmp_path / "run-0.1.0"
 
 
 def verified(verifier: Path, folder: Path) -> None:
@@ -67,12 +55,78 @@ def verified(verifier: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_run_of_0_1_0_is_verified_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own verifier and this one accept it; torch and the project may change on the way, and the ledger says so."""
+def test_a_run_of_0_1_0_is_verified_and_shown_and_not_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own verifier and this one accept it; its noise was made of doubles, which no further step may draw.
+
+    The way out is one line, nothing has changed, and what there is can be exported.
+    """
     verified(folder / "verify.py", folder)
-    assert verify.verify(folder, None)[0] == 0
+    code, found = verify.verify(folder, None)
+    assert code == 0 and found["attested"]["noise"] == "doubles"
+    plan = read_ledger(folder / "ledger.jsonl").plan
+    assert plan.had_doubles and 0 < plan.noise_tail_delta < 1e-9 * plan.target_delta
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    card = build_card(folder)
+    assert card.formal_guarantee and card.accounting.noise_tail_delta == plan.noise_tail_delta
+    assert open_model(folder).manifest["step"] == 2
+    with pytest.raises(PrivacyStateRefused, match="made of doubles, which is no longer drawn: export and verify") as no:
+        start(folder, folder / "config.toml")
+    assert no.value.exit_code == 4 and "\n" not in str(no.value)
+    kept = {path: path.read_bytes() for path in before}
+    assert kept == before
+    verified(folder / "verify.py", folder)
+
+
+def unlocked(patched: pytest.MonkeyPatch) -> None:
+    """A start of this process keeps its lock, which the next one would wait for."""
+    patched.setattr(run_folder.RunFolder, "lock", lambda self: (self.private / "lock").touch(0o600))
+
+
+def old_run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, crashes: bool) -> None:
+    """Trains a run as version 0.1 stated it: its ledger names no kind of noise, and no step of sums.
+
+    Args:
+        crashes: between the last step and the line that closes the ledger.
+    """
+    with monkeypatch.context() as patched:
+        unlocked(patched)
+        patched.setattr(plan_module, "ROUNDED", None)
+        patched.setattr(run_module, "first_exponent", lambda *_: None)
+        patched.setattr(run_module, "require_drawn_noise", lambda *_: None)
+        if crashes:
+            patched.setattr(RunLedger, "close_run", lambda _: None)
+        assert start(folder, ROOT / "recipes/tiny.toml", *OPTIONS) == 0
+    lines = (folder / "ledger.jsonl").read_text()
+    assert '"noise_kind"' not in lines and ('"type":"close"' in lines) == (not crashes)
+
+
+@pytest.mark.parametrize("crashes", [False, True], ids=["closed", "crashed before its end was written"])
+def test_a_run_of_0_1_0_that_has_taken_its_steps_is_finished(
+    one_rank: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashes: bool
+) -> None:
+    """The same command says that it is finished, and draws nothing; a new version may write the end of the ledger."""
+    run = tmp_path / "run"
+    old_run(run, monkeypatch, crashes=crashes)
+    monkeypatch.setattr("privacy.noise.add_noise", lambda *_: 1 / 0)
+    assert start(run, run / "config.toml") == 0
+    state = read_ledger(run / "ledger.jsonl")
+    assert state.closed == "finished" and state.num_charged == 4
+    assert build_card(run).formal_guarantee and verify.verify(run, None)[0] == 0
+
+
+def test_a_run_is_resumed_by_another_version(
+    one_rank: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch and the project may change on the way, and the ledger says so."""
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        unlocked(patched)
+        asked: list[int] = []
+        patched.setattr("trainer.loop.stopping.StopRequests.pending", lambda self: asked.append(1) or len(asked) > 2)
+        assert start(folder, ROOT / "recipes/tiny.toml", *OPTIONS) == 7
     before = (folder / "ledger.jsonl").read_bytes()
-    assert build_card(folder).formal_guarantee and open_model(folder).manifest["step"] == 2
     there = run_folder.version
     monkeypatch.setattr(run_folder, "version", lambda package: "99.0" if package == "torch" else there(package))
     assert start(folder, folder / "config.toml") == 0

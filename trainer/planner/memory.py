@@ -14,6 +14,7 @@ from torch import nn
 
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, num_bytes
 from privacy.clipping.clipped_sum import Mode
+from privacy.noise import MOST_DRAWN
 from privacy.step.engine import repeated_blocks
 from privacy.step.reduction import PACKED_COORDINATES
 from privacy.step.sharded_sums import bucket_names
@@ -170,10 +171,11 @@ def rank_memory(
     }
     kept = compute * weights
     # At the end of a logical batch: the reduction with its packing buffer, which frees sums as it makes the gradient; then, with
-    # the gradient alone, the noise of the longest piece, or the optimizer with an fp32 gradient and as much scratch memory.
+    # the gradient alone, a draw of noise, or the optimizer with an fp32 gradient and as much scratch memory.
     copies = 2 if on_cpu and world_size > 1 else 1
     packed = FP64 * copies * min(PACKED_COORDINATES, world_size * owned) if accumulation == "local" else 0
-    noised = 3 * FP64 * max(piece.length for pieces in layout.pieces for piece in pieces)
+    # The draw, and its copy or what a thread works on; then chunks become fp64 where they lie.
+    noised = 2 * FP64 * min(MOST_DRAWN, max(piece.length for pieces in layout.pieces for piece in pieces))
     stepping = FP64 * owned + FP32 * (3 if engine == "deepspeed" else 2) * stepped
     if engine == "local":  # whole gradients come in chunks, and what was sent is freed meanwhile
         chunk = min(owned, PACKED_COORDINATES // max(world_size, 4))

@@ -24,7 +24,7 @@ def summarise(
     """
     own = (
         *("num_examples", "expected_batch_size", "num_steps", "reserved_attempts", "cap", "sample_rate", "noise_multiplier"),
-        *("arithmetic", "noise_tail_delta", "target_epsilon", "formal_guarantee"),
+        *("arithmetic", "target_epsilon", "formal_guarantee"),
     )  # fmt: skip
     result: dict[str, Any] = {name: getattr(plan, name) for name in own} | {
         "delta": plan.target_delta,

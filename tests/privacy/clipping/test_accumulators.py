@@ -255,6 +255,8 @@ def rank_sums(device: torch.device, orders: list[list[list[int]]]) -> list[list[
     for accumulator, order in itertools.product((LocalSums, ShardedSums), orders):
 
         class Sums:  # what `reduce_to_owners` asks of a ClippedSum
+            exponent = unit.exponent
+
             def require_repeated(self) -> None: ...
 
         clipped: Any = Sums()
@@ -293,7 +295,7 @@ def test_contract_6_equal_bits_on_any_ranks_in_any_order(world_size: int) -> Non
     alone = run_ranks(f"{__name__}:rank_sums", 1, orders=[[list(range(10))]])
     together = run_ranks(f"{__name__}:rank_sums", world_size, orders=[deal(), deal()])
     expected = joined(alone, 0)
-    assert expected.dtype == torch.float64 and expected.any()
+    assert expected.dtype == torch.int64 and expected.any()
     assert torch.equal(joined(alone, 1), expected)
     for way in range(4):
         assert torch.equal(joined(together, way), expected)
@@ -301,8 +303,8 @@ def test_contract_6_equal_bits_on_any_ranks_in_any_order(world_size: int) -> Non
 
 def test_a_model_without_noise_or_bound_keeps_small_gradients() -> None:
     model = torch.nn.Linear(2, 1)
-    for bound, has_noise, expected in ((math.inf, True, 1e-30), (1.0, False, 1e-30), (1.0, True, 0.0)):
-        clipped = ClippedSum(model, bound, has_noise=has_noise, self_check=False)
+    for bound, sigma, expected in ((math.inf, 1.0, 1e-30), (1.0, 0.0, 1e-30), (1.0, 1.0, 0.0)):
+        clipped = ClippedSum(model, bound, noise_multiplier=sigma, self_check=False)
         inputs = {"x": torch.full((1, 2), 1e-30)}
         clipped.add_micro_batch(lambda x: 1e-30 * model(x).sum(1) * 1e30, inputs, torch.zeros(1, dtype=torch.bool))
         assert float(dict(clipped.sums())["weight"][0, 0]) == pytest.approx(expected)

@@ -13,6 +13,7 @@ from privacy.clipping import integers
 from privacy.clipping.integers import SquaredNorms, add_contributions, round_to_even
 from privacy.errors import PrivacyConfigError
 from privacy.lattice import LARGEST_SUM, NOISE_ROOM, Lattice
+from privacy.rounded_normal import deviation_in_units
 
 CPU = torch.device("cpu")
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -70,7 +71,8 @@ def test_no_vector_contributes_more_than_its_bound(
     largest = math.isqrt(grid.limit)  # of an entry
     assert cap * largest + NOISE_ROOM * Fraction(sigma) * Fraction(bound) * Fraction(2) ** grid.exponent <= LARGEST_SUM
     assert 0 < grid.limit < 2**64
-    assert Fraction(grid.noise_deviation(sigma)) >= Fraction(sigma) * Fraction(bound) * Fraction(2) ** grid.exponent
+    deviation = deviation_in_units(sigma * bound, grid.exponent)
+    assert Fraction(deviation) >= Fraction(sigma) * Fraction(bound) * Fraction(2) ** grid.exponent
 
 
 @given(k=st.lists(INT32, min_size=1, max_size=60), repeats=st.integers(1, 50))

@@ -66,8 +66,8 @@ def make(run_dir: Path, model: nn.Module | None = None, dataset: Any = None, **c
 class Silent:
     """A noise source that adds nothing, so that weights can be compared with sums that somebody else computes."""
 
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return torch.zeros(count, dtype=torch.float64, device=device)
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 @contextlib.contextmanager
