@@ -171,7 +171,9 @@ class Arithmetic(Option):
         lies = "" if plan.lattice is None else f", multiples of 2^{-plan.lattice.exponent}; no slack for rounding"
         rows = [("arithmetic", f"{self.name}{lies}")]
         if plan.noise_multiplier > 0:
-            kind = "made of doubles, as version 0.1 drew it" if plan.had_doubles else "rounded to whole steps of the sums"
+            kind = (
+                "made of doubles, as version 0.1 drew it" if plan.had_doubles else "rounded to whole steps of the sums"
+            )
             rows.append(("noise", f"Gaussian, {kind}"))
         return rows
 
