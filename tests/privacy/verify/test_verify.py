@@ -142,7 +142,10 @@ def test_what_is_not_checked_is_declared(folder: Path, judge: Judge) -> None:
     declared = judge(folder)[1]["declared"]
     named = {"in ledger.jsonl", "config.toml", "verify.py", "manifests of checkpoints", "privacy_card.json"}
     assert named | {"tensorboard/, private/ and all other files"} <= declared.keys()
-    assert declared["in ledger.jsonl"] == "commit, environment, mirror, noised_coordinates, noised_norm, reason, sum_exponent"
+    assert (
+        declared["in ledger.jsonl"]
+        == "commit, environment, mirror, noised_coordinates, noised_norm, reason, sum_exponent"
+    )
 
 
 def test_what_is_printed_is_at_most_a_unit_of_its_last_place_above() -> None:
