@@ -28,7 +28,7 @@ from trainer.planner.memory import trained_count  # noqa: E402
 from trainer.planner.probe import flops_of_an_example  # noqa: E402
 from trainer.planner.resources import EFFICIENCY, planning_task  # noqa: E402
 
-DRAWN, ROUNDS = 1 << 21, 7
+DRAWN, ROUNDS = 1 << 19, 5
 DEVIATIONS = (2.0**12, 0.7 * 2.0**34, 2.0**50)
 
 

@@ -19,6 +19,7 @@ from privacy.ledger.records import read_ledger
 from privacy.run import run as run_module
 from privacy.run.ledger import RunLedger
 from privacy.step import folder as run_folder
+from tests.distributed.ranks import run_ranks
 from tests.processes import ROOT
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
@@ -55,9 +56,7 @@ def verified(verifier: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_run_of_0_1_0_is_verified_and_shown_and_not_resumed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_0_1_0_is_verified_and_shown_and_not_resumed(folder: Path) -> None:
     """Its own verifier and this one accept it; its noise was made of doubles, which no further step may draw.
 
     The way out is one line, nothing has changed, and what there is can be exported.
@@ -79,37 +78,37 @@ def test_a_run_of_0_1_0_is_verified_and_shown_and_not_resumed(
     verified(folder / "verify.py", folder)
 
 
-def unlocked(patched: pytest.MonkeyPatch) -> None:
-    """A start of this process keeps its lock, which the next one would wait for."""
-    patched.setattr(run_folder.RunFolder, "lock", lambda self: (self.private / "lock").touch(0o600))
-
-
-def old_run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, crashes: bool) -> None:
-    """Trains a run as version 0.1 stated it: its ledger names no kind of noise, and no step of sums.
+def first_start(device: torch.device, folder: str, how: str) -> int:
+    """Trains in a process of its own, whose locks end with it.
 
     Args:
-        crashes: between the last step and the line that closes the ledger.
+        how: `stopped` after two steps; else as version 0.1 stated a run, whose ledger names no kind of noise and no
+            step of sums, to its end (`closed`), or to a crash before the line that closes the ledger.
     """
-    with monkeypatch.context() as patched:
-        unlocked(patched)
-        patched.setattr(plan_module, "ROUNDED", None)
-        patched.setattr(run_module, "first_exponent", lambda *_: None)
-        patched.setattr(run_module, "require_drawn_noise", lambda *_: None)
-        if crashes:
+    with pytest.MonkeyPatch.context() as patched:
+        if how == "stopped":
+            asked: list[int] = []
+            patched.setattr(
+                "trainer.loop.stopping.StopRequests.pending", lambda self: asked.append(1) or len(asked) > 2
+            )
+        else:
+            patched.setattr(plan_module, "ROUNDED", None)
+            patched.setattr(run_module, "first_exponent", lambda *_: None)
+        if how == "crashed":
             patched.setattr(RunLedger, "close_run", lambda _: None)
-        assert start(folder, ROOT / "recipes/tiny.toml", *OPTIONS) == 0
-    lines = (folder / "ledger.jsonl").read_text()
-    assert '"noise_kind"' not in lines and ('"type":"close"' in lines) == (not crashes)
+        return start(Path(folder), ROOT / "recipes/tiny.toml", *OPTIONS)
 
 
-@pytest.mark.parametrize("crashes", [False, True], ids=["closed", "crashed before its end was written"])
+@pytest.mark.parametrize("how", ["closed", pytest.param("crashed", marks=pytest.mark.full)])
 def test_a_run_of_0_1_0_that_has_taken_its_steps_is_finished(
-    one_rank: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashes: bool
+    one_rank: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The same command says that it is finished, and draws nothing; a new version may write the end of the ledger."""
     run = tmp_path / "run"
-    old_run(run, monkeypatch, crashes=crashes)
-    monkeypatch.setattr("privacy.noise.add_noise", lambda *_: 1 / 0)
+    assert run_ranks(f"{__name__}:first_start", 1, timeout=240, folder=str(run), how=how) == [0]
+    lines = (run / "ledger.jsonl").read_text()
+    assert '"noise_kind"' not in lines and ('"type":"close"' in lines) == (how == "closed")
+    monkeypatch.setattr("privacy.step.step.add_noise", lambda *_: 1 / 0)
     assert start(run, run / "config.toml") == 0
     state = read_ledger(run / "ledger.jsonl")
     assert state.closed == "finished" and state.num_charged == 4
@@ -121,11 +120,7 @@ def test_a_run_is_resumed_by_another_version(
 ) -> None:
     """torch and the project may change on the way, and the ledger says so."""
     folder = tmp_path / "run"
-    with monkeypatch.context() as patched:
-        unlocked(patched)
-        asked: list[int] = []
-        patched.setattr("trainer.loop.stopping.StopRequests.pending", lambda self: asked.append(1) or len(asked) > 2)
-        assert start(folder, ROOT / "recipes/tiny.toml", *OPTIONS) == 7
+    assert run_ranks(f"{__name__}:first_start", 1, timeout=240, folder=str(folder), how="stopped") == [7]
     before = (folder / "ledger.jsonl").read_bytes()
     there = run_folder.version
     monkeypatch.setattr(run_folder, "version", lambda package: "99.0" if package == "torch" else there(package))
