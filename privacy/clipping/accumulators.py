@@ -14,26 +14,36 @@ size makes other micro-batches, hence other contributions: those sums agree to r
   table) meet in fp64 first (`Slot.of_uses`); rounded apart, c of them would cost c sqrt(d) h. Products of different examples
   meet in fp64 too (`Slot.add_product`), never in fp32, which saves passes over the total.
 * *Clamping*: an addend of n examples is no larger than n C (1 + r), and is clamped to it before it becomes an integer; NaN
-  becomes zero (`Total.add`). Clamping moves no two numbers apart. Calls may cancel (norms.MOST_CANCELLED), so it acts on
-  their sum and never on one of them.
+  becomes zero (`Total.add`). Clamping moves no two numbers apart. That says nothing of NaN, but P_k is finite: an example whose
+  squares overflow is left out (precision.py), of all others no part is longer than 32 C, and C is at most 1e20. Calls may
+  cancel (MOST_CANCELLED), so clamping acts on their sum and never on one of them.
 * *Range*: rows times the largest entry stays within the layout (`Grid.layout`), so no sum wraps, in any order of additions.
 * *f is public*: it follows from d, C and the cap by whole numbers alone (`Grid`), never by a logarithm of a maths library,
   so that hosts cannot disagree. privacy/step/reduction.py compares it between ranks before it adds.
 
-|P_k - P'_k| is C and the rounding inside of one micro-batch, which whole numbers do not touch. Write u for the unit roundoff of
-fp32. The partial sum of m examples is no longer than m C, one rounding moves it by at most u m C, and with x and without it the
-two roundings differ by at most twice that:
+|P_k - P'_k| is what x adds itself, and the rounding inside of one micro-batch, which whole numbers do not touch. x adds at most
+C (1 + r/2): where its own tokens or calls cancel, E of norms.py pays for what they round to. The rest is for the others, whose
+roundings x changes. Write u for the unit roundoff of fp32: a rounding moves a partial sum by at most u of its length, and with x
+and without it the two roundings differ by at most twice that.
+
+How long is a partial sum? One of m whole examples is no longer than m C. An example of which a product has added a part may
+stand for more, where its tokens or calls cancel: their lengths together are its gross norm, at most 32 C (MOST_CANCELLED), so a
+part is no longer than (32 C + C) / 2 = 16.5 C. E does not pay for that: it clips the example that cancels (to 0.992 C at a gross
+norm of 32 N), and not an x whose additions round beside it.
 
 * **fp32 sums are short.** A matrix product, or a sum of gradients written out in its place, is over at most n = EXAMPLES_PER_SUM
-  examples, padding included. With a rounding for every example that is 2 u C (1 + ... + n), about n^2 u C = 2.4e-4 C, below r/4.
-  A parameter that several calls contribute to has shorter sums (`Slot.of_uses`).
+  examples, padding included. With a rounding for every example, before which at most one is not whole, that is
+  2 u C (1 + ... + n + 16.5 n) = 3.7e-4 C, below 3 r / 8.
+* **Where several calls contribute to a parameter** each has a product of its own, in which a part of an example stays. The parts
+  of all calls together are no longer than 32 C, so that is 32 * 2 u C (1 + ... + n), and n is 11 (`Slot.of_uses`): 2.5e-4 C.
+  (With n = 45 for two calls, two such sums carried past a power of two by an ordinary x differed by 1.00101 C.)
 * **Everything else is fp64**: embedding rows, biases, norm layers, raw parameters, and what meets before it is rounded. That adds
-  2^-53 n^2 C for the n examples of a micro-batch.
+  2^-53 n^2 C for the n examples of a micro-batch, or 32 times that where calls cancel.
 
 A rounding for every example is a theorem for written-out gradients, and for products over one token. Products over T tokens that
-round an entry at every term are so short that n^2 T u C is within the same bound: those in fp32 on CUDA, one fused multiply-add
-after the other, and those with few rows or columns (NARROW), as some kernels on CPU add them up. (With n = 64 and 77 tokens the
-search found pairs that move a sum by 1.0023 C under such additions, by 1.0002 C now.)
+round an entry at every term are shorter (`Slot.add_product`): T (n^2 + 34 n) u C is within 2.5e-4 C, or n is 1 and x is alone.
+That is, those in fp32 on CUDA, one fused multiply-add after the other, and those with few rows or columns (NARROW), as some
+kernels on CPU add them up. (With n = 64 and 77 tokens the search found pairs that move a sum by 1.0023 C under such additions.)
 
 Other products over T tokens are the one assumption, about the order of additions inside one matrix product. Kernels on CPU add
 blocks of some hundred terms, each of which starts at zero, and so round an entry, at the size that the sum of several examples
@@ -75,6 +85,8 @@ NARROW = 32
 """Products with fewer rows or columns are added up token by token: MKL does so below 4 rows, and below 12 columns."""
 PRODUCT_ENTRIES = 1 << 22
 """Entries of a matrix product that wait in fp32 to be added to a total: 16 MiB."""
+MOST_CANCELLED = 32
+"""Gross norm of a clipped contribution, in units of C (norms.py)."""
 WAITING = 8
 """Products that are made before they meet: one pass over the total then takes all of them."""
 PIECE_ENTRIES = (1 << 18, 1 << 24)
@@ -318,15 +330,14 @@ class Slot:
     total: Total
     examples: int = EXAMPLES_PER_SUM
 
-    def of_uses(self, count: int) -> "Slot":
-        """A slot for `count` calls that contribute to one parameter, each by products of its own, to be joined.
+    def of_uses(self) -> "Slot":
+        """A slot for several calls that contribute to one parameter, each by products of its own, to be joined.
 
-        They meet in fp64; hand its `low` to `add` of this slot's total afterwards. Parts of one example that do not cancel are
-        C / sqrt(count) long on average. With count products of n / sqrt(count) examples the roundings are within the bound of
-        one product of n.
+        They meet in fp64; hand its `low` to `add` of this slot's total afterwards. The parts of one example in all calls are
+        MOST_CANCELLED C long together. With products of n / sqrt(MOST_CANCELLED) examples the roundings are within n^2 u C.
         """
         together = Total(torch.zeros_like(self.total.low, dtype=torch.float64))
-        return replace(self, total=together, examples=max(1, math.isqrt(self.examples**2 // count)))
+        return replace(self, total=together, examples=max(1, math.isqrt(self.examples**2 // MOST_CANCELLED)))
 
     def add_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice = slice(None)) -> None:
         """The given rows (p, d) of the matrix += sum_{b,t} g_bt (x) a_bt, with no more than `examples` of them in one fp32 sum.
@@ -334,12 +345,12 @@ class Slot:
         Args:
             g_BTp, a_BTd: of one dtype. Products of bf16 come in fp32.
         """
-        size, p, d = self.examples, g_BTp.shape[2], a_BTd.shape[2]
+        size, tokens, p, d = self.examples, g_BTp.shape[1], g_BTp.shape[2], a_BTd.shape[2]
         is_narrow = min(p, d) < NARROW
         on_matrix_units = not is_narrow and g_BTp.dtype == torch.bfloat16 and has_fp32_products_of_bf16(g_BTp.device)
-        if is_narrow or (not on_matrix_units and adds_term_by_term(g_BTp)):
-            # Any order of additions: with n^2 T <= examples^2, a rounding for every token is within the same bound.
-            size = max(1, math.isqrt(self.examples**2 // max(1, g_BTp.shape[1])))
+        if tokens > 1 and (is_narrow or (not on_matrix_units and adds_term_by_term(g_BTp))):
+            # Any order of additions: with T (n^2 + 34 n) <= examples^2, a rounding for every token is within the bound.
+            size = max(1, math.isqrt(size**2 // tokens + 17**2) - 17)
         wide = torch.promote_types(g_BTp.dtype, torch.float32)
         count = max(1, p // max(NARROW, PRODUCT_ENTRIES // d))
         for some in (slice(p * i // count, p * (i + 1) // count) for i in range(count)):  # about equal: none is narrow

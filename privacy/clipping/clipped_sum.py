@@ -468,7 +468,7 @@ class ClippedSum:
     def _accumulate(self, name: str, parts: Parts, factors: Factors) -> None:
         slot = self.accumulator.slot(name)
         # Calls share examples, so what they contribute is added up before it is rounded (accumulators.py).
-        into = slot if len(parts) == 1 else slot.of_uses(len(parts))
+        into = slot if len(parts) == 1 else slot.of_uses()
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
             without(part, factors.blank_B).add_weighted(weight_B, into)

@@ -20,7 +20,7 @@ out (`ClippedSum`), and then S is N.
 
 h is what underflow may hide (precision.py); overflow makes safe infinite or NaN, and the example is left out. e(BT) belongs to
 fp32 sums, of at most EXAMPLES_PER_SUM examples. The other half of r is for the rounding of all additions against the
-contributions of others (accumulators.py: r / 4 and r / 8), and the rest for products of these small numbers.
+contributions of others (accumulators.py: 3 r / 8 and r / 8).
 
 F: the weighted sum of bf16 tensors on CUDA multiplies one operand, say g, by the factor c and rounds to bf16. Entry by entry
 the rounding moves c g_t by at most u' = 2^-8 of itself, hence the token's vector by at most u' c |g_t|, and the example's sum
@@ -65,12 +65,10 @@ import torch
 from torch import Tensor
 
 from ..releases import SENSITIVITY_SLACK
+from .accumulators import MOST_CANCELLED
 from .contributions import Contribution, Dense, fold_error, inner, is_short
 from .functions import unclipped
 from .precision import Norm
-
-MOST_CANCELLED = 32
-"""Gross norm of a clipped contribution, in units of C."""
 
 
 def rounding(terms: int, dtype: torch.dtype) -> float:

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum, accumulators, contributions
+from privacy.clipping.accumulators import MOST_CANCELLED
 from privacy.clipping.functions import FUNCTIONS, ClippingFunction
-from privacy.clipping.norms import MOST_CANCELLED
 from privacy.step.engine import even_layout
 from privacy.step.sharded_sums import ShardedSums
 
@@ -283,7 +283,7 @@ def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumul
     """|S - S'| / C of every lane: first for x zeroed in its place, then for x left out with the rows behind it closed up.
 
     C of a lane is the largest contribution to it by exact arithmetic, or what an example may carry away and back
-    (MOST_CANCELLED of norms.py). Where C is finite, one more pair is the whole vector.
+    (MOST_CANCELLED of accumulators.py). Where C is finite, one more pair is the whole vector.
     """
     model, inputs_of, lanes_of = build(of.rule, of.tokens)
     model = model.to(device, DTYPES[of.dtype])

@@ -80,6 +80,42 @@ def test_contract_4_one_example_does_not_change_how_others_round(case: Case) -> 
     assert moved(case) <= 1 + SENSITIVITY_SLACK
 
 
+class TwoCalls(nn.Module):
+    """Every number of the weight receives v[b, 0] in one call and v[b, 1] in the other, from example b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256, bias=False)
+
+    def forward(self, v: Tensor) -> Tensor:
+        output = self.layer(v.new_ones(len(v), 256))
+        return (output * v[:, :1]).sum(1) + (self.layer(v.new_ones(len(v), 256)) * v[:, 1:]).sum(1)
+
+
+@pytest.mark.parametrize("cancelling", [2, 10, 16])
+def test_contract_4_calls_of_others_that_cancel_change_no_rounding_of_x(cancelling: int) -> None:
+    """Some examples carry one call near to 1 and the other near to -1, each by almost 16 C, and nothing is left of them.
+
+    An ordinary x decides on which side of a power of two both sums lie, so that all that follows counts in full or not at all.
+    """
+    last_place, count, model = 2.0**-24, 45, TwoCalls()
+    number = 1 / (15.9 * cancelling)  # that x adds; C is the length of as many numbers as the weight has
+    v = torch.zeros(count, 2, dtype=torch.float64)
+    v[:cancelling] = torch.tensor([1.0, -1.0]) / cancelling
+    v[cancelling - 1] += 64 * last_place
+    v[cancelling] = -number / 2
+    v[cancelling + 1 :] = torch.tensor([-0.75, 0.75]) * last_place
+    clipped, sums = ClippedSum(model, 256 * number, self_check=False), []
+    for is_padding in (torch.zeros(count, dtype=torch.bool), torch.arange(count) == cancelling):
+        clipped.zero_()
+        stats = clipped.add_micro_batch(model, {"v": v.float()}, is_padding)
+        assert stats.num_cancelled == 0
+        sums.append(neighbours.whole(clipped))
+    clipped.detach()
+    size = float((sums[0] - sums[1]).norm()) / (256 * number)
+    assert 0.999 < size <= 1 + SENSITIVITY_SLACK / 4
+
+
 FULL = [pytest.mark.full, pytest.mark.timeout(7200)]
 QUICK, OF_ANY_SIZE = 1_100, 1_000
 COUNTS = [QUICK, pytest.param(OF_ANY_SIZE, marks=FULL), pytest.param(25_000, marks=FULL)]
