@@ -73,9 +73,9 @@ LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
 NORM, FRACTION, BOUND = "optimizer/noised_grad_norm", "privacy/noised_unclipped_fraction", "privacy/clipping_bound"
 HELDOUT = {"loss", "accuracy", "shuffled_loss", "loss_of_average", "blind_loss", "blind_accuracy"}
 HELDOUT |= {f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption")}
-METRICS = {NORM, FRACTION, BOUND, "step", "optimizer/lr", "privacy/epsilon", "privacy/charged_attempts"}
+METRICS = {NORM, FRACTION, BOUND, "step", "attempt", "optimizer/lr", "privacy/epsilon", "privacy/charged_attempts"}
 METRICS |= {f"heldout/{name}" for name in HELDOUT}
-NAMES = {"metrics.jsonl": METRICS, "evaluation/heldout.jsonl": {"step", "captions", *HELDOUT}}
+NAMES = {"metrics.jsonl": METRICS, "evaluation/heldout.jsonl": {"step", "attempt", "captions", *HELDOUT}}
 """All that a run publishes: of noised sums, the ledger, the schedule, and held-out data that somebody declared public."""
 FINE, SMALLEST_DELTA, LARGE = 1e-4, 1e-12, 50.0
 """Privacy loss distributions have this grid, are not trusted below this delta, and have a coarser grid above this epsilon."""
@@ -1094,6 +1094,11 @@ def check_metrics(folder: Folder) -> str:
             step, charged, claim = entry["step"], entry.get("privacy/charged_attempts"), entry.get("privacy/epsilon")
             beyond = plan["enabled"] and not 0 <= step <= ledger.furthest
             require(not beyond, f"{where} shows step {shown(step)}, which the ledger never finished")
+            attempt, most = entry.get("attempt", 0), max(ledger.attempts[step], 1)
+            tried = type(attempt) is int and 0 <= attempt < most
+            require(
+                tried, f"{where} shows attempt {shown(attempt)} of step {step}, where the ledger has {most}, from 0 on"
+            )
             for name in {NORM, FRACTION, BOUND} & entry.keys() if not plan.reasons else ():
                 known = any(math.isclose(entry[name], one[name], rel_tol=PUBLISHED) for one in stated.get(step, []))
                 require(known, f"{where} shows {name} = {shown(entry[name])}, which no line of the step states")

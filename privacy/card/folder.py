@@ -148,9 +148,10 @@ def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
 def read_utility(run_dir: Path) -> Utility:
     """Held-out losses, as far as the run's public files hold them.
 
-    A line torn by a crash, or without a whole `step`, is left out: it is no reason to withhold the rest.
+    A line torn by a crash, or without a whole `step`, is left out: it is no reason to withhold the rest. Where steps were
+    repeated, the last attempt counts: a line replaces those before it of the same step and of later ones.
     """
-    file, lines, losses = "evaluation/heldout.jsonl", list[bytes](), []
+    file, lines, losses = "evaluation/heldout.jsonl", list[bytes](), list[HeldoutLoss]()
     with contextlib.suppress(OSError):
         lines = read_public(run_dir, file).splitlines()
     for line in lines:
@@ -162,6 +163,7 @@ def read_utility(run_dir: Path) -> Utility:
             # NaN, Infinity, or anything else may be there.
             found: list[Any] = [value.get(name) for name in ("loss", "blind_loss", "shuffled_loss")]
             good = [x if type(x) in (int, float) and abs(x) < 1e300 else None for x in found]
+            losses = [earlier for earlier in losses if earlier.step < step]
             losses.append(HeldoutLoss(step=step, loss=good[0], blind_loss=good[1], shuffled_loss=good[2]))
     return Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses))
 

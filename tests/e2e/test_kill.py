@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from privacy.card.folder import read_utility
 from privacy.ledger.records import read_ledger
 from privacy.sampling.keys import SamplingKey
-from tests.e2e.launch import PLANTED, count, kill_group, ledger_lines, start_ranks, train_arguments
+from privacy.verify import verify
+from tests.e2e.launch import PLANTED, alone, count, kill_group, ledger_lines, start_ranks, train_arguments
+from tests.privacy.published import read_metrics
 
 NUM_STEPS = 20
 FEW_STEPS = 6
@@ -96,6 +99,29 @@ def kill_and_finish(run_dir: Path, kills: int, seed: int, steps: int = NUM_STEPS
 @pytest.mark.parametrize(("kills", "steps"), [(1, FEW_STEPS), pytest.param(3, NUM_STEPS, marks=pytest.mark.full)])
 def test_contract_9_kills(tmp_path: Path, kills: int, steps: int) -> None:
     kill_and_finish(tmp_path / "run", kills, seed=1, steps=steps)
+
+
+def test_no_curve_steps_back_after_a_kill(tmp_path: Path) -> None:
+    """Step 4 is undone and repeated: viewers and the card show it once, and lines say which attempt at it they are of."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir, more = tmp_path / "run", ("train.num_steps=6", "train.checkpoint_every=3", "heldout.every_steps=1")
+    arguments = train_arguments(run_dir, "--engine", "local", *more)
+    assert alone(["before_done:5", *arguments], script=PLANTED).returncode == -9
+    done = alone(["nothing", *arguments], script=PLANTED)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for folder in (run_dir, run_dir / "private"):
+        events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+        tags = events.Reload().Tags()
+        curves = {tag: [event.step for event in events.Scalars(tag)] for tag in tags["scalars"]}
+        curves |= {tag: [event.step for event in events.Images(tag)] for tag in tags["images"]}
+        for tag, steps in curves.items():
+            assert steps == list(range(0 if tag.startswith("heldout/") else 1, 7)), (folder.name, tag)
+        lines = [(line["step"], line["attempt"]) for line in read_metrics(folder) if "heldout/loss" not in line]
+        assert lines == [(1, 0), (2, 0), (3, 0), (4, 0), (4, 1), (5, 1), (6, 0)]
+    assert [point.step for point in read_utility(run_dir).heldout_loss] == list(range(7))
+    code, found = verify(run_dir)
+    assert code == 0, found
 
 
 @pytest.mark.full

@@ -31,7 +31,8 @@ def run_dir(tmp_path):
         (run / folder).mkdir(parents=True)
     manifest = json.dumps({"initialisation": {"kind": "random", "seed": 0}, "step": 2}).encode()
     (run / "checkpoints/step-00000002/manifest.json").write_bytes(manifest)
-    _write_lines(run / "evaluation/heldout.jsonl", {"step": 0, "loss": 8.5}, {"step": 2, "loss": 6.25})
+    undone = ({"step": 0, "loss": 8.75}, {"step": 1, "loss": 7.5}, {"step": 2, "loss": 7.25})  # by a crash
+    _write_lines(run / "evaluation/heldout.jsonl", *undone, {"step": 0, "loss": 8.5}, {"step": 2, "loss": 6.25})
     _write_lines(run / "metrics.jsonl", {"step": 1, "optimizer/lr": 0.1})
     for name in ("metrics.jsonl", "heldout.jsonl", "sampling.key"):
         _write_lines(run / "private" / name, {"step": 1, "train/loss": float(SECRET), "loss": float(SECRET)})

@@ -6,7 +6,7 @@ import pytest
 
 from privacy.boundary import PUBLISHED, Private, Public, Reason
 from tests.privacy.published import read_metrics
-from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics, Session, as_fp32
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "pri', '{"step": 2, "privacy/epsilon": 0.7}', "{"])
@@ -56,6 +56,32 @@ def test_public_events_have_no_clock_and_no_place(tmp_path: Path, monkeypatch: p
     accumulated = EventAccumulator(str(tmp_path / "one/tensorboard"))
     accumulated.Reload()
     assert [event.step for event in accumulated.Scalars("privacy/epsilon")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+def test_a_start_takes_the_place_of_the_steps_that_it_repeats(tmp_path: Path, *, is_private: bool) -> None:
+    """What was measured at the checkpoint stays, and so does all of a start at the last step, which repeats nothing."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    starts = [
+        (0, {}, range(6)),
+        (3, {1: 1, 2: 1, 3: 1, 4: 1, 5: 2}, range(4, 7)),
+        (6, dict.fromkeys(range(1, 7), 3), ()),
+    ]
+    for number, (step, attempts, steps) in enumerate(starts):
+        session = Session(step, attempts)
+        writer = PrivateMetrics(tmp_path, session) if is_private else PublicMetrics(tmp_path, session)
+        for done in steps:
+            value = done + 100.0 * number
+            box = Private(value) if is_private else Public(value, Reason.NOISED)
+            writer.scalars(done, {"optimizer/noised_grad_norm": box})  # type: ignore[dict-item]
+        writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("optimizer/noised_grad_norm")
+    assert [(event.step, event.value) for event in events] == [
+        *((step, float(step)) for step in range(4)), *((step, step + 100.0) for step in range(4, 7))
+    ]  # fmt: skip
+    lines = [(line["step"], line["attempt"]) for line in read_metrics(tmp_path)]
+    assert lines == [*((step, 0) for step in range(6)), (4, 1), (5, 2), (6, 0)]
 
 
 def test_published_floats_are_rounded_to_fp32(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_start_that_knows_less_than_one_does_without_looking_is_refused(named:
     losses = start / "evaluation" / "heldout.jsonl"
     losses.write_text('{"step": 1, "loss": 9.0, "blind_loss": 1.5}\n{"step": 2, "loss": 1.25, "blind_loss": 1.5}\n')
     require_useful_starts(planned, ROOT)
-    losses.write_text(losses.read_text() + '{"step": 3, "loss": 1.75, "blind_loss": 1.5}\n')
+    losses.write_text(losses.read_text() + '{"step": 3, "lo\n{"step": 3, "loss": 1.75, "blind_loss": 1.5}\n')
     with pytest.raises(ConfigError, match=f"start {start} has a held-out loss of 1.7500, and 1.5000 is had without"):
         require_useful_starts(planned, ROOT)
 

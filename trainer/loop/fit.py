@@ -22,7 +22,8 @@ def fit(training: Training) -> int:
     run, train = training.run, training.config.train
     around = _Around(training)
     evaluates = training.heldout is not None
-    if evaluates and run.step in (0, train.num_steps):  # the latter after a crash before the run's end
+    is_trained = run.step == train.num_steps  # a crash came before the run's end
+    if evaluates and (run.step == 0 or (is_trained and not around.reporter.has_heldout(run.step))):
         around.reporter.heldout(run.step)
     for _ in run.steps(around):
         if evaluates and run.step == train.num_steps:  # saved already, and not yet ended in the ledger

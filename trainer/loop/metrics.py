@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,23 +23,40 @@ Text = TypeVar("Text", Public[str], Private[str])
 Picture = TypeVar("Picture", Public[np.ndarray], Private[np.ndarray])
 
 
+class Session(NamedTuple):
+    """One start of a run.
+
+    Attributes:
+        step: the last one of the checkpoint that it goes on from; 0 where it goes on from none.
+        attempts: how often the ledger had charged each step before; None where nothing is charged.
+    """
+
+    step: int
+    attempts: Mapping[int, int] | None
+
+
 class _Sinks(Generic[Number, Text, Picture]):
     """JSON lines and TensorBoard in one folder; takes boxes of one kind.
 
     Events are durable against a kill one by one. torch's SummaryWriter puts clock, host and process into the file's name and the
     clock into its first event; here the files of a folder are numbered. Nothing else here knows TensorBoard's format.
 
+    A start repeats the steps that a crash has undone. Lines say which attempt at a step they are of, and a file of events begins
+    with its session's start, at which viewers forget what earlier files have at its steps. What is measured before the first step
+    is measured again by a start at step 0.
+
     Args:
+        session: the start of the run that writes; None for what is no run, such as an evaluation.
         times: whether lines and events say when they were written; only in a private folder. TensorBoard shows the step number
             where it would show the time.
     """
 
-    def __init__(self, folder: Path, *, times: bool) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    def __init__(self, folder: Path, session: Session | None, *, times: bool) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
-        self._times = times
+        self._times, self._session = times, session
         self._lines = (folder / "metrics.jsonl").open("a+")
         self._lines.write(torn_line_end(self._lines.fileno()).decode())
         board = folder / "tensorboard"
@@ -50,16 +67,26 @@ class _Sinks(Generic[Number, Text, Picture]):
         self._event: Any = Event
         self._records: Any = RecordWriter(self._events)
         self._write_event(wall_time=0.0, file_version="brain.Event:2")
+        if session is not None:
+            first = session.step + 1 if session.step > 0 else 0
+            self._write_event(wall_time=self._time(first), step=first, session_log=SessionLog(status=SessionLog.START))
 
     def close(self) -> None:
         self._lines.close()
         self._events.close()
 
+    def place(self, step: int) -> dict[str, int]:
+        """What a line of this step begins with: the step, and the attempt at it, from 0, as the ledger counts them."""
+        if self._session is None or self._session.attempts is None:
+            return {"step": step}
+        before = self._session.attempts.get(step, 0)
+        return {"step": step, "attempt": before if step > self._session.step else max(before - 1, 0)}
+
     def scalars(self, step: int, values: Mapping[str, Number]) -> None:
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
         opened = {name: self._open(name, value) for name, value in values.items()}
         when = {"time_unix": round(time.time(), 3)} if self._times else {}
-        self._lines.write(json.dumps({"step": step, **when, **opened}) + "\n")
+        self._lines.write(json.dumps({**self.place(step), **when, **opened}) + "\n")
         self._lines.flush()
         for name, number in opened.items():
             self._add(step, self._summary.scalar(name, number))
@@ -71,7 +98,10 @@ class _Sinks(Generic[Number, Text, Picture]):
         self._add(step, self._summary.image(name, self._open(name, image_HWC), dataformats="HWC"))
 
     def _add(self, step: int, summary: Any) -> None:
-        self._write_event(wall_time=time.time() if self._times else float(step), step=step, summary=summary)
+        self._write_event(wall_time=self._time(step), step=step, summary=summary)
+
+    def _time(self, step: int) -> float:
+        return time.time() if self._times else float(step)
 
     def _write_event(self, **fields: Any) -> None:
         self._records.write(self._event(**fields).SerializeToString())
@@ -85,8 +115,8 @@ class _Sinks(Generic[Number, Text, Picture]):
 class PublicMetrics(_Sinks[Public[float], Public[str], Public[np.ndarray]]):
     """Takes what is known to be public under its name in `PUBLISHED`, rounds it to fp32 and writes no time."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, times=False)
+    def __init__(self, folder: Path, session: Session | None = None) -> None:
+        super().__init__(folder, session, times=False)
         self._settings: dict[str, object] = {}
 
     def _open(self, name: str, box: Public[Any]) -> Any:
@@ -103,8 +133,8 @@ class PublicMetrics(_Sinks[Public[float], Public[str], Public[np.ndarray]]):
 class PrivateMetrics(_Sinks[Private[float], Private[str], Private[np.ndarray]]):
     """Writes into a folder inside the trust boundary, in full precision; lines and events say when they were written."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, times=True)
+    def __init__(self, folder: Path, session: Session | None = None) -> None:
+        super().__init__(folder, session, times=True)
 
     def _open(self, name: str, box: Private[Any]) -> Any:
         return box.inside()

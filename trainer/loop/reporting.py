@@ -1,5 +1,6 @@
 """What each step publishes, what it keeps private, and its console line (which is inside the trust boundary)."""
 
+import contextlib
 import io
 import json
 import resource
@@ -30,7 +31,7 @@ from privacy.step.averaging import WeightAverage
 from privacy.step.step import StepRecord
 from trainer.config.recipe import RunConfig
 from trainer.loop.heldout import Heldout, HeldoutResults
-from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics, Session, as_fp32, fp32_above
 from trainer.planner.hardware import known_peak
 
 PLAIN_INTERVAL_SECONDS = 30.0
@@ -114,8 +115,9 @@ class StepReporter:
         run = training.run
         self._is_main, self._has_warned = collectives.rank() == 0, False
         if self._is_main:
-            self._public = PublicMetrics(run.folder.root)
-            self._private = PrivateMetrics(run.folder.private)
+            session = Session(run.step, run.ledger.attempts if run.plan.enabled else None)
+            self._public = PublicMetrics(run.folder.root, session)
+            self._private = PrivateMetrics(run.folder.private, session)
             if run.first_step == 1:
                 self._public.text(0, "where the training loss is", Public(WHERE_TRAINING_LOSS_IS, Reason.SETTINGS))
             self._progress = ProgressLine(run.step, training.config.train.num_steps)
@@ -226,6 +228,13 @@ class StepReporter:
         }
         return {name: Private(value) for name, value in values.items()}
 
+    def has_heldout(self, step: int) -> bool:
+        """Whether held-out results of this step are the last that were written. Collective."""
+        section, folder = self._training.config.heldout, self._run.folder
+        assert section is not None
+        file = (folder.evaluation if section.is_public else folder.private) / "heldout.jsonl"
+        return collectives.on_main(lambda: _last_step(file) == step)
+
     def heldout(self, step: int) -> None:
         """Evaluates held-out examples: loss, a classifier's accuracy, samples. Public only where the recipe says the data are."""
         run, heldout, section = self._run, self._training.heldout, self._training.config.heldout
@@ -280,10 +289,18 @@ def _write(
         png = io.BytesIO()
         Image.fromarray(found.samples.picture_HWC).save(png, "PNG")
         write_durably(folder / f"samples-{step:08d}.png", png.getvalue())
-    line = {"step": step, **{name: written(value) for name, value in numbers.items()}, "captions": lines}
+    line = {**metrics.place(step), **{name: written(value) for name, value in numbers.items()}, "captions": lines}
     with (folder / "heldout.jsonl").open("a+") as file:
         file.write(torn_line_end(file.fileno()).decode())
         file.write(json.dumps(line) + "\n")
+
+
+def _last_step(file: Path) -> int | None:
+    """The step of the last line; None where there is none, or a crash tore it."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    with contextlib.suppress(ValueError, LookupError):
+        return int(json.loads(lines[-1])["step"])
+    return None
 
 
 def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from privacy.card.folder import read_utility
 from privacy.checkpoints.read import MANIFEST
 from privacy.files.toml_text import read_toml
 from privacy.plan import make_plan
@@ -242,7 +243,7 @@ def _resolved(study: StudyConfig, root: Path, name: str, values: Mapping[str, An
 def require_useful_starts(planned: Sequence[Point], root: Path) -> None:
     """Refuses points whose start knows less of its public held-out examples than what one gets without looking at them.
 
-    The last line of `evaluation/heldout.jsonl` in its run folder says so. A start without that file is taken as it is.
+    The last whole line of `evaluation/heldout.jsonl` in its run folder says so. A start without any is taken as it is.
 
     Raises:
         ConfigError: naming the point, the start and both losses.
@@ -251,10 +252,11 @@ def require_useful_starts(planned: Sequence[Point], root: Path) -> None:
         run = root / one.config.init.checkpoint if one.config.init is not None else None
         if run is not None and (run / MANIFEST).is_file():
             run = run.parent.parent
-        if run is None or not (run / HELDOUT).is_file():
+        losses = () if run is None else read_utility(run).heldout_loss
+        if not losses:
             continue
-        *_, last = (json.loads(line) for line in (run / HELDOUT).read_text().splitlines())
-        loss, blind = last["loss"], last.get("blind_loss", math.inf)
+        loss = math.nan if losses[-1].loss is None else losses[-1].loss
+        blind = math.inf if losses[-1].blind_loss is None else losses[-1].blind_loss
         if not loss < blind:
             raise ConfigError(
                 f"point {one.name}: its start {run} has a held-out loss of {loss:.4f}, and {blind:.4f} is had without looking at "
