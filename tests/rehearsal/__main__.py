@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.rehearsal.part import ROOT, Part, say
-from tests.rehearsal.record import JSON_RECORD, page_of
-
-PARTS = ("batch", "loop", "data", "steps", "model", "ranks", "budget", "faults")
+from tests.rehearsal.record import JSON_RECORD, PARTS, page_of
 
 
 def run_part(name: str, folder: Path, *, anew: bool) -> None:

@@ -48,7 +48,7 @@ def rehearse(part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH, m
     ]
     part.stage("write shards", lambda: write_shards(shards, num_examples))
     prepare = (python, "launch_scripts/prepare.py", "index", shards, "--output", index)
-    part.stage("prepare.py index", lambda: last_line(command(*prepare)))
+    part.stage("prepare.py index", lambda: {"verdict": command(*prepare).strip().splitlines()[-1].partition(": ")[0]})
     part.stage("dry run", lambda: {"dealt": dealt_step(command(*train, "--dry_run", log=part.folder / "dry.log"))})
     part.stage("step 1, killed in step 2", lambda: killed_in_step_2(train, run_dir, part.folder / "killed.log"))
     part.stage("resume, step 2", lambda: resumed(train, run_dir, part.folder / "resumed.log"))
@@ -149,10 +149,21 @@ def resumed(train: list[object], run_dir: Path, log: Path) -> dict[str, Any]:
     return private_counts(run_dir)
 
 
+SHOWN = {
+    "train/batch_size": "examples",
+    "train/undecodable_examples": "undecodable",
+    "performance/step_seconds": "step_seconds",
+    "performance/examples_per_second": "examples_per_second",
+    "performance/data_wait_fraction": "data_wait_fraction",
+    "performance/peak_memory_gib": "peak_gib_a_rank",
+}
+"""Of the private read-out of a step, and how the record calls it."""
+
+
 def private_counts(run_dir: Path) -> dict[str, Any]:
-    """Realised batch and seconds of the last step, from the private read-out."""
+    """Realised batch, seconds and memory of the last step, from the private read-out."""
     last = json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])
-    return {name: value for name, value in last.items() if isinstance(value, int | float)}
+    return {name: last[key] for key, name in SHOWN.items()}
 
 
 def dealt_step(output: str) -> str:

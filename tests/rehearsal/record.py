@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.rehearsal.part import ROOT
 
+PARTS = ("batch", "loop", "data", "steps", "model", "ranks", "budget", "faults")
 JSON_RECORD = ROOT / "tests" / "records" / "rehearsal.json"
 TITLE = """# The rehearsal: what is claimed at a size has run at that size
 
@@ -28,6 +29,9 @@ def page_of() -> str:
     parts: dict[str, dict[str, Any]] = json.loads(JSON_RECORD.read_text())
     lines = [TITLE, "| dimension | largest size that ran |", "|---|---|"]
     lines += [f"| {dimension} | {size:,} |" for dimension, size in sorted(ran_sizes().items())]
+    missing = [name for name in PARTS if name not in parts]
+    if missing:
+        lines += ["", f"**Parts that have not run to their end yet: {', '.join(missing)}.**"]
     for name, part in parts.items():
         lines += [
             "",

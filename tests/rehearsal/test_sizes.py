@@ -25,11 +25,14 @@ def sizes_of(config: RunConfig) -> dict[str, int]:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_every_size_of_a_recipe_has_run_or_is_marked(path: Path) -> None:
-    """A mark reads "# not rehearsed: num_steps: the reason"; one that is not needed is as wrong as one that is missing."""
-    ran = ran_sizes()
-    larger = {name for name, size in sizes_of(load_config(path)).items() if size > ran[name]}
+    """A mark reads "# not rehearsed: num_steps: the reason"; one that is not needed is as wrong as one that is missing.
+
+    Dimensions of parts that the record lacks are not compared: its page names those parts.
+    """
+    ran, sizes = ran_sizes(), sizes_of(load_config(path))
+    larger = {name for name in ran.keys() & sizes.keys() if sizes[name] > ran[name]}
     marks = re.findall(r"^# not rehearsed: ([a-z_, ]+): \w.+", path.read_text(), re.M)
-    assert {name for mark in marks for name in mark.split(", ")} == larger
+    assert {name for mark in marks for name in mark.split(", ")} & ran.keys() == larger
 
 
 def test_the_page_of_the_record_is_made_from_its_numbers() -> None:
