@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import Grid, LocalSums, Slot
+from privacy.clipping.accumulators import Grid, LocalSums, Slot, real
 from privacy.noise import SystemNoise
 from privacy.step import collectives
 from privacy.step.engine import Piece, ShardLayout, even_layout
@@ -191,6 +191,8 @@ def _random_sums(device: torch.device, seed: int) -> float:
         sums.finish()
     exact = {name: sum(parts[name] for parts in collectives.gather_objects(mine)) for name in shapes}
     shards = sums.to_owners(layout)
+    if sums.unit is not None:
+        shards = [shard._replace(values=real(shard.values, sums.unit.exponent)) for shard in shards]
     assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(rank))
     errors = [(s.values - exact[s.name].flatten()[s.offset : s.offset + s.values.numel()]).abs().max() for s in shards]  # type: ignore[union-attr]
     return max((float(e) for e in errors), default=0.0)
