@@ -13,9 +13,9 @@ from tests.rehearsal.part import ROOT, Part
 from trainer.studies import grid
 
 SMALL = PlanRequest(
-    num_examples=2000,
-    expected_batch_size=40,
-    num_steps=60,
+    num_examples=1000,
+    expected_batch_size=20,
+    num_steps=12,
     noise_multiplier=4.0,
     sensitivity_slack=1e-3,
     target_delta=1e-5,
