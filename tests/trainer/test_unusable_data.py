@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data.errors import DataError
+from data.index.build import build_index
 from data.index.tar_writer import write_shard
 from evaluation.sources import encode_png
 from tests.distributed.ranks import ROOT
@@ -18,7 +19,10 @@ from tests.e2e.launch import RECIPE
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.ranks.discovery import Ranks
+from trainer.run import datasets
+from trainer.run.datasets import require_usable
 from trainer.run.start import train
+from trainer.tasks import make_task
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -109,6 +113,99 @@ def test_most_unusable_is_refused(kind: str, good: int, bad: int, tmp_path: Path
     assert "cannot be used" in refused(start, tmp_path / "run", *RECIPES[kind])
 
 
+def write_labels(path: Path, labels: list[int], bad: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    """Pictures with these labels; those of the numbers `bad` cannot be decoded, each in its own way."""
+    write_shard(
+        path,
+        (
+            (
+                f"{n:04d}",
+                {"png": (b"", b"no", picture(n)[:60])[n % 3] if n in bad else picture(n), "cls": b"%d" % label},
+            )
+            for n, label in enumerate(labels)
+        ),
+    )
+
+
+CLASSES = [part for part in RECIPES["classifier"] if not part.startswith("data.label_field")]
+LABELS = {
+    "labels from 1": ([1 + n % 10 for n in range(200)], set(), r"20 of 200 .* all that have one label, cannot be used"),
+    "labels from 1, few of the last": (
+        [1 + n % 9 for n in range(300)] + [10, 10],
+        set(),
+        "2 of 302 .* all that have one label",
+    ),
+    "a class of broken pictures": (
+        [n % 9 for n in range(300)] + [9, 9],
+        {300, 301},
+        "2 of 302 .* all that have one label",
+    ),
+    "2 % of one reason": ([n % 10 for n in range(150)], {7, 77, 149}, "3 of 150 examples"),
+    "1 in 50": ([n % 10 for n in range(500)], set(range(3, 500, 50)), "10 of 500 examples"),
+}
+
+
+def look(tmp_path: Path, labels: list[int], bad: set[int], *overrides: str) -> None:
+    """What a start does with the pictures of `write_labels`, and nothing else of it."""
+    write_labels(tmp_path / "mine.tar", labels, bad)
+    config = load_config(ROOT / RECIPE, [f"data.shards={tmp_path}/mine.tar", *CLASSES, *overrides])
+    table = build_index([tmp_path / "mine.tar"], tmp_path / "index")
+    require_usable(table, make_task(config, ROOT).make_example(train=True), config, key="data.shards")
+
+
+@pytest.mark.parametrize("what", LABELS)
+def test_a_class_that_is_lost_or_more_than_one_percent_is_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a label in the line, and with the way to say that it is meant; without privacy it is only said."""
+    labels, bad, message = LABELS[what]
+    monkeypatch.setattr(datasets, "LOOKED_AT", 600)  # else the second look depends on the first
+    with pytest.raises(DataError, match=message) as caught:
+        look(tmp_path, labels, bad)
+    assert "data.max_unusable_share=0.5" in str(caught.value) and "\n" not in str(caught.value)
+    for way in (["data.max_unusable_share=0.5"], ["privacy.enabled=false", "data.provenance=public"]):
+        look(tmp_path, labels, bad, *way)
+        assert len(said_of(capsys.readouterr().out, "data.shards")) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "bad"),
+    [
+        ([n % 10 for n in range(60)], {7}),  # one alone
+        ([n % 10 for n in range(250)], {7, 17}),  # of one label, which others have
+        ([n % 10 for n in range(250)], {7, 18}),
+        ([n % 2 for n in range(1200)], {*range(0, 1200, 150)}),  # eight of a thousand
+    ],
+)
+def test_few_unusable_examples_of_any_label_are_said(
+    labels: list[int],
+    bad: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(datasets, "LOOKED_AT", 300)
+    look(tmp_path, labels, bad)
+    assert "cannot be used and count as zero" in said_of(capsys.readouterr().out, "data.shards")[0]
+
+
+def test_where_one_of_a_few_examples_is_unusable_more_are_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of 2,000 is one of the 64; alone it is 0.1 %. With others, which the first look may miss, it is refused."""
+    labels = [n % 10 for n in range(2000)]
+    look(tmp_path, labels, {0})
+    line = "warning: data.shards: a look at 1000 examples: 1 cannot be used and count as zero"
+    assert said_of(capsys.readouterr().out, "data.shards")[0].startswith(line)
+    with pytest.raises(DataError, match=r"\d+ of 1000 examples that were looked at, cannot be used"):
+        look(tmp_path, labels, {0, *range(100, 2000, 40)})
+
+
+def test_labels_from_one_are_refused_before_anything_is_charged(tmp_path: Path, start: Callable[..., int]) -> None:
+    write_labels(tmp_path / "mine.tar", [1 + n % 10 for n in range(100)])
+    assert "all that have one label" in refused(start, tmp_path / "run", *CLASSES)
+
+
 def said_of(text: str, key: str) -> list[str]:
     return [line for line in text.replace("\n  ", " ").splitlines() if f"{key}: a look at" in line]
 
@@ -119,9 +216,10 @@ def test_some_unusable_examples_train_as_zero_gradients_and_every_start_counts_t
 ) -> None:
     shard(tmp_path / "mine.tar", 24, 20)
     line = "warning: data.shards: a look at 44 examples: 20 cannot be used and count as zero (20 times: the "
-    assert start(*RECIPES[kind], "train.max_minutes=1e-9") == 7
+    meant = "data.max_unusable_share=0.5"
+    assert start(*RECIPES[kind], meant, "train.max_minutes=1e-9") == 7
     assert [found.startswith(line) for found in said_of(capsys.readouterr().out, "data.shards")] == [True]
-    assert start(*RECIPES[kind]) == 0, "resumed"
+    assert start(*RECIPES[kind], meant) == 0, "resumed"
     out = capsys.readouterr().out
     assert [found.startswith(line) for found in said_of(out, "data.shards")] == [True]
     public = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and "private" not in p.parts]
