@@ -38,6 +38,7 @@ from tests.processes import Forked, kill_group, run_python
 from trainer.engines import build_engine
 
 AT_ITS_END = {
+    ("step", "wait", "copy to the GPU", "privacy/noise.py:SystemNoise.rounded_normal"),  # exact noise, drawn on the CPU
     ("step", "wait", "synchronize", "privacy/step/clock.py:Laps.end"),
     ("step", "wait", "_local_scalar_dense", "privacy/step/step.py:_norm"),
     ("step", "wait", "copy to the CPU", "privacy/step/step.py:_record.<locals>.<listcomp>"),

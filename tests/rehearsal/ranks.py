@@ -200,7 +200,9 @@ def lay_out(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
 def reduce(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
     """Packs the sums for all owners and takes rank 0's own."""
     layout, sums = fleet.layout(stage, world_size), fleet.sums(world_size)
-    clipped = cast(ClippedSum, SimpleNamespace(accumulator=sums, require_repeated=lambda: None))
+    assert sums.unit is not None
+    stand_in = SimpleNamespace(accumulator=sums, exponent=sums.unit.exponent, require_repeated=lambda: None)
+    clipped = cast(ClippedSum, stand_in)
     measured, reductions = dict[str, Any](), list[int]()
 
     def note(out: torch.Tensor, rows: Rows) -> None:
