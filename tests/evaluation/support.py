@@ -9,6 +9,8 @@ import numpy as np
 from scipy import stats
 from sklearn.datasets import load_digits
 
+from privacy.releases import SENSITIVITY_SLACK
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,7 +52,7 @@ def exact_delta(mu: float, epsilon: float) -> float:
 
 
 def spent(ledger: Path) -> float:
-    """mu of all releases of all intents."""
+    """mu of all releases of all intents, as it is charged: with what rounding may add to a sensitivity."""
     records = [json.loads(line) for line in ledger.read_text().splitlines()]
     releases = [release for record in records if record["type"] == "intent" for release in record["releases"]]
-    return math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in releases))
+    return (1 + SENSITIVITY_SLACK) * math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in releases))

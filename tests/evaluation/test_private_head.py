@@ -26,7 +26,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.noise import SystemNoise
 from privacy.releases import SENSITIVITY_SLACK
 from tests.evaluation.support import digits, exact_delta, spent
-from tests.privacy.test_whole_noise import Reals
+from tests.privacy.test_whole_noise import Reals, rounded
 
 L, D, N = 5, 8, 30
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -231,7 +231,7 @@ def test_contract_7_a_statistic_of_a_private_head_is_the_rounded_gaussian_mechan
     for number, part in enumerate(np.split(values, pieces)):
         found = budget.release("m", part, Piece(number, pieces))
         expected = [
-            math.ldexp(round(Fraction(round(Fraction(s) * 2**exponent)) + Fraction(n)), -exponent)
+            math.ldexp(rounded(Fraction(round(Fraction(s) * 2**exponent)) + Fraction(n)), -exponent)
             for s, n in zip(part.ravel().tolist(), source.reals[number].tolist(), strict=True)
         ]
         assert found.ravel().tolist() == expected

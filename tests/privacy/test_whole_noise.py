@@ -102,7 +102,7 @@ def test_contract_7_a_float64_model_does_not_tell_which_of_two_neighbours_it_saw
 
 
 class Reals:
-    """Rounds real normals that it keeps: doubles, which are rational numbers and of which some thousandth are ties: upward."""
+    """Rounds real normals that it keeps: doubles, which are rational numbers. A tie, as reals have none, goes up."""
 
     def __init__(self) -> None:
         self.reals: list[np.ndarray] = []
@@ -112,7 +112,12 @@ class Reals:
         real = np.random.default_rng(len(self.reals)).normal(size=count) * deviation
         self.reals.append(real)
         self.deviations.append(deviation)
-        return torch.from_numpy(np.floor(real + 0.5).astype(np.int64))
+        whole = np.floor(real)
+        return torch.from_numpy((whole + (real - whole >= 0.5)).astype(np.int64))
+
+
+def rounded(number: Fraction) -> int:
+    return math.floor(number + Fraction(1, 2))
 
 
 class Captured:
@@ -188,9 +193,7 @@ def test_contract_7_what_the_optimizer_gets_is_the_rounded_gaussian_mechanism(mo
         total = (without * 24 * 2.0**exponent).round()
         assert torch.equal(total * 2.0**-exponent / 24, without), "sums are whole steps"
         pairs = zip(total.tolist(), real.tolist(), strict=True)
-        expected = torch.tensor(
-            [math.floor(Fraction(s) + Fraction(n) + Fraction(1, 2)) for s, n in pairs], dtype=torch.float64
-        )
+        expected = torch.tensor([rounded(Fraction(s) + Fraction(n)) for s, n in pairs], dtype=torch.float64)
         assert torch.equal(expected * 2.0**-exponent / 24, with_noise)
         moved += int((total != 0).sum())
     assert moved > SIDE * SIDE
