@@ -113,7 +113,7 @@ def test_contract_12_private_quantities_stay_private(finished: Path) -> None:
     assert (run_dir / "private").stat().st_mode & 0o777 == 0o700
     assert (run_dir / "private" / "sampling.key").stat().st_mode & 0o777 == 0o600
     last = json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])
-    private = last.keys() - {"step", "time_unix"}
+    private = last.keys() - {"step", "attempt", "time_unix"}
     public = "".join(
         p.read_text(errors="replace") for p in run_dir.rglob("*") if p.is_file() and "private" not in p.parts
     )

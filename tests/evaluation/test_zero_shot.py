@@ -35,7 +35,7 @@ def test_accuracy_counts_and_shares_ties() -> None:
     many = torch.arange(10.0).repeat(10, 1)
     assert accuracy(many, np.arange(10)).top5 == pytest.approx(0.5)
     assert accuracy(torch.zeros(10, 10), np.arange(10)).top5 == pytest.approx(0.5)
-    with pytest.raises(DataError, match="label 3 has no name"):
+    with pytest.raises(DataError, match="3 class names are of the labels 0 to 2"):
         accuracy(scores, np.array([0, 1, 2, 3]))
 
 

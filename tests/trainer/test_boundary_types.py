@@ -37,6 +37,7 @@ READS_A_CLOCK = {
     "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",
     "trainer/loop/stopping.py": "deadlines",
     "trainer/progress.py": "the console",
+    "trainer/ranks/distributed.py": "how long a rank waits, said on the console",
     "trainer/ranks/heartbeat.py": "deadlines",
     "trainer/ranks/rendezvous.py": "deadlines",
     "privacy/step/folder.py": "the wait for a lock",

@@ -258,13 +258,13 @@ def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable
 
 
 def test_what_ranks_wait_for_is_said_after_a_minute(worlds: Callable[..., World]) -> None:
-    """All ranks deal for ever: rank 0 says so once, and again only after twice as long; nobody is behind the others."""
+    """All ranks deal for ever: rank 0 says so, of those that it has heard of by then, and again only after twice as long."""
     world = worlds(SEEN, slow_after=0.3)
     for rank in world.ranks:
         rank.wait = Wait("the examples of the next step are dealt", time.monotonic())
     wait_until(lambda: world.warnings)
     assert re.fullmatch(
-        r"ranks 0, 1, 2 \(hosts node0, node1\) have waited for \d+ s: the examples of the next step are dealt",
+        r"ranks? 0.* \(hosts? node0.*\) (has|have) waited for \d+ s: the examples of the next step are dealt",
         world.warnings[0],
     )
     assert world.ranks[0]._next_wait >= 2 * 0.3
