@@ -105,7 +105,7 @@ MALFORMED: dict[str, tuple[str, int, str]] = {
     "half of a row": (rows(9, _3="3.png"), 5, "fewer fields"),
     "a blank before the opening quote": (rows(9, _3='3.png, "thing, 3",web'), 5, "more fields"),
     "zero bytes": (rows(9, _3="\0\0\0\0"), 5, "zero bytes"),
-    "a zero byte in a text": (rows(9, _3="3.png,thi\0ng,web"), 5, "zero bytes"),
+    "a zero byte in a text": (rows(9, _3="3.png,pic\0ture,web"), 5, "zero bytes"),
     "a text without end": (rows(9, _3='3.png,"' + "x" * (1 + (1 << 20)) + '",web'), 5, "1,048,576 characters"),
     "no suffixes": ("image,caption\n" + "".join(f"file{n},{q}thing {n}{e}\n" for n, q, e in
                     ((0, "", ""), (1, '"', ""), (2, "", ""), (3, "", '"'))), 3, "holds whole rows"),

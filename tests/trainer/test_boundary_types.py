@@ -22,6 +22,7 @@ CLOCKS = {
 READS_A_CLOCK = {
     "data/index/shard.py": "whether a shard changed while it was indexed",
     "data/reading/loader.py": "data_wait, which trainer/loop/reporting.py boxes as private",
+    "data/reading/staging.py": "the wait for another process that copies shards",
     "data/reading/storage.py": "whether a shard is still the one that was indexed",
     "evaluation/results.py": "the day of an evaluation",
     "evaluation/sources.py": "a fingerprint of public files",
