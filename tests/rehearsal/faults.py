@@ -25,7 +25,7 @@ from privacy.ledger.members import MembersRecord, read_lines
 from tests.e2e.launch import TRAIN, kill_group, ledger_lines, train_arguments
 from tests.e2e.test_kill import members_of
 from tests.hosts.hosts import SSH_PROGRAMS, Host, Network, network, wait_until, why_not
-from tests.hosts.slurm import PROGRAMS, Slurm
+from tests.hosts.slurm import ENDED, PROGRAMS, Slurm
 from tests.privacy.ledger_epsilon import recompute
 from tests.rehearsal.part import Part, command, say
 
@@ -83,15 +83,17 @@ def under_slurm(folder: Path) -> dict[str, Any]:
         slurm.start()
         batch = ["--nodes=2", f"--output={log}", "launch_scripts/cluster/slurm.sbatch"]
         number = slurm.submit(*batch, *arguments(run_dir, "sharded"))
+        wait_for(lambda: charges(run_dir, 1) == 1, log, "the first charge")
+        batch_host = told_of(slurm, number, log)["BatchHost"]
+        lost = next(host for host in slurm.nodes if host.name != batch_host)
         wait_for(lambda: charges(run_dir, LOST_STEP) == 1, log, "the charge of the step")
-        lost = next(host for host in slurm.nodes if host.name != slurm.job(number)["BatchHost"])
         loss = lose(lost, run_dir)
-        wait_for(lambda: slurm.job(number)["Restarts"] == "1", log, "Slurm to miss the node")
+        wait_for(lambda: told_of(slurm, number, log)["Restarts"] == "1", log, "Slurm to miss the node", every=1)
         missed_after = time.monotonic() - loss.at
         lost.start()
         slurm.start_node(lost)
-        wait_for(lambda: slurm.has_ended(number), log, "the end of the job")
-        job = slurm.job(number)
+        wait_for(lambda: told_of(slurm, number, log)["JobState"] in ENDED, log, "the end of the job", every=1)
+        job = told_of(slurm, number, log)
         assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), job
     said = log.read_text()
     assert "is dead (" in said and "the same command resumes" in said, said[-5000:]
@@ -218,9 +220,22 @@ def dealt_steps(run_dir: Path) -> set[int]:
     return {line.step for line in lines if isinstance(line, MembersRecord)}
 
 
-def wait_for(condition: Callable[[], object], log: Path, what: str) -> None:
+def told_of(slurm: Slurm, number: str, log: Path) -> dict[str, str]:
+    """Returns what Slurm says of a job, as soon as its controller has time to answer."""
+    job: dict[str, str] = {}
+
+    def answers() -> bool:
+        said = slurm.run("scontrol", "--oneliner", "show", "job", number, check=False)
+        job.update(word.split("=", 1) for word in said.split() if "=" in word)
+        return "JobState" in job
+
+    wait_for(answers, log, "an answer of Slurm", every=1)
+    return job
+
+
+def wait_for(condition: Callable[[], object], log: Path, what: str, every: float = 0.05) -> None:
     """Waits until a run has come so far; says what it printed if it has not."""
     try:
-        wait_until(condition, what, within=WITHIN)
+        wait_until(condition, what, within=WITHIN, every=every)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{log.read_text()[-5000:] if log.exists() else ''}") from None
