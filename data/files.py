@@ -33,6 +33,10 @@ def named_when_whole(path: Path, mode: int = 0o666) -> Iterator[Path]:
         yield temporary
         fsync_path(temporary)
         temporary.replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # a write knows a descriptor alone
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     fsync_path(path.parent)

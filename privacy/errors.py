@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from textwrap import wrap
 from typing import NamedTuple, TextIO
 
@@ -74,6 +75,17 @@ def refusing(what: str, kind: Callable[[str], Exception] = PrivacyStateRefused) 
         yield
     except OSError as error:
         raise kind(f"{what}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def placed(path: str | Path) -> Iterator[None]:
+    """Inside, an error of the operating system that names no file, such as that of a write to a full disk, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 class Said(NamedTuple):

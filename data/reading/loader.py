@@ -8,6 +8,7 @@ of workers.
 
 import itertools
 import math
+import tempfile
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -79,8 +80,19 @@ class Prefetched:
         self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers) if num_workers else None
 
     def results(self, dataset: Dataset, requests: Iterator[Any] | None) -> Iterator[Any]:
-        """What workers make of requests, ahead of consumption; see `data_loader`."""
-        return iter(data_loader(dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory))
+        """What workers make of requests, ahead of consumption; see `data_loader`.
+
+        Raises:
+            ReadError: the machine lets no worker start.
+        """
+        try:
+            return iter(data_loader(dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory))
+        except OSError as error:
+            reason = error.strerror or error
+            raise ReadError(
+                f"data workers cannot start: {reason}; they need /dev/shm, {tempfile.gettempdir()} and processes: mend that, or "
+                "give data.num_workers=0"
+            ) from error
 
     def next_batch(self, results: Iterator[Any]) -> Batch | None:
         """The next micro-batch, None after the last; adds the time it took to `data_wait`.

@@ -28,7 +28,7 @@ from evaluation.results import PrivateRelease, Results
 from privacy import verify
 from privacy.accounting.accountants import claimed_epsilon
 from privacy.accounting.rounding import rounded_up
-from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, say
+from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, placed, say
 from privacy.files.toml_text import toml_value
 from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_kept, states_behind
 from privacy.ledger.durable import make_directory, require_apart
@@ -208,7 +208,8 @@ def train_head(
     statement = {
         **facts["head"], "epsilon": claimed, "delta": claimed_delta, "num_examples": plan.num_examples,
     }  # fmt: skip
-    (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
+    with placed(output / "head.json"):
+        (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
     shutil.copy(verify.__file__, output / "verify.py")
     return result
 

@@ -5,10 +5,11 @@ first part, one system call each: tests/crashes/ runs the real code and puts eve
 behind these calls (a write or a name that no fsync has made durable may be lost, or be there while an earlier one is not).
 """
 
+import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..errors import PrivacyConfigError
@@ -22,10 +23,12 @@ def create_file(path: Path, mode: int) -> int:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """One write of all of `data`; OSError when anything of it falls short."""
-    written = os.write(descriptor, data)
-    if written != len(data):
-        raise OSError(f"only {written} of {len(data)} bytes were written")
+    """One write of all of `data`; OSError, which names the file, when anything of it falls short."""
+    with _named(descriptor):
+        written = os.write(descriptor, data)
+        if written != len(data):
+            short = f"only {written} of {len(data)} bytes were written: a full disk, a quota, or ulimit -f"
+            raise OSError(errno.ENOSPC, short)
 
 
 def truncate(descriptor: int, size: int) -> None:
@@ -33,7 +36,19 @@ def truncate(descriptor: int, size: int) -> None:
 
 
 def fsync(descriptor: int) -> None:
-    os.fsync(descriptor)
+    with _named(descriptor):
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _named(descriptor: int) -> Iterator[None]:
+    """Inside, an error names the file; the system calls of a descriptor know no name."""
+    try:
+        yield
+    except OSError as error:
+        with contextlib.suppress(OSError):  # only Linux has this folder
+            error.filename = os.readlink(f"/proc/self/fd/{descriptor}")
+        raise
 
 
 def fsync_directory(directory: Path) -> None:

@@ -181,7 +181,13 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
 
         results: Iterator[MicroBatch | ItemNotRead] = map(self.__getitem__, requests())
         if num_workers:
-            results = iter(DataLoader(self, batch_size=None, sampler=requests(), num_workers=num_workers))
+            try:
+                results = iter(DataLoader(self, batch_size=None, sampler=requests(), num_workers=num_workers))
+            except OSError as error:
+                raise ItemNotRead(
+                    f"workers cannot start: {error.strerror or error}; they need /dev/shm and processes: mend that, or give "
+                    "num_workers=0"
+                ) from error
 
         def batches(first: MicroBatch | ItemNotRead, more: int) -> Iterator[MicroBatch]:
             for result in itertools.chain([first], itertools.islice(results, more)):

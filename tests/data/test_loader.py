@@ -1,5 +1,6 @@
 """Plans in, micro-batches out: order, padding, workers, failures."""
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -107,6 +108,20 @@ def test_examples_stand_in_the_rows_of_the_plan(table: ExampleTable) -> None:
     for example, key, row in ((0, 0, 11), (4, 1, 2), (10, 4, 3)):
         assert np.array_equal(whole[row].numpy(), MAKE(TarReader(table).read(example), key)["images_CHW"])
     assert not whole[is_padding].any()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's half-made loader
+def test_a_machine_that_lets_no_worker_start_is_named(table: ExampleTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queues of processes lie in /dev/shm, and the system names no file when it is read-only or full."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", refused)
+    with pytest.raises(
+        ReadError, match=r"workers cannot start: Read-only file system; they need /dev/shm, .* data\.num_workers=0"
+    ):
+        collect(table, num_workers=2)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -3,8 +3,12 @@
 import errno
 import json
 import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from data.files import write_durably
 from evaluation.results import Results, publish
+from privacy.boundary import Public, Reason
 from privacy.errors import PrivacyStateRefused, say
+from privacy.ledger import durable
+from tests.processes import ROOT
 from trainer.config.cli import Parser, run_command
 from trainer.errors import ConfigError, RemoteError, in_one_line
+from trainer.loop.metrics import PublicMetrics
 from trainer.planner.tables import _empty_table
 
 
@@ -57,6 +66,49 @@ def test_errors_of_ours_keep_their_code_and_defects_their_traceback() -> None:
         assert in_one_line(defect) is None
         with pytest.raises(type(defect)):
             run_command(lambda defect=defect: (_ for _ in ()).throw(defect))
+
+
+def public_line(folder: Path) -> None:
+    PublicMetrics(folder).scalars(1, {"privacy/epsilon": Public(0.5, Reason.CHARGED)})
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda folder: durable.write_new(folder / "verify.py", bytes(9), 0o600), "verify.py"),
+        (lambda folder: durable.replace_file(folder / "config.toml", bytes(9)), ".config.toml."),
+        (lambda folder: write_durably(folder / "study.md", bytes(9)), "study.md"),
+        (public_line, "tensorboard/events"),
+    ],
+)
+@pytest.mark.parametrize("allowed", [0, 6])  # bytes of a file: a write fails, or falls short
+def test_a_file_that_may_not_grow_is_named(
+    write: Callable[[Path], None], name: str, allowed: int, tmp_path: Path
+) -> None:
+    """As under `ulimit -f`, a quota or on a full disk, where the system names nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, limits[1]))
+    try:
+        with pytest.raises(OSError) as refused:
+            write(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = in_one_line(refused.value)
+    assert said is not None and said.exit_code == 1 and said.line.startswith(f"{tmp_path}/{name}"), said
+
+
+@pytest.mark.parametrize("options", [(), ("-u",)])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_console_on_a_full_disk_is_named(stream: str, options: tuple[str, ...]) -> None:
+    program = (
+        "import sys\nfrom trainer.config.cli import print_anything\nfrom trainer.errors import in_one_line\nprint_anything()\n"
+        f"try:\n    print('line', file=sys.{stream}, flush=True)\n"
+        f"except OSError as error:\n    print(in_one_line(error).line, file=sys.{'stderr' if stream == 'stdout' else 'stdout'})\n"
+    )
+    with open("/dev/full", "w") as full:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
+        done = subprocess.run([sys.executable, *options, "-c", program], cwd=ROOT, text=True, check=False, **streams)
+    assert f"the console ({stream}): No space left on device" in (done.stdout or "") + (done.stderr or "")
 
 
 def test_a_disk_that_is_full_is_no_bad_input() -> None:

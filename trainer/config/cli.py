@@ -1,6 +1,8 @@
 """How every command begins and ends: an error that a user can mend is one line on stderr and an exit code, never a traceback."""
 
 import argparse
+import contextlib
+import io
 import os
 import resource
 import sys
@@ -8,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from privacy.errors import placed
 from trainer.errors import ConfigError, RemoteError, in_one_line
 
 MAX_NUMBER = 2**63
@@ -88,14 +91,34 @@ def explain(error: Exception, rank: int) -> bool:
     return True
 
 
+class _Console(io.FileIO):
+    """A stream of the process; an error of the disk behind it says which stream it is."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._stream = name
+
+    def write(self, data: Any, /) -> int:
+        with placed(f"the console ({self._stream})"):
+            return super().write(data)
+
+
 def print_anything() -> None:
-    """A console that cannot show a character shows its number, and a stream that was closed swallows what is printed."""
+    """A console that cannot show a character shows its number, and a stream that was closed swallows what is printed.
+
+    A console on a full disk is an error that names it.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
-        elif hasattr(stream, "reconfigure"):
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # a stand-in that has no file
+                raw = _Console(stream.fileno(), name)
+                buffer = raw if stream.write_through else io.BufferedWriter(raw)
+                ways = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+                setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **ways))
 
 
 def require_open_files() -> None:

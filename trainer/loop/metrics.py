@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from privacy.boundary import Private, Public, Reason, reason_of
+from privacy.errors import placed
 from privacy.ledger.durable import torn_line_end
 
 Number = TypeVar("Number", Public[float], Private[float])
@@ -86,8 +87,9 @@ class _Sinks(Generic[Number, Text, Picture]):
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
         opened = {name: self._open(name, value) for name, value in values.items()}
         when = {"time_unix": round(time.time(), 3)} if self._times else {}
-        self._lines.write(json.dumps({**self.place(step), **when, **opened}) + "\n")
-        self._lines.flush()
+        with placed(self._lines.name):
+            self._lines.write(json.dumps({**self.place(step), **when, **opened}) + "\n")
+            self._lines.flush()
         for name, number in opened.items():
             self._add(step, self._summary.scalar(name, number))
 
@@ -104,8 +106,9 @@ class _Sinks(Generic[Number, Text, Picture]):
         return time.time() if self._times else float(step)
 
     def _write_event(self, **fields: Any) -> None:
-        self._records.write(self._event(**fields).SerializeToString())
-        self._events.flush()
+        with placed(self._events.name):
+            self._records.write(self._event(**fields).SerializeToString())
+            self._events.flush()
 
     def _open(self, name: str, box: Any) -> Any:
         """What may be written of a box, before anything is."""

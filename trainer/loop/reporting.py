@@ -23,7 +23,7 @@ from data.reading.loader import Loader
 from data.reading.streaming import StreamingLoader
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
-from privacy.errors import BUDGET_SPENT, DONE, say
+from privacy.errors import BUDGET_SPENT, DONE, placed, say
 from privacy.ledger.durable import torn_line_end
 from privacy.run.run import Run
 from privacy.step import collectives
@@ -193,10 +193,11 @@ class StepReporter:
             "last_checkpoint": run.saved,
             "time": time.time(),
         }
-        file = run.folder.private / "status.json"
+        file = run.folder.status
         part = file.with_suffix(".tmp")
-        part.write_text(json.dumps(status) + "\n")
-        part.replace(file)
+        with placed(file):
+            part.write_text(json.dumps(status) + "\n")
+            part.replace(file)
 
     def _private_values(self, record: StepRecord, duration: Private[float]) -> dict[str, Private[float]]:
         """What the console and private/ show: sums without noise, and the time and memory that single examples take to decode."""
@@ -290,7 +291,8 @@ def _write(
         Image.fromarray(found.samples.picture_HWC).save(png, "PNG")
         write_durably(folder / f"samples-{step:08d}.png", png.getvalue())
     line = {**metrics.place(step), **{name: written(value) for name, value in numbers.items()}, "captions": lines}
-    with (folder / "heldout.jsonl").open("a+") as file:
+    path = folder / "heldout.jsonl"
+    with placed(path), path.open("a+") as file:
         file.write(torn_line_end(file.fileno()).decode())
         file.write(json.dumps(line) + "\n")
 

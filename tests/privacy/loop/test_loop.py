@@ -1,8 +1,10 @@
 """A loop of one's own takes the steps that its ledger charges, and no others."""
 
 import copy
+import errno
 import itertools
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from privacy import verify
 from privacy.errors import BudgetSpent, ConfigError, PrivacyConfigError, PrivacyStateRefused
 from privacy.loop import PrivateLoop
+from privacy.loop.reading import ItemNotRead
 from tests.privacy.loop.own import N, Rows, clipped_mean, ledger_of, make, members_of, net, quick, rows, weights
 
 
@@ -322,3 +325,17 @@ def test_a_keyword_of_another_library_gets_the_name_that_is_meant() -> None:
         assert "\n" not in str(refused.value)
     with pytest.raises(PrivacyConfigError, match="it takes data_version, dataset, example"):
         PrivateLoop(net(), poisson=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's half-made loader
+def test_a_machine_that_lets_no_worker_start_is_named_before_any_charge(tmp_path: Path) -> None:
+    """Queues of processes lie in /dev/shm, and the system names no file when it is read-only or full."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with quick() as patch, make(tmp_path / "run", num_workers=1) as loop:
+        patch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", refused)
+        with pytest.raises(ItemNotRead, match=r"workers cannot start: Read-only file system; they need /dev/shm"):
+            loop.step()
+    assert ledger_of(tmp_path / "run").num_charged == 0
