@@ -30,6 +30,13 @@ LAUNCHERS = {
     "mpich": {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8"},
     "slurm": {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"},
 }
+CLAIMS = {
+    "torchrun": "RANK=5 and WORLD_SIZE=8",
+    "openmpi": "OMPI_COMM_WORLD_RANK=5 and OMPI_COMM_WORLD_SIZE=8",
+    "mvapich": "MV2_COMM_WORLD_RANK=5 and MV2_COMM_WORLD_SIZE=8",
+    "mpich": "PMI_RANK=5 and PMI_SIZE=8",
+    "slurm": "SLURM_PROCID=5 and SLURM_NTASKS=8",
+}
 SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
 """Slurm sets its variables in an allocation's shell too, but only srun starts ranks."""
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
@@ -77,7 +84,10 @@ TORCHRUN = {**LAUNCHERS["torchrun"], **ADDRESS}
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
-        *((variables, "MASTER_ADDR is not set") for variables in LAUNCHERS.values()),
+        *(
+            (LAUNCHERS[name], f"{claim}, but MASTER_ADDR is not set: to train alone, unset them")
+            for name, claim in CLAIMS.items()
+        ),
         *(
             ({**variables, **ADDRESS, name: value}, name)
             for variables in LAUNCHERS.values()

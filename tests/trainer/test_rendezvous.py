@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainer.errors import RemoteError
 from trainer.ranks import distributed, rendezvous
-from trainer.ranks.discovery import Ranks
+from trainer.ranks.discovery import Process, Ranks, discover_ranks
 from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
 
 PATIENCE = 45.0
@@ -173,6 +173,17 @@ def test_a_group_that_would_find_no_threads_is_not_made(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="can't start new thread"):
         distributed.start(Ranks())
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_variables_that_a_launcher_left_in_a_shell_are_named(monkeypatch: pytest.MonkeyPatch, *, by_hand: bool) -> None:
+    above = () if by_hand else (Process("1", "torchrun"),)
+    monkeypatch.setattr(distributed, "launcher_processes", lambda: above)
+    ranks = discover_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    with pytest.raises(RendezvousError, match="rank 1 of 2 did not come") as missed:
+        distributed.start(ranks, rendezvous_seconds=0.5)
+    hint = "RANK=0 and WORLD_SIZE=2, and no launcher has started this process: to train alone, unset them"
+    assert (hint in str(missed.value)) == by_hand
 
 
 def test_rank_0_is_missed_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +41,19 @@ LONGEST_RENDEZVOUS_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place. `address` and `port` are the rendezvous of rank 0."""
+    """This process's place.
+
+    Attributes:
+        address, port: the rendezvous of rank 0.
+        variables: those of the environment that say so, in words; empty where none does.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     address: str = "127.0.0.1"
     port: int = DEFAULT_PORT
+    variables: str = field(default="", compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -112,14 +118,15 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
         # The first name of the host list, that of rank 0: rack1node04 of rack[1-2]node[04-07,9],login.
         first = re.split(r",(?![^\[]*\])", environ["SLURM_STEP_NODELIST"], maxsplit=1)[0]
         address = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
+    variables = f"{launcher.rank}={rank} and {launcher.world_size}={world_size}"
     if address is None:
         raise ConfigError(
-            "several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0, to all ranks (Open MPI: "
-            "mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/running.md)"
+            f"{variables}, but MASTER_ADDR is not set: to train alone, unset them; else export the host name of rank 0 to all "
+            "ranks (Open MPI: mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/running.md)"
         )
     if not re.fullmatch(r"[\w.:%-]+", address):
         raise ConfigError(f"MASTER_ADDR is {address!r}: that is neither the name nor the address of a host")
-    return Ranks(rank, local_rank, world_size, address, port)
+    return Ranks(rank, local_rank, world_size, address, port, variables)
 
 
 COMMAND = re.compile(

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from privacy.step.batches import Dealt
 from privacy.step.collectives import gather_objects
 from trainer.errors import ConfigError, HostError, RemoteError, Said, in_one_line
-from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks
+from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks, launcher_processes
 from trainer.ranks.heartbeat import Heartbeat, Timing, Wait, end_process
-from trainer.ranks.rendezvous import connect, find_store, meet
+from trainer.ranks.rendezvous import RendezvousError, connect, find_store, meet
 
 T = TypeVar("T")
 
@@ -63,12 +63,18 @@ def start(
     # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults.
     torch.set_float32_matmul_precision("highest")
     global _heartbeat, _hosts
-    store, place = find_store(ranks.address, ranks.port, ranks.rank, ranks.world_size, rendezvous_seconds)
-    if ranks.world_size == 1:
+    compared = {**(settings or {}), "accelerator": device.type}
+    try:
+        store, place = find_store(ranks.address, ranks.port, ranks.rank, ranks.world_size, rendezvous_seconds)
         _hosts = [socket.gethostname()]
-    else:
-        compared = {**(settings or {}), "accelerator": device.type}
-        _hosts = meet(store, ranks.rank, ranks.world_size, place, rendezvous_seconds, compared, may_differ)
+        if ranks.world_size > 1:
+            _hosts = meet(store, ranks.rank, ranks.world_size, place, rendezvous_seconds, compared, may_differ)
+    except RendezvousError as error:
+        if ranks.variables and not launcher_processes():  # left over in a shell, for example
+            way_out = f"{ranks.variables}, and no launcher has started this process: to train alone, unset them"
+            raise RendezvousError(f"{error}; {way_out}") from error
+        raise
+    if ranks.world_size > 1:
         guest = place._replace(is_host=False)
         _heartbeat = Heartbeat(
             lambda: connect(guest, rendezvous_seconds),
