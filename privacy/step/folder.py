@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import verify
-from ..errors import ConfigError, PrivacyStateRefused
+from ..errors import ConfigError, PrivacyStateRefused, placed
 from ..ledger.durable import make_directory, replace_file
 from ..ledger.members import FILE
 
@@ -48,8 +48,8 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.evaluation = root / "evaluation"
         self.stop = root / "STOP"
+        self.status = self.private / "status.json"
         self._lock: int | None = None
-        self._old_request: tuple[int, int] | None = None
 
     def create(self) -> None:
         """Makes the folders; `private` is for the owner alone."""
@@ -96,7 +96,6 @@ class RunFolder:
         self.require_kinds()
         self.enter()
         self.lock()
-        self._old_request = _identity(self.stop)
 
     def require_kinds(self) -> None:
         """Looks at what a run opens, before anything is opened: a pipe would block, and a folder would end the run in its middle.
@@ -142,10 +141,23 @@ class RunFolder:
             raise PrivacyStateRefused(f"{self.ledger}: a checkpoint without its ledger; what it spent is unknown")
 
     def begin(self) -> None:
-        """What a start does to the folder once nothing refuses it: makes what is missing and removes an old request to stop."""
+        """What a start does to the folder once nothing refuses it: makes what is missing and removes an answered STOP."""
         self.create()
-        if self._old_request is not None and self._old_request == _identity(self.stop):
+        if self._has_stopped_since():
             self.stop.unlink(missing_ok=True)
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether the file STOP is there and no start has stopped since it was made."""
+        return self.stop.exists() and not self._has_stopped_since()
+
+    def _has_stopped_since(self) -> bool:
+        """Whether the file STOP is there and a start has stopped since, which no torchrun has started again."""
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            return False
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            has_stopped = json.loads(self.status.read_text())["state"] == "stopped"
+            return has_stopped and self.stop.stat().st_mtime_ns <= self.status.stat().st_mtime_ns
+        return False
 
     def record_configuration(
         self, config_toml: str, ds_config: Mapping[str, Any] | None, chosen: Mapping[str, Any] | None = None
@@ -176,20 +188,12 @@ def try_lock(path: Path) -> int | None:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with placed(path):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Tells a file from a later one of its name; None where there is none."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def environment() -> dict[str, Any]:

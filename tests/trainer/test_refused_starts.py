@@ -351,10 +351,35 @@ def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(steps: int, s
 def test_what_is_not_refused_is_mended_and_goes_on(folder: Path) -> None:
     torn(folder)
     damaged(folder)
-    (folder / "STOP").touch()
     assert run(folder, *OPTIONS, steps=4) == 0
-    assert not (folder / "STOP").exists() and list((folder / "checkpoints").glob("set-aside-*"))
+    assert list((folder / "checkpoints").glob("set-aside-*"))
     assert sum(b'"type":"repair"' in line for line in lines(folder)) == 1
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_file_stop_that_is_there_before_a_start_is_said_and_obeyed(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_new: bool
+) -> None:
+    """Once: the same command then goes on, unless somebody asks again."""
+    folder = tmp_path / "run"
+    if is_new:
+        folder.mkdir()
+    else:
+        shutil.copytree(stopped, folder)
+    charges = sum(b'"type":"intent"' in line for line in lines(folder)) if not is_new else 0
+    (folder / "STOP").touch()
+    for _ in range(2):
+        assert run(folder, *OPTIONS, steps=4) == 7
+        assert f"{folder}/STOP is there already" in " ".join(capsys.readouterr().out.split())
+        assert sum(b'"type":"intent"' in line for line in lines(folder)) == charges
+        (folder / "STOP").touch()
+    os.utime(folder / "STOP", (0, 0))  # as when the last of these starts had stopped
+    with pytest.MonkeyPatch.context() as torchrun:
+        torchrun.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # it starts ranks again whatever their exit code is
+        assert run(folder, *OPTIONS, steps=4) == 7
+    os.utime(folder / "STOP", (0, 0))
+    assert run(folder, *OPTIONS, steps=4) == 0
+    assert not (folder / "STOP").exists()
 
 
 def test_a_ledger_behind_the_start_that_is_gone_or_edited_is_missed_before_the_first_write(

@@ -62,7 +62,7 @@ def end_on_signals(
 
 
 class StopRequests:
-    """Install once per process, in the main thread. The file is removed at the next start, not here: all ranks must see it.
+    """Install once per process, in the main thread. The next start removes a file that was obeyed: all ranks must see it.
 
     Args:
         abandon: ends all ranks although a step is running; called from a thread of its own, because the main one may be

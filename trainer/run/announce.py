@@ -56,6 +56,8 @@ def announce(training: Training, engine_name: str, machine: MachineSettings, cho
         lines.append(f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged")
     if choice is not None:
         lines.append(choice.sentence)
+    if run.folder.is_asked_to_stop():
+        lines.append(f"{run.folder.stop} is there already: the run stops before its next step")
     say(*lines, folds=True)
 
 
@@ -72,7 +74,7 @@ def conclude(run: Run, outcome: int) -> None:
     ending = {
         DONE: f"done: {run.plan.num_steps} steps, {words}",
         BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {words}",
-        STOPPED_EARLY: f"stopped on request; the same command resumes; {words}",
+        STOPPED_EARLY: f"stopped on request{' (the file STOP)' * run.folder.stop.exists()}; the same command resumes; {words}",
     }
     here, folder = Path.cwd(), run.folder.root
     folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
