@@ -399,6 +399,7 @@ def test_a_ledger_behind_the_start_that_is_gone_or_edited_is_missed_before_the_f
             run(folder, *OPTIONS, start, steps=4)
         assert image(folder) == before
         copy.write_bytes(whole)
+    (folder / "STOP").unlink()
     assert run(folder, *OPTIONS, start, steps=4) == 0
 
 
