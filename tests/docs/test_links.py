@@ -149,6 +149,7 @@ def known_options() -> frozenset[str]:
         "--local-dir",
         "--standalone",
         "--nproc_per_node",
+        "--max_restarts",
     }  # of tar, hf, torchrun
     for script in (ROOT / "launch_scripts").glob("*.py"):
         importlib.import_module(f"launch_scripts.{script.stem}")

@@ -117,8 +117,10 @@ def print_anything() -> None:
             with contextlib.suppress(OSError):  # a stand-in that has no file
                 raw = _Console(stream.fileno(), name)
                 buffer = raw if stream.write_through else io.BufferedWriter(raw)
-                ways = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-                setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **ways))
+                console = io.TextIOWrapper(
+                    buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, stream.write_through
+                )
+                setattr(sys, name, console)
 
 
 def require_open_files() -> None:
