@@ -156,7 +156,7 @@ class RunFolder:
             return False
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             has_stopped = json.loads(self.status.read_text())["state"] == "stopped"
-            return has_stopped and self.stop.stat().st_mtime_ns <= self.status.stat().st_mtime_ns
+            return has_stopped and self.stop.stat().st_mtime_ns < self.status.stat().st_mtime_ns
         return False
 
     def record_configuration(

@@ -356,7 +356,7 @@ def test_what_is_not_refused_is_mended_and_goes_on(folder: Path) -> None:
     assert sum(b'"type":"repair"' in line for line in lines(folder)) == 1
 
 
-@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("is_new", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_file_stop_that_is_there_before_a_start_is_said_and_obeyed(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_new: bool
 ) -> None:
