@@ -6,8 +6,7 @@
     python launch_scripts/audit.py canaries  --output data/canaries --num_canaries 1000
     python launch_scripts/audit.py run       --run_dir runs/quickstart --canaries data/canaries [--json]
 
-ledger     what verify.py checks, with every epsilon in the folder recomputed from the ledger alone; where private/ is there, the
-           sampling key, the data, the mirror and the record of attempts too
+ledger     what verify.py checks; where private/ is there, the sampling key, the data, the mirror and the record of attempts too
 schedule   with the sampling key: the members of every batch drawn again, by independent code too, and tested. Inside the trust
            boundary: what it prints shows batch sizes; with --json it keeps them to itself
 mechanism  a short run on canaries in a folder of its own, with the run's settings, through the code that trains: clipping, noise,

@@ -807,8 +807,8 @@ def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
         require(known, f"config.toml asks for cap at most {shown(usual)}, and the ledger has {shown(cap)}")
     for name, value, known in rows:
         require(equal(value, known), f"config.toml asks for {name} = {shown(value)}, and the ledger has {shown(known)}")
-    unknown = Counter(starts_in(config) or ()) - Counter(place["run"] for place in ledger.behind)
-    require(not unknown, f"config.toml starts from {shown_list(sorted(unknown))}, and `behind` of the ledger does not")
+    surplus = Counter(starts_in(config) or ()) - Counter(place["run"] for place in ledger.behind)
+    require(not surplus, f"config.toml starts from {shown_list(sorted(surplus))}, and `behind` of the ledger does not")
     require(bool(plan.reasons) or not asked.get("simulation"), "config.toml has a simulation, the plan a guarantee")
     if not plan["enabled"]:
         return "config.toml asks for a run without privacy, as the plan is"
@@ -827,13 +827,13 @@ def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
 def starts_in(config: dict[str, Any]) -> list[str] | None:
     """The private runs that the config.toml of a loop says the weights started from, none for public ones; None if it is silent.
 
-    A run that gave the same name to its folder as another one stands there once more.
+    Two runs of one name are two entries.
     """
-    stated = config.get("init", {}).get("starts_from")
-    names = [stated] if isinstance(stated, str) else stated
-    words = isinstance(names, list) and bool(names) and all(isinstance(name, str) for name in names)
-    require(stated is None or words, 'config.toml: init.starts_from is neither "public" nor names of runs')
-    return [] if stated == "public" else names
+    value = config.get("init", {}).get("starts_from")
+    names = [value] if isinstance(value, str) else value
+    are_names = isinstance(names, list) and bool(names) and all(isinstance(name, str) for name in names)
+    require(value is None or are_names, 'config.toml: init.starts_from is neither "public" nor names of runs')
+    return [] if value == "public" else names
 
 
 def check_behind(folder: Folder) -> str:
@@ -853,15 +853,15 @@ def check_behind(folder: Folder) -> str:
     for number, ledger in enumerate(found, start=1):  # a run behind it may have gone on before this one started
         what, older = listed[number - 1]["file"], range(number, len(found))
         for place in ledger.behind:
-            those = {at for at in older if place["hash"] in found[at].hashes[place["lines"] - 1 : place["lines"]]}
-            require(bool(those), f"{what} names other ledgers behind it than there are")
-            parents |= those
+            matches = {at for at in older if place["hash"] in found[at].hashes[place["lines"] - 1 : place["lines"]]}
+            require(bool(matches), f"{what} names other ledgers behind it than there are")
+            parents |= matches
         covers = not ledger.opened.get("disjoint_from_start") or len(ledger.behind) == len(older)
         require(covers, f"{what} declares data disjoint from those of runs that it does not name")
-    started = None if folder.config is None else starts_in(folder.config)
+    names = None if folder.config is None else starts_in(folder.config)
     for number, place in enumerate(listed):
-        known = started is None or number in parents or place["run"] in started
-        require(known, f"the ledger starts from {shown(place['run'])}, and config.toml does not")
+        agrees = names is None or number in parents or place["run"] in names
+        require(agrees, f"the ledger starts from {shown(place['run'])}, and config.toml does not")
     folder.behind = found
     return f"{len(listed)} private runs had made the initial weights; their ledgers are here and whole"
 
@@ -926,14 +926,14 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         return card | {"composition": None}
     card |= {"composition.epsilon": card["epsilon"], "composition.delta": folder.delta}
     places = [{"run": "this run", "file": "ledger.jsonl"}, *at.behind]
-    for number, (named, run) in enumerate(zip(places, [at, *folder.behind], strict=True)):
+    for number, (place, run) in enumerate(zip(places, [at, *folder.behind], strict=True)):
         own = run.plan["target_delta"]
-        stated = {
-            "name": named["run"], "file": named["file"], "attempts_charged": run.charged(), "delta": own,
+        fields = {
+            "name": place["run"], "file": place["file"], "attempts_charged": run.charged(), "delta": own,
             "epsilon": Bound(epsilon_of([run], own)),
             "disjoint_from_those_before": run.opened.get("disjoint_from_start") is True,
         }  # fmt: skip
-        card |= {f"composition.runs.{number}.{name}": value for name, value in stated.items()}
+        card |= {f"composition.runs.{number}.{name}": value for name, value in fields.items()}
     card[f"composition.runs.{len(places)}"] = ...
     return card
 
@@ -996,34 +996,38 @@ def compare_start(folder: Folder, manifest: dict[str, Any], name: str) -> None:
 
     Their ledgers may say more than it does, since a run may go on between two looks at it, and never less.
     """
-    start, config, chain = manifest.get("initialisation"), folder.config or {}, list[dict[str, Any]]()
-    if start is None and "model" not in config:  # of a loop, whose config.toml says it
+    start, config, links = manifest.get("initialisation"), folder.config or {}, list[dict[str, Any]]()
+    has_init = "checkpoint" in config.get("init", {})
+    if start is None and not has_init and "model" not in config:  # of a loop, whose config.toml says it
         return
-    kind = start["kind"] if isinstance(start, dict) else ...
-    require(kind is not ..., f"{name} does not say what its weights started from")
-    asked = "checkpoint" not in config.get("init", {}) or kind == "checkpoint"
-    require(asked, f"config.toml starts from init.checkpoint, and {name} says {shown(kind)}")
-    while isinstance(start, dict) and len(chain) <= 100:
-        chain += [start] if start.get("guarantee") else []
+    kind = start["kind"] if isinstance(start, dict) else None
+    require(kind is not None, f"{name} does not say what its weights started from")
+    agrees = not has_init or kind == "checkpoint"
+    require(agrees, f"config.toml starts from init.checkpoint, and {name} says {shown(kind)}")
+    while isinstance(start, dict):
+        links.append(start)
         start = start.get("before_that")
-    runs, named = [place["run"] for place in folder.ledger.behind], [str(link.get("run")) for link in chain]
-    differ = f"{name} says private runs {shown_list(named) or 'none'} made its weights, the ledger {shown_list(runs) or 'none'}"
-    require(runs == named, differ)
+    chain = [link for link in links if link.get("guarantee")]
+    gaps = [str(link.get("run")) for link in links if link.get("training_data") == "private" and link not in chain]
+    require(not gaps, f"{name} started from private data of {shown_list(gaps)} without a guarantee")
+    ours, theirs = [place["run"] for place in folder.ledger.behind], [str(link.get("run")) for link in chain]
+    made = f"{name} says private runs {shown_list(theirs) or 'none'} made its weights, the ledger {shown_list(ours) or 'none'}"
+    require(ours == theirs, made)
     for link, ledger in zip(chain, folder.behind or [], strict=False):
-        what, own = f"{name} states of {shown(link['run'])}", ledger.plan["target_delta"]
-        spent, delta = link["guarantee"]["epsilon"], link["guarantee"]["delta"]
+        own, (spent, delta) = ledger.plan["target_delta"], itemgetter("epsilon", "delta")(link["guarantee"])
         whole = equal(delta, own) and spent <= epsilon_of([ledger], own) * (1 + 1e-3)
-        require(whole, f"{what} epsilon {shown(spent)} at delta {shown(delta)}, and its ledger in behind/ gives less")
+        what = f"{name} states of {shown(link['run'])} epsilon {shown(spent)} at delta {shown(delta)}"
+        require(whole, f"{what}, and its ledger in behind/ gives less")
 
 
 def check_checkpoints(folder: Folder) -> str:
     """Manifests against the ledger, and files against manifests; a run may remove checkpoints."""
     ledger, plan = folder.ledger, folder.ledger.plan
-    every = os.listdir(folder.path / "checkpoints") if folder.has("checkpoints") else []
-    names = sorted(name for name in every if name.startswith("step-"))
+    entries = os.listdir(folder.path / "checkpoints") if folder.has("checkpoints") else []
+    names = sorted(name for name in entries if name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
-    started = "checkpoint" in (folder.config or {}).get("init", {}) and not ledger.behind and not plan.reasons
-    if started and not names:
+    has_init = "checkpoint" in (folder.config or {}).get("init", {})
+    if has_init and not names and not ledger.behind and not plan.reasons:
         raise Undecided("config.toml starts from init.checkpoint, and no manifest says whether a private run made that")
     recorded = {(step, digest) for _, step, digest in ledger.checkpoints}
     undecided, hashed = [], 0

@@ -360,7 +360,8 @@ def disjoint_of_what_it_does_not_name(folder: Path) -> None:
 
 
 NAMES, LACKS = 'starts_from = ["left", "right"]', "and `behind` of the ledger does not"
-START, CHECKPOINT = "initialisation", 'checkpoint = "second"'
+START = "initialisation"
+UNPROVEN = {"kind": "checkpoint", "run": "second", "step": 4, "training_data": "private", "guarantee": None}
 CONTRADICTIONS: dict[str, tuple[str, Forgery, int, str]] = {
     # Runs behind: the ledger, behind/ and config.toml of a loop
     "honest loop": ("loop", lambda folder: None, 0, ""),
@@ -398,6 +399,14 @@ CONTRADICTIONS: dict[str, tuple[str, Forgery, int, str]] = {
     ),
     "trainer: a start of no words": (
         "trainer", both(behind_is(), manifest_says(lambda one: one.pop(START))), 5, "does not say what its weights started from",
+    ),
+    "trainer: a start without a guarantee": (
+        "trainer", both(behind_is(), manifest_says(lambda one: one.update(initialisation=UNPROVEN))), 5,
+        "started from private data of second without a guarantee",
+    ),
+    "trainer: a checkpoint is asked for, and no words": (
+        "first", both(config_says("[data]", '[init]\ncheckpoint = "one"\n[data]'), manifest_says(lambda one: one.pop(START))), 5,
+        "does not say what its weights started from",
     ),
     "trainer: another run": (
         "trainer", manifest_says(lambda one: one[START].update(run="third")), 5, "says private runs third, first made",
