@@ -105,7 +105,7 @@ def test_a_run_of_0_1_0_that_has_taken_its_steps_is_finished(
 ) -> None:
     """The same command says that it is finished, and draws nothing; a new version may write the end of the ledger."""
     run = tmp_path / "run"
-    assert run_ranks(f"{__name__}:first_start", 1, timeout=240, folder=str(run), how=how) == [0]
+    assert run_ranks(f"{__name__}:first_start", 1, timeout=280, folder=str(run), how=how) == [0]
     lines = (run / "ledger.jsonl").read_text()
     assert '"noise_kind"' not in lines and ('"type":"close"' in lines) == (how == "closed")
     monkeypatch.setattr("privacy.step.step.add_noise", lambda *_: 1 / 0)
@@ -120,7 +120,7 @@ def test_a_run_is_resumed_by_another_version(
 ) -> None:
     """torch and the project may change on the way, and the ledger says so."""
     folder = tmp_path / "run"
-    assert run_ranks(f"{__name__}:first_start", 1, timeout=240, folder=str(folder), how="stopped") == [7]
+    assert run_ranks(f"{__name__}:first_start", 1, timeout=280, folder=str(folder), how="stopped") == [7]
     before = (folder / "ledger.jsonl").read_bytes()
     there = run_folder.version
     monkeypatch.setattr(run_folder, "version", lambda package: "99.0" if package == "torch" else there(package))
