@@ -116,7 +116,7 @@ class Columns(NamedTuple):
             )
         if not isinstance(image, str):
             return Item(key, image if isinstance(image, bytes) else None, captions, named or None, label=label)
-        if _is_no_name(image):
+        if _is_no_name(image) and not os.path.isfile(root / image):
             raise DataError(
                 f"{key}: column {self.image} holds no file names (base64?); write its pictures to files, or as bytes to "
                 "Parquet"
@@ -504,8 +504,12 @@ def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
         require_columns(opened.schema_arrow.names, columns, file)
         hold_names &= _holds_names(opened, columns.image)
         groups += [RowGroup(file, number, columns, root) for number in range(opened.num_row_groups)]
-    source = Source.of(join_records(itertools.chain.from_iterable(groups))) if hold_names else Source(groups)
-    return source._replace(other_files=suffixes, other_folders=folders)
+    parts: Sequence[Iterable[Item]] = groups
+    if hold_names:
+        listed = [[*group] for group in groups]
+        by_place = {item.key: item for item in join_records(itertools.chain.from_iterable(listed))}
+        parts = [[by_place[item.key] for item in items if item.key in by_place] for items in listed]
+    return Source(parts, suffixes, folders)
 
 
 def _holds_names(table: Any, column: str) -> bool:
