@@ -12,7 +12,6 @@ import difflib
 import inspect
 import os
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,9 +34,9 @@ from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
 from ..step.step import StepRecord
 from . import lineage
-from .engine import OwnEngine, require_alike
+from .engine import OwnEngine, rate_of, require_alike, require_model
 from .fields import Example, Field
-from .opening import OwnStart
+from .opening import LearningRate, OwnStart
 from .reading import Items, Reader
 
 
@@ -97,7 +96,8 @@ class PrivateLoop:
         max_grad_norm: C, the bound of one example's gradient.
         micro_batch_size: rows of one forward on one rank: speed and memory only.
         num_workers: processes that read items; 0 reads in this one.
-        learning_rate: of all groups of the optimizer at a step, from 1 on; None leaves them to the caller.
+        learning_rate: of all groups of the optimizer: a number, or a function of the step, from 1 on; None leaves them to the
+            caller.
         save_every: steps between checkpoints; default a twentieth of the attempts in reserve, and at least 1.
         made_up: two or more made-up items for the self-check, never private ones; random ones by default.
         fallback: whether parameters that no rule follows are differentiated through the module around them, as a whole for each
@@ -138,7 +138,7 @@ class PrivateLoop:
         max_grad_norm: float = 1.0,
         micro_batch_size: int = 32,
         num_workers: int = 0,
-        learning_rate: Callable[[int], float] | None = None,
+        learning_rate: LearningRate = None,
         save_every: int | None = None,
         made_up: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
         fallback: Fallback = True,
@@ -148,6 +148,11 @@ class PrivateLoop:
         starts_from: lineage.StartsFrom = None,
         restart_from_step_0: bool = False,
     ) -> None:
+        require_model(model)
+        if not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir):
+            raise PrivacyConfigError(
+                f"run_dir is the path of a run folder, not {run_dir!r}: ledger and key have to last"
+            )
         reader = Reader(dataset, Example(example), micro_batch_size)
         counts = micro_batch_size, 1 if save_every is None else save_every, num_workers + 1
         if not all(isinstance(count, int) and count >= 1 for count in counts):
@@ -156,6 +161,8 @@ class PrivateLoop:
             )
         if (target_epsilon is None) == (noise_multiplier is None):
             raise PrivacyConfigError("give exactly one of target_epsilon and noise_multiplier")
+        if learning_rate is not None and not callable(learning_rate):
+            rate_of(learning_rate, "learning_rate")
         self._taken = threading.Lock()
         self._process, self._over = os.getpid(), ""  # why no further step is taken; empty while the loop goes on
         self.module, self.run_dir = model, Path(run_dir)
@@ -254,12 +261,11 @@ class PrivateLoop:
                 and not isinstance(thing, ReduceLROnPlateau)
                 and not self._engine.sets_rate
             ):
-                if thing.optimizer is not optimizer or thing.last_epoch > 0:
+                parts = [thing, *getattr(thing, "_schedulers", [])]  # one that is chained has no count of its own
+                if thing.optimizer is not optimizer or any(getattr(one, "last_epoch", 0) > 0 for one in parts):
                     raise PrivacyConfigError("register a new scheduler, of the optimizer that the loop was given")
-                with warnings.catch_warnings(action="ignore"):  # the optimizer has taken these steps, in other programs
-                    for _ in range(self.steps_done):
-                        thing.step()
-                registered.schedulers.append(thing)
+                registered.forward(thing, self.steps_done)
+                self._engine.is_scheduled = True
             else:
                 raise PrivacyConfigError(
                     f"{type(thing).__name__} cannot be registered: the loop keeps schedulers of torch that follow steps alone, "
@@ -282,7 +288,7 @@ class PrivateLoop:
                 )
             if torch.is_inference_mode_enabled():
                 raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
-            require_alike(self._engine.require_untouched)
+            require_alike(self._look)
             self._over = "a step was not taken to its end"
             try:
                 record = next(self._steps, None)
@@ -309,6 +315,10 @@ class PrivateLoop:
             return StepResult(
                 number, record.lr.value, norm, record.private, lambda: self._claim(charged, is_last=is_last)[0]
             )
+
+    def _look(self) -> object:
+        self._registered.require_unmoved()
+        return self._engine.require_untouched()
 
     def save(self) -> None:
         """Writes a checkpoint of the last step, if there is none. Collective.
