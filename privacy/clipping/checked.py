@@ -65,8 +65,9 @@ LARGE = 1e4
 IN_ANY_ORDER = 1e-2
 """Relative difference on accelerators, some of whose kernels add up in no fixed order, in bf16 too."""
 HOW = (
-    "call privacy.clipping.selfcheck.check_against_autograd(model, made_up_inputs) before the first micro-batch, on made-up "
-    "examples and never on private data; self_check=False is for a model of which a copy has passed"
+    "make the PrivateLoop again; for a ClippedSum call privacy.clipping.selfcheck.check_against_autograd(model, made_up_inputs) "
+    "before the first micro-batch, on made-up examples and never on private data, or give it self_check=False where a copy of the "
+    "model has passed"
 )
 
 
@@ -130,7 +131,7 @@ def require_passed(
         place = min(filter(_is_fixed, changed[-1]))
         raise PrivacyConfigError(
             f"since the self-check, {'.'.join(place).strip('.') or 'the model'} has changed (layers were exchanged, "
-            "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): check the model as it is trained; "
+            "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): put it back, or check it anew: "
             f"{HOW}"
         )
     if trained(model) != made_for:
@@ -206,7 +207,7 @@ def structure(model: nn.Module, task: object = None) -> Structure:
                     type(value),
                     value if value == value else None,
                 )  # 1 is not True; a NaN is itself
-        found[path, "training"] = module.training
+        found[path, "training"] = getattr(module, "training", None)  # a module that torch.jit has frozen has no mode
         for name, p in module._parameters.items():
             if p is not None:
                 hooks = foreign(p._backward_hooks), foreign(p._post_accumulate_grad_hooks)

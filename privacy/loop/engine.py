@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import optimizer as of_torch
 
 from ..clipping.checked import writes_to
@@ -276,13 +276,13 @@ def require_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise PrivacyConfigError(f"give a model, a torch.nn.Module, not a {type(model).__name__}")
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
             raise PrivacyConfigError(
                 f"{path or 'the model'} is compiled by torch.jit, whose layers show no gradient of an example: give the module "
-                "that it was made of"
+                "that it was made of, or freeze it"
             )
     for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(x, UninitializedTensorMixin):
+        if isinstance(x, UninitializedParameter | UninitializedBuffer):
             raise PrivacyConfigError(
                 f"{name} is lazy and has no shape yet: call the model once on made-up examples, and make its optimizer then"
             )

@@ -16,17 +16,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ..accounting.calibration import MIN_NOISE_MULTIPLIER
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..clipping.fallback import Fallback
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError
-from ..plan_request import PlanRequest
+from ..plan_request import PlanRequest, require_types
 from ..releases import SENSITIVITY_SLACK
 from ..run.run import Finished, Run, open_run
 from ..step import collectives
@@ -76,6 +78,23 @@ def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None
         raise PrivacyConfigError(f"{what} takes no {name}: {way}")
 
 
+def require_takes(function: object, what: str, in_order: Sequence[object], named: Mapping[str, object]) -> None:
+    """Refuses a function of the caller that cannot be called as the loop calls it.
+
+    Raises:
+        PrivacyConfigError: with what it is called with.
+    """
+    if not callable(function):
+        raise PrivacyConfigError(f"{what} is a function, not {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*in_order, **named)
+    except ValueError:  # some of Python's own show no signature
+        return
+    except TypeError as error:
+        given = ", ".join(f"{name}=" for name in named) or f"{len(in_order)} arguments in order"
+        raise PrivacyConfigError(f"{what} is called with {given}: {error}") from error
+
+
 class PrivateLoop:
     """Trains a model under a formal guarantee, in `for step in loop`; with the same arguments again it resumes.
 
@@ -103,6 +122,8 @@ class PrivateLoop:
         fallback: whether parameters that no rule follows are differentiated through the module around them, as a whole for each
             example, which costs time and memory and is said on the console; or the paths of modules that may be.
         data_version: a name for exactly these data, taken in place of a hash over all items, which is one pass at each start.
+        allow_unusable: that more than 1 % of the items cannot be used for one reason, or that all of those have one label, is
+            meant: they count as zero.
         ledger_mirror: a second place for the ledger, best on another file system.
         unit: what one item is, in words for the card.
         starts_from: where the model's weights come from, frozen ones and buffers too: "public" for what no private run has
@@ -143,6 +164,7 @@ class PrivateLoop:
         made_up: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
         fallback: Fallback = True,
         data_version: str | None = None,
+        allow_unusable: bool = False,
         ledger_mirror: str | Path | None = None,
         unit: str = "one item of the data set",
         starts_from: lineage.StartsFrom = None,
@@ -153,29 +175,43 @@ class PrivateLoop:
             raise PrivacyConfigError(
                 f"run_dir is the path of a run folder, not {run_dir!r}: ledger and key have to last"
             )
-        reader = Reader(dataset, Example(example), micro_batch_size)
-        counts = micro_batch_size, 1 if save_every is None else save_every, num_workers + 1
-        if not all(isinstance(count, int) and count >= 1 for count in counts):
+        reader = Reader(dataset, Example(example), micro_batch_size, allow_unusable=allow_unusable)
+        counts = (micro_batch_size, 1), (1 if save_every is None else save_every, 1), (num_workers, 0)
+        if not all(isinstance(count, int) and count >= least for count, least in counts):
             raise PrivacyConfigError(
                 "micro_batch_size and save_every are integers from 1 on, and num_workers from 0 on"
             )
         if (target_epsilon is None) == (noise_multiplier is None):
             raise PrivacyConfigError("give exactly one of target_epsilon and noise_multiplier")
-        if learning_rate is not None and not callable(learning_rate):
+        if loss is not None:
+            require_takes(loss, "loss", *reader.example.arguments(reader.example.padding()))
+        if callable(learning_rate):
+            require_takes(learning_rate, "learning_rate", [1], {})
+        elif learning_rate is not None:
             rate_of(learning_rate, "learning_rate")
+        if ledger_mirror is not None and not isinstance(ledger_mirror, str | os.PathLike):
+            raise PrivacyConfigError(f"ledger_mirror is the path of a file, not {ledger_mirror!r}")
         self._taken = threading.Lock()
         self._process, self._over = os.getpid(), ""  # why no further step is taken; empty while the loop goes on
         self.module, self.run_dir = model, Path(run_dir)
-        request = PlanRequest(
-            num_examples=len(dataset),
-            expected_batch_size=expected_batch_size,
-            num_steps=num_steps,
-            target_epsilon=target_epsilon,
-            noise_multiplier=noise_multiplier,
-            target_delta=target_delta,
-            max_grad_norm=max_grad_norm,
-            sensitivity_slack=SENSITIVITY_SLACK,
-        )
+        asked: dict[str, Any] = {
+            "expected_batch_size": expected_batch_size,
+            "num_steps": num_steps,
+            "target_epsilon": target_epsilon,
+            "noise_multiplier": noise_multiplier,
+            "target_delta": target_delta,
+            "max_grad_norm": max_grad_norm,
+        }
+        plain = {
+            name: x.item() if isinstance(x, np.generic) else x for name, x in asked.items()
+        }  # as the ledger writes them
+        request = PlanRequest(num_examples=len(dataset), sensitivity_slack=SENSITIVITY_SLACK, **plain)
+        require_types(request)
+        if noise_multiplier is not None and 0 < noise_multiplier < MIN_NOISE_MULTIPLIER:
+            raise PrivacyConfigError(
+                f"noise_multiplier {noise_multiplier:g} is below {MIN_NOISE_MULTIPLIER}, where epsilon explodes: take "
+                f"{MIN_NOISE_MULTIPLIER} or more"
+            )
         start = OwnStart(
             model=model, optimizer=optimizer, reader=reader, loss=loss, folder=RunFolder(self.run_dir), request=request,
             made_up=made_up, fallback=fallback, learning_rate=learning_rate, num_workers=num_workers, save_every=save_every,

@@ -37,7 +37,7 @@ from ..step.step import MicroBatch, StepRecord
 from . import lineage
 from .engine import OwnEngine, rate_of, require_alike, settings
 from .hugging_face import loss_of
-from .reading import ItemNotRead, Reader
+from .reading import LOOKED_AT, LOOKED_AT_TWICE, ItemNotRead, Reader
 from .weights import fixed_tensors
 
 LearningRate = float | Callable[[int], float] | None
@@ -145,7 +145,7 @@ class OwnStart:
         few_items = ""  # what they are, or why they cannot be used, for this comparison alone
         if not collectives.is_alone():
             try:
-                few_items = self.reader.digest(whole=False).hex()
+                few_items = self.reader.digest(LOOKED_AT_TWICE).hex()
             except (PrivacyConfigError, ItemNotRead) as error:
                 few_items = str(error)
         asked = self.request, self.reader.micro_batch_size, self.save_every, self.folder.root.resolve()
@@ -202,7 +202,7 @@ class OwnStart:
             PrivacyConfigError: most items cannot be used, or an item depends on those before it.
         """
         reader, version = self.reader, self.data_version
-        digest = reader.digest(whole=version is None)
+        digest = reader.digest(None if version is None else LOOKED_AT)
         if reader.unusable:
             collectives.say(reader.unusable)
         fields = {name: repr(field) for name, field in reader.example.fields.items()}
