@@ -234,7 +234,7 @@ class Example:
         are_tensors = all(isinstance(x, Tensor) and x.dim() > 0 for x in given.values())
         if given.keys() != self.fields.keys() or len(made_up) != len(self.fields) or not are_tensors:
             raise PrivacyConfigError(
-                f"made_up has to hold one tensor of several items for each field of example: {', '.join(self.fields)}"
+                f"made_up has to hold one tensor for each field of example: {', '.join(self.fields)}; its first dimension is the items"
             )
         return given
 

@@ -122,8 +122,8 @@ class PrivateLoop:
         fallback: whether parameters that no rule follows are differentiated through the module around them, as a whole for each
             example, which costs time and memory and is said on the console; or the paths of modules that may be.
         data_version: a name for exactly these data, taken in place of a hash over all items, which is one pass at each start.
-        allow_unusable: that more than 1 % of the items cannot be used for one reason, or that all of those have one label, is
-            meant: they count as zero.
+        unusable_as_zero: it is meant that more than 1 % of the items cannot be used for one reason, or that all of those have
+            one label, and count as zero.
         ledger_mirror: a second place for the ledger, best on another file system.
         unit: what one item is, in words for the card.
         starts_from: where the model's weights come from, frozen ones and buffers too: "public" for what no private run has
@@ -164,7 +164,7 @@ class PrivateLoop:
         made_up: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
         fallback: Fallback = True,
         data_version: str | None = None,
-        allow_unusable: bool = False,
+        unusable_as_zero: bool = False,
         ledger_mirror: str | Path | None = None,
         unit: str = "one item of the data set",
         starts_from: lineage.StartsFrom = None,
@@ -175,7 +175,7 @@ class PrivateLoop:
             raise PrivacyConfigError(
                 f"run_dir is the path of a run folder, not {run_dir!r}: ledger and key have to last"
             )
-        reader = Reader(dataset, Example(example), micro_batch_size, allow_unusable=allow_unusable)
+        reader = Reader(dataset, Example(example), micro_batch_size, unusable_as_zero=unusable_as_zero)
         counts = (micro_batch_size, 1), (1 if save_every is None else save_every, 1), (num_workers, 0)
         if not all(isinstance(count, int) and count >= least for count, least in counts):
             raise PrivacyConfigError(
@@ -203,7 +203,7 @@ class PrivateLoop:
             "max_grad_norm": max_grad_norm,
         }
         plain = {
-            name: x.item() if isinstance(x, np.generic) else x for name, x in asked.items()
+            name: x.item() if isinstance(x, np.generic | Tensor) and x.ndim == 0 else x for name, x in asked.items()
         }  # as the ledger writes them
         request = PlanRequest(num_examples=len(dataset), sensitivity_slack=SENSITIVITY_SLACK, **plain)
         require_types(request)

@@ -80,7 +80,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
     unusable = ""  # how many items the last look found that count as zero, and why, for the console
 
     def __init__(
-        self, dataset: Items, example: Example, micro_batch_size: int, *, allow_unusable: bool = False
+        self, dataset: Items, example: Example, micro_batch_size: int, *, unusable_as_zero: bool = False
     ) -> None:
         if isinstance(dataset, DataLoader):
             raise PrivacyConfigError(
@@ -97,7 +97,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         if len(dataset) < 1:
             raise PrivacyConfigError("the data set is empty")
         self.dataset, self.example, self.micro_batch_size = dataset, example, micro_batch_size
-        self.allow_unusable = allow_unusable
+        self.unusable_as_zero = unusable_as_zero
 
     def item(self, index: int, key: int) -> dict[str, Tensor]:
         """One item, read with its own random numbers; the caller keeps the global ones.
@@ -237,9 +237,9 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
                 f"{losses.said(len(indices))}would count as zero: does example say what an item is?"
             )
         why = losses.more_than_an_accident(len(indices))
-        if why and not self.allow_unusable:
+        if why and not self.unusable_as_zero:
             raise PrivacyConfigError(
-                f"{losses.said(len(indices))}would count as zero: {why}; mend the data or example=, or give allow_unusable=True "
+                f"{losses.said(len(indices))}would count as zero: {why}; mend the data or example=, or give unusable_as_zero=True "
                 "if that is meant"
             )
         self.unusable = f"{losses.said(len(indices))}count as zero" if lost else ""
