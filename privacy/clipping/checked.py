@@ -66,8 +66,8 @@ IN_ANY_ORDER = 1e-2
 """Relative difference on accelerators, some of whose kernels add up in no fixed order, in bf16 too."""
 HOW = (
     "make the PrivateLoop again; for a ClippedSum call privacy.clipping.selfcheck.check_against_autograd(model, made_up_inputs) "
-    "before the first micro-batch, on made-up examples and never on private data; self_check=False is for a model of which a copy "
-    "has passed"
+    "before the first micro-batch, on made-up examples and never on private data; self_check=False is for a model of which a "
+    "copy has passed"
 )
 
 

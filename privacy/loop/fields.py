@@ -60,7 +60,7 @@ class Field:
         return values
 
     def made_up(self, count: int, generator: torch.Generator) -> Tensor:
-        """(count, *shape): random values that the field allows, never private ones."""
+        """(count, *shape): random values that the field allows, the lowest and the highest among them, never private ones."""
         if self.below is None:
             return torch.randn(count, *self.shape, generator=generator, dtype=self.dtype)
         if self.is_mask:
@@ -71,6 +71,10 @@ class Field:
         )
         for one, _ in sorted(self.fixed):  # they stand nowhere else
             values += values >= one
+        ends = min((0, *self.also)), max((self.below - 1, *self.also))
+        for item, end in zip(values.view(count, -1)[-2:], ends, strict=False):  # some condition may be on them
+            if end not in dict(self.fixed):
+                item[-1] = end
         return self._with_fixed(values)
 
     def read(self, value: object) -> Tensor:
@@ -234,7 +238,7 @@ class Example:
         are_tensors = all(isinstance(x, Tensor) and x.dim() > 0 for x in given.values())
         if given.keys() != self.fields.keys() or len(made_up) != len(self.fields) or not are_tensors:
             raise PrivacyConfigError(
-                f"made_up has to hold one tensor for each field of example: {', '.join(self.fields)}; its first dimension is the items"
+                f"made_up has to hold one tensor for each field of example: {', '.join(self.fields)}; items come first in it"
             )
         return given
 

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
+from ..clipping.checked import NotTaken, losses_of
 from ..clipping.coverage import claims
 from ..clipping.fallback import Fallback, Uncovered, plan_of
 from ..clipping.recorder import Task
@@ -192,8 +193,26 @@ class OwnStart:
             collectives.say(line)
         check_at_size(self.model, items, size, self.task)
         require_neighbours_apart(self.engine, self.task, lambda count: made_up, size)
+        collectives.refuse_together(self._check_rows_without_items)
         put_away(self.model)
         self.manifest = collectives.on_main(self._look_at_data)
+
+    def _check_rows_without_items(self) -> None:
+        """The model takes the zeros that fill a micro-batch up.
+
+        Raises:
+            PrivacyConfigError: it does not, as models that look for the placeholders of a picture in every row.
+        """
+        size = self.reader.micro_batch_size
+        rows = {name: row.expand(size, *row.shape) for name, row in self.reader.example.padding().items()}
+        try:
+            losses_of(self.task, to_device(rows, self.engine))
+        except NotTaken as error:
+            said = " ".join(str(error.__cause__).split())[:160]
+            raise PrivacyConfigError(
+                f"rows without an item hold zeros, and the model refuses them ({type(error.__cause__).__name__}: {said}): ids that "
+                "it needs in every row, such as placeholders of a picture, are declared by integers(..., fixed={id: count})"
+            ) from error
 
     def _look_at_data(self) -> bytes:
         """What identifies the data; enters the ledger as HMAC under the sampling key only. On one rank.

@@ -239,8 +239,8 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         why = losses.more_than_an_accident(len(indices))
         if why and not self.unusable_as_zero:
             raise PrivacyConfigError(
-                f"{losses.said(len(indices))}would count as zero: {why}; mend the data or example=, or give unusable_as_zero=True "
-                "if that is meant"
+                f"{losses.said(len(indices))}would count as zero: {why}; mend the data or example=, or give "
+                "unusable_as_zero=True if that is meant"
             )
         self.unusable = f"{losses.said(len(indices))}count as zero" if lost else ""
         return total.digest()
