@@ -95,6 +95,11 @@ def require_takes(function: object, what: str, in_order: Sequence[object], named
         raise PrivacyConfigError(f"{what} is called with {given}: {error}") from error
 
 
+def _of_python(value: Any) -> Any:
+    """A number of numpy, or a tensor of one, as the ledger can write it; anything else as it is."""
+    return value.item() if isinstance(value, np.generic | Tensor) and value.ndim == 0 else value
+
+
 class PrivateLoop:
     """Trains a model under a formal guarantee, in `for step in loop`; with the same arguments again it resumes.
 
@@ -194,18 +199,16 @@ class PrivateLoop:
         self._taken = threading.Lock()
         self._process, self._over = os.getpid(), ""  # why no further step is taken; empty while the loop goes on
         self.module, self.run_dir = model, Path(run_dir)
-        asked: dict[str, Any] = {
-            "expected_batch_size": expected_batch_size,
-            "num_steps": num_steps,
-            "target_epsilon": target_epsilon,
-            "noise_multiplier": noise_multiplier,
-            "target_delta": target_delta,
-            "max_grad_norm": max_grad_norm,
-        }
-        plain = {
-            name: x.item() if isinstance(x, np.generic | Tensor) and x.ndim == 0 else x for name, x in asked.items()
-        }  # as the ledger writes them
-        request = PlanRequest(num_examples=len(dataset), sensitivity_slack=SENSITIVITY_SLACK, **plain)
+        request = PlanRequest(
+            num_examples=len(dataset),
+            expected_batch_size=_of_python(expected_batch_size),
+            num_steps=_of_python(num_steps),
+            target_epsilon=_of_python(target_epsilon),
+            noise_multiplier=_of_python(noise_multiplier),
+            target_delta=_of_python(target_delta),
+            max_grad_norm=_of_python(max_grad_norm),
+            sensitivity_slack=SENSITIVITY_SLACK,
+        )
         require_types(request)
         if noise_multiplier is not None and 0 < noise_multiplier < MIN_NOISE_MULTIPLIER:
             raise PrivacyConfigError(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..card.render import one_line
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
 from ..clipping.checked import NotTaken, losses_of
@@ -208,10 +209,10 @@ class OwnStart:
         try:
             losses_of(self.task, to_device(rows, self.engine))
         except NotTaken as error:
-            said = " ".join(str(error.__cause__).split())[:160]
+            said = f"{type(error.__cause__).__name__}: {one_line(str(error.__cause__))[:160]}"
             raise PrivacyConfigError(
-                f"rows without an item hold zeros, and the model refuses them ({type(error.__cause__).__name__}: {said}): ids that "
-                "it needs in every row, such as placeholders of a picture, are declared by integers(..., fixed={id: count})"
+                f"rows without an item hold zeros, and the model refuses them ({said}): declare ids that every row needs, "
+                "such as placeholders of a picture, by integers(..., fixed={id: count})"
             ) from error
 
     def _look_at_data(self) -> bytes:
