@@ -206,6 +206,9 @@ class Example:
             values = {name: item[name] for name in self.fields}
         else:
             parts = list(item) if isinstance(item, tuple | list) else [item]
+            if len(parts) == 1 < len(self.fields) and not isinstance(item, tuple | list):
+                named = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+                raise Unusable(f"is {type(item).__name__}{named}, and not a tuple of {len(self.fields)}")
             if len(parts) != len(self.fields):
                 raise Unusable(f"has {len(parts)} parts, not {len(self.fields)}", "has another number of parts")
             values = dict(zip(self.fields, parts, strict=True))
