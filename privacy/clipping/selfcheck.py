@@ -60,7 +60,7 @@ from .checked import (
 )
 from .clipped_sum import ClippedSum, Mode
 from .compiled import compiled_weights
-from .conditions import require_unconditional, returning, tables_of
+from .conditions import require_padding, require_unconditional, returning, tables_of
 from .coverage import rule_of
 from .fallback import Fallback, Places, Uncovered, places_of, plan_of
 from .functions import ClippingFunction
@@ -106,6 +106,7 @@ def check_against_autograd(
     *,
     unreached: Collection[str] = (),
     fallback: Fallback = True,
+    padding: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Compares, on made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
 
@@ -123,6 +124,7 @@ def check_against_autograd(
         unreached: parameters that are trained although the loss never reaches them; all others must get a gradient.
         fallback: whether parameters that no rule follows may be differentiated through the module around them, per example and
             as a whole (fallback.py), which `plan_of(model).sentences(model)` names; or the paths of modules that may be.
+        padding: what stands in a row without an example, (1, ...) in each input; by default that is not tried.
 
     Raises:
         PrivacyConfigError: naming the parameter whose gradient differs most, or that no example reaches; or the loss of an
@@ -157,8 +159,10 @@ def check_against_autograd(
                 if precision is not None:
                     require_nothing_gathered(model, task, wide, restore)
                     restore()
-                    is_wide = precision == torch.float64
-                    require_unconditional(model, task, wide, NEIGHBOURS_TOLERANCE if is_wide else ATOMICS_TOLERANCE)
+                    allowed = NEIGHBOURS_TOLERANCE if precision == torch.float64 else ATOMICS_TOLERANCE
+                    require_unconditional(model, task, wide, allowed)
+                    if padding is not None:
+                        require_padding(task, wide, dict(padding), allowed)
             if precision is not None:
                 break
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):

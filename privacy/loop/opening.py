@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..card.render import one_line
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
-from ..clipping.checked import NotTaken, losses_of
 from ..clipping.coverage import claims
 from ..clipping.fallback import Fallback, Uncovered, plan_of
 from ..clipping.recorder import Task
@@ -189,31 +187,14 @@ class OwnStart:
         example, size = self.reader.example, self.reader.micro_batch_size
         made_up = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
         items = to_device(made_up, self.engine)
-        check_against_autograd(self.model, items, self.task, fallback=self.fallback)
+        padding = {name: row[None] for name, row in example.padding().items()}
+        check_against_autograd(self.model, items, self.task, fallback=self.fallback, padding=padding)
         for line in plan_of(self.model).sentences(self.model):
             collectives.say(line)
         check_at_size(self.model, items, size, self.task)
         require_neighbours_apart(self.engine, self.task, lambda count: made_up, size)
-        collectives.refuse_together(self._check_rows_without_items)
         put_away(self.model)
         self.manifest = collectives.on_main(self._look_at_data)
-
-    def _check_rows_without_items(self) -> None:
-        """The model takes the zeros that fill a micro-batch up.
-
-        Raises:
-            PrivacyConfigError: it does not, as models that look for the placeholders of a picture in every row.
-        """
-        size = self.reader.micro_batch_size
-        rows = {name: row.expand(size, *row.shape) for name, row in self.reader.example.padding().items()}
-        try:
-            losses_of(self.task, to_device(rows, self.engine))
-        except NotTaken as error:
-            said = f"{type(error.__cause__).__name__}: {one_line(str(error.__cause__))[:160]}"
-            raise PrivacyConfigError(
-                f"rows without an item hold zeros, and the model refuses them ({said}): declare ids that every row needs, "
-                "such as placeholders of a picture, by integers(..., fixed={id: count})"
-            ) from error
 
     def _look_at_data(self) -> bytes:
         """What identifies the data; enters the ledger as HMAC under the sampling key only. On one rank.
