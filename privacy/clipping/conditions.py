@@ -39,7 +39,7 @@ class Ids(NamedTuple):
 
     @classmethod
     def of(cls, x_N: Tensor) -> "Ids":
-        rows = x_N.reshape(len(x_N), -1)
+        rows = x_N.reshape(len(x_N), -1).long()
         values = rows[0].unique()
         is_bound = [len({*(rows == value).sum(1).tolist()}) == 1 for value in values]
         bound = values[torch.tensor(is_bound, device=values.device)]
@@ -49,7 +49,7 @@ class Ids(NamedTuple):
 
     def put(self, x_B: Tensor, ids_B: Tensor) -> Tensor:
         """Ids in place of those that are free."""
-        stays = torch.isin(x_B, self.bound) | torch.isin(ids_B, self.bound)
+        stays = torch.isin(x_B.long(), self.bound) | torch.isin(ids_B.long(), self.bound)
         return torch.where(stays, x_B, ids_B.to(x_B.dtype))
 
 
