@@ -176,7 +176,7 @@ def test_ids_that_have_to_stand_where_they_are_do_and_rows_without_an_example_ho
     check_against_autograd(Placed(), inputs)
     empty = {name: torch.zeros_like(x[:1]) for name, x in inputs.items()}
     with pytest.raises(
-        PrivacyConfigError, match=r"^beside rows without an item \(declare ids .*fixed=\{id: count\}\), the loss"
+        PrivacyConfigError, match=r"^beside rows without an item \(declare ids .*fixed=\{id: count\}\)\), the loss"
     ):
         check_against_autograd(Placed(), inputs, padding=empty)
     empty["ids"][0, [1, 5]] = V - 1
