@@ -342,7 +342,7 @@ def make_plan(
         if about > MAX_EPSILON:
             raise PrivacyConfigError(
                 f"epsilon would be about {about:.3g}, which protects nobody, and above {MAX_EPSILON:g} none is computed: take "
-                "more noise, fewer steps or a smaller batch, or privacy.enabled = false"
+                "more noise, fewer steps or a smaller batch"
             )
     return plan
 

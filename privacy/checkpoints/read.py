@@ -188,7 +188,7 @@ class Checkpoint:
         if self.step > 0 and kept != set(moments):
             raise ConfigError(
                 f"{self.path} was written with another optimizer: it holds {sorted(kept) or 'no moments'}, "
-                f"and [optimizer] name needs {sorted(moments) or 'none'}"
+                f"and the one that is given needs {sorted(moments) or 'none'}"
             )
         rank = collectives.rank()
         pieces = (

@@ -195,6 +195,6 @@ def require_finite(engine: Engine, step: int) -> None:
     if names:  # of noised weights, so it may be said
         error = (
             f"after step {step} the weights hold NaN or infinity ({names[0]}, {len(names)} parts in all); they are not saved, "
-            "and the same command resumes from the newest checkpoint: lower optimizer.peak_lr, or look at the memory of the host"
+            "and the same command resumes from the newest checkpoint: lower the learning rate, or look at the memory of the host"
         )
         raise WeightsNotFinite(error) if collectives.rank() == 0 else RemoteError(error, WeightsNotFinite.exit_code)

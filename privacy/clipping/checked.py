@@ -11,13 +11,16 @@ rows stay and all others change. Kernels give equal bits for equal shapes, so a 
 
 import enum
 import hashlib
+import itertools
 import math
 import random
+import types
 import weakref
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +36,6 @@ Change = Callable[[Tensor], Tensor]
 Place = tuple[str, str]
 """Path of a module, and an attribute of it."""
 Structure = dict[Place, object]
-T = TypeVar("T")
 
 TASK = "the task"
 """Before the paths of modules of a task; no child of a model is called so."""
@@ -44,13 +46,28 @@ _OWN = vars(nn.Module()).keys()
 """Attributes of every module; its mode and hooks are looked at by themselves."""
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
+DEPTH = 6
+"""Of containers and objects inside one another, from a module's attribute on, in which a forward may gather something."""
+LOOKED_INTO = 1000
+"""Containers and objects of one depth that are looked into."""
+COPIED = 1 << 24
+"""Numbers of a tensor or an array in an attribute that a check puts back; of larger ones writes are seen only."""
+LEAVES = (
+    Tensor, np.ndarray, str, bytes, *SETTINGS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    types.MethodType, weakref.ref,
+)  # fmt: skip
+"""What holds nothing that is looked into."""
+HOLDERS = (list, dict, set, deque, Tensor, np.ndarray)
+OPAQUE = ("builtins", "torch", "numpy", "logging", "threading", "_thread", __name__.partition(".")[0])
+"""Packages whose objects are not looked into."""
 LARGE = 1e4
 """An example's floating inputs times this are large."""
 IN_ANY_ORDER = 1e-2
 """Relative difference on accelerators, some of whose kernels add up in no fixed order, in bf16 too."""
 HOW = (
-    "call privacy.clipping.selfcheck.check_against_autograd(model, made_up_inputs) before the first micro-batch, on made-up "
-    "examples and never on private data; self_check=False is for a model of which a copy has passed"
+    "make the PrivateLoop again; for a ClippedSum call privacy.clipping.selfcheck.check_against_autograd(model, made_up_inputs) "
+    "before the first micro-batch, on made-up examples and never on private data; self_check=False is for a model of which a "
+    "copy has passed"
 )
 
 
@@ -114,7 +131,7 @@ def require_passed(
         place = min(filter(_is_fixed, changed[-1]))
         raise PrivacyConfigError(
             f"since the self-check, {'.'.join(place).strip('.') or 'the model'} has changed (layers were exchanged, "
-            "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): check the model as it is trained; "
+            "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): put it back, or check it anew: "
             f"{HOW}"
         )
     if trained(model) != made_for:
@@ -190,7 +207,7 @@ def structure(model: nn.Module, task: object = None) -> Structure:
                     type(value),
                     value if value == value else None,
                 )  # 1 is not True; a NaN is itself
-        found[path, "training"] = module.training
+        found[path, "training"] = getattr(module, "training", None)  # a module that torch.jit has frozen has no mode
         for name, p in module._parameters.items():
             if p is not None:
                 hooks = foreign(p._backward_hooks), foreign(p._post_accumulate_grad_hooks)
@@ -406,20 +423,101 @@ def nothing_is_small(model: nn.Module) -> Iterator[None]:
                 p.copy_(before)
 
 
+def containers(
+    roots: Iterable[tuple[str, object]], known: Iterable[nn.Module], depth: int
+) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Each container and plain object below some named values, once, with the name and what it holds; the nearest first.
+
+    Args:
+        known: modules that are looked at by themselves.
+        depth: of containers inside one another. Of each depth but the first, LOOKED_INTO are looked into.
+    """
+    seen = {id(module) for module in known}
+    level = [*roots]
+    for _ in range(depth):
+        below: list[tuple[str, object]] = []
+        for name, x in level:
+            entries = None if id(x) in seen or isinstance(x, LEAVES) else entries_of(x)
+            if entries is None:
+                continue
+            seen.add(id(x))
+            yield name, x, entries
+            below += [(name, y) for y in _ends(entries) if not isinstance(y, LEAVES)]
+        level = below[:LOOKED_INTO]
+
+
+def entries_of(x: Any) -> list[Any] | None:
+    """What a container holds, or an object, and its class for all objects; None for those of OPAQUE packages.
+
+    No code of an object runs: attributes are read where Python keeps them.
+    """
+    if isinstance(x, dict):
+        return [*dict.values(x)]
+    if isinstance(x, list | tuple | set | frozenset | deque):
+        return [*x]
+    if _is_opaque(type(x)) and not isinstance(x, nn.Module):
+        return None
+    return [*_slots(x).values(), *getattr(x, "__dict__", {}).values(), *_class_containers(type(x)).values()]
+
+
+def _ends(entries: list[Any]) -> list[Any]:
+    """The entries that are looked at: of many the first and the last, where a queue is written."""
+    return entries if len(entries) <= LOOKED_INTO else entries[: LOOKED_INTO // 2] + entries[-LOOKED_INTO // 2 :]
+
+
+def _is_opaque(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in OPAQUE
+
+
+def _slots(x: object) -> dict[str, Any]:
+    """Attributes of an object without a dictionary."""
+    stated = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
+    names = [name for slots in stated for name in ([slots] if isinstance(slots, str) else slots)]
+    return {name: getattr(x, name) for name in names if hasattr(x, name) and not name.startswith("__")}
+
+
+def _class_containers(kind: type) -> dict[str, Any]:
+    """Containers and tensors that a class holds for all its objects; torch's classes hold none of examples."""
+    held = {name: value for one in kind.__mro__ if not _is_opaque(one) for name, value in vars(one).items()}
+    return {name: value for name, value in held.items() if isinstance(value, HOLDERS) and not name.startswith("__")}
+
+
 @contextmanager
-def put_back(modules: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
+def put_back(modules: Iterable[nn.Module], depth: int = 1) -> Iterator[Callable[[], None]]:
     """Attributes of these modules, modes and hooks included, are afterwards what they were; yields what puts them back early.
 
-    Of attributes that are dicts, lists, sets or deques (a cache) the entries are put back, not what lies deeper.
+    The entries of dicts, lists, sets, deques and objects that are attributes (a cache) are put back too, to a depth of
+    containers inside one another; below the first, also numbers of tensors and arrays of at most COPIED numbers in them.
     """
-    tables: list[Any] = [vars(module) for module in modules]
-    tables += [x for table in tables for x in table.values() if isinstance(x, dict | list | set | deque)]
-    before = [(table, table.copy()) for table in tables]
+    modules = [*modules]
+    roots = [(name, x) for m in modules for name, x in {**_class_containers(type(m)), **vars(m)}.items()]
+    found = [*containers(roots, modules, depth)]
+    objects = [x for _, x, _ in found]
+    tables: list[Any] = [*map(vars, modules), *(x for x in objects if isinstance(x, dict | list | set | deque))]
+    tables += [vars(x) for x in objects if hasattr(x, "__dict__")]
+    before = [(table, (dict if isinstance(table, dict) else list)(table)) for table in tables]
+    slots = [(x, _slots(x)) for x in objects]
+    registered = {id(x) for m in modules for x in (*m._parameters.values(), *m._buffers.values())}
+    held = [x for _, x in roots] + [x for _, _, entries in found for x in _ends(entries)]
+    plain = [x for x in held if depth > 1 and id(x) not in registered and _has_few_numbers(x)]
+    tensors = [(x.data, x.data.clone()) for x in plain if isinstance(x, Tensor)]
+    arrays = [(x, x.copy()) for x in plain if isinstance(x, np.ndarray)]
 
     def restore() -> None:
         for table, content in before:
-            table.clear()
-            table.extend(content) if isinstance(table, list | deque) else table.update(content)
+            if not _is_same(table, content):  # what nobody has touched may be in use elsewhere
+                # Of the plain class, since others may refuse it.
+                kind: Any = next(one for one in (OrderedDict, dict, list, set, deque) if isinstance(table, one))
+                kind.clear(table)
+                (kind.extend if isinstance(table, list | deque) else kind.update)(table, content)
+        for x, values in slots:
+            for name, value in values.items():
+                object.__setattr__(x, name, value)
+        for tensor, as_it_was in tensors:
+            if not torch.equal(tensor, as_it_was):
+                tensor.copy_(as_it_was)
+        for array, numbers in arrays:
+            array[...] = numbers
 
     try:
         yield restore
@@ -427,46 +525,83 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
         restore()
 
 
+def _has_few_numbers(x: Any) -> bool:
+    is_plain = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
+    return (is_plain or (isinstance(x, np.ndarray) and x.flags.writeable)) and math.prod(x.shape) <= COPIED
+
+
+def _is_same(table: Any, content: Any) -> bool:
+    """Whether a container still holds these very objects, in this order."""
+    if isinstance(table, set):
+        return {*map(id, table)} == {*map(id, content)}
+    if isinstance(table, dict):
+        table, content = ([*itertools.chain(*x.items())] for x in (table, content))
+    return [*map(id, table)] == [*map(id, content)]
+
+
 def writes_to(tensor: Tensor) -> int:
     """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+@dataclass
+class Held:
+    """What lies in an attribute of a module.
+
+    Attributes:
+        count: of entries, and of the numbers in tensors and arrays among them.
+        writes: id of a tensor -> the tensor, which so keeps its id, and how often it was written to.
+        contents: hashes of tensors and arrays, and other values as text.
+    """
+
+    count: int = 0
+    writes: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    contents: list[str] = field(default_factory=list)
 
 
 def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> None:
     """What a forward gathers of made-up examples for much later calls shows before it is used, such as a queue of features.
 
     Two examples go first, or one of them twice, and then a single one twice: nothing that is held at the end may depend on who
-    went first, become more with every call, or have been written in place. Looked at are attributes of modules, and dicts,
-    lists, sets and deques among them, as `put_back` does.
+    went first, become more with every call, or have been written in place. Looked at are attributes of modules and of their
+    classes, and what lies in them to the DEPTH of containers and objects inside one another.
 
     Raises:
         PrivacyConfigError: naming the attribute.
     """
 
-    def content(x: object) -> str:
+    def content(x: Any) -> str:
+        if isinstance(x, np.ndarray):
+            return repr(x.tolist()) if x.dtype.hasobject else hashlib.sha256(x.tobytes()).hexdigest()
         if not isinstance(x, Tensor):
-            return repr(x) if isinstance(x, int | float) else ""
+            return repr(x) if isinstance(x, int | float | str | bytes | bytearray) else ""
         if x.layout != torch.strided or x.is_meta:
             return str(x.shape)
         return hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
-    def held() -> dict[str, tuple[int, dict[int, tuple[Tensor, int]], list[str]]]:
-        """By attribute: how much it holds; its tensors, which keep their ids so, with their versions; and what they contain."""
-        found = {}
-        for path, module in _modules(model, task):
-            for name in vars(module).keys() - _OWN:
-                value = vars(module)[name]
-                entries = [*value.values()] if isinstance(value, dict) else [value]
-                entries = [*value] if isinstance(value, list | set | deque) else entries
-                tensors = [x for x in entries if isinstance(x, Tensor)]
-                versions = {id(x): (x, writes_to(x)) for x in tensors}
-                count = len(entries) + sum(x.numel() for x in tensors)
-                contents = [content(x) for x in entries]
-                contents = sorted(contents) if isinstance(value, set) else contents
-                found[f"{path}.{name}".strip(".")] = count, versions, contents
-        return found
+    def looked_into() -> Iterator[tuple[str, Any, list[Any]]]:
+        """Name of an attribute, what is looked into there, and what that holds: the attribute itself, then what lies in it."""
+        modules = _modules(model, task)
+        roots = {
+            f"{path}.{name}".strip("."): value
+            for path, module in modules
+            for name, value in {**_class_containers(type(module)), **vars(module)}.items()
+            if name not in _OWN
+        }
+        yield from ((place, None, [value]) for place, value in roots.items())
+        yield from containers(roots.items(), [module for _, module in modules], DEPTH)
 
-    def after(*first: int) -> tuple[Any, Any]:
+    def held() -> dict[str, Held]:
+        by_place: dict[str, Held] = defaultdict(Held)
+        for place, x, entries in looked_into():
+            arrays = [y for y in _ends(entries) if isinstance(y, Tensor | np.ndarray)]
+            contents = [content(y) for y in _ends(entries)]
+            by_place[place].count += len(entries) + sum(math.prod(y.shape) for y in arrays)
+            by_place[place].writes |= {id(y): (y, writes_to(y)) for y in arrays if isinstance(y, Tensor)}
+            by_place[place].contents += sorted(contents) if isinstance(x, set | frozenset) else contents
+        return by_place
+
+    def after(*first: int) -> tuple[dict[str, Held], dict[str, Held]]:
         """What is held after the second and after the third call."""
         restore()
         seen = []
@@ -478,12 +613,11 @@ def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, resto
         return seen[1], seen[2]
 
     (before, last), (_, others), (_, again) = after(0, 1), after(1, 1), after(0, 1)
-    nothing: Any = (0, {}, [])
-    for place, (count, versions, contents) in last.items():
-        known, other, twin = (found.get(place, nothing) for found in (before, others, again))
-        is_written = any(known[1].get(key, (x, now))[1] != now for key, (x, now) in versions.items())
+    for place, now in last.items():
+        known, other, twin = (found.get(place, Held()) for found in (before, others, again))
+        is_written = any(known.writes.get(key, (x, count))[1] != count for key, (x, count) in now.writes.items())
         # What differs between equal calls too, such as the time, is no example's.
-        if count > known[0] or is_written or contents == twin[2] != other[2]:
+        if now.count > known.count or is_written or now.contents == twin.contents != other.contents:
             raise PrivacyConfigError(
                 "the forward keeps more with every call, something of earlier calls, or writes in place into a tensor that it "
                 f"keeps ({place}): what it keeps of one micro-batch would reach later ones; keep no state in the forward"
@@ -502,7 +636,7 @@ def untouched(model: nn.Module, task: object, dtype: torch.dtype | None = None) 
     """
     tensors, default = {**dict(model.named_parameters()), **dict(model.named_buffers())}, torch.get_default_dtype()
     originals, saved = {name: x.data for name, x in tensors.items()}, set(model.state_dict())
-    with put_back(module for _, module in _modules(model, task)) as restore:
+    with put_back((module for _, module in _modules(model, task)), DEPTH) as restore:
         try:
             for name, x in tensors.items():
                 x.data = originals[name].to(dtype if dtype and x.is_floating_point() else x.dtype, copy=True)

@@ -9,7 +9,7 @@ ones, and what is equal in all rows shows only where nothing differs. Losses mus
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,13 +17,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import PrivacyConfigError
 from .checked import LARGE, Change, Inputs, NotTaken, Task, compare_losses, in_rows, losses_of
 
 HUGE = 1e18
 """Larger than LARGE, with a square that fits into float32."""
 
 
-def _unchanged(x_B: Tensor) -> Tensor:
+class Ids(NamedTuple):
+    """What ids of an input there are among made-up examples.
+
+    Attributes:
+        low, high: the least and the largest that are free.
+        bound: those that stand equally often in every example, such as placeholders that the patches of a picture replace. They
+            stay where they are, and come nowhere else.
+    """
+
+    low: int
+    high: int
+    bound: Tensor
+
+    @classmethod
+    def of(cls, x_N: Tensor) -> "Ids":
+        rows = x_N.reshape(len(x_N), -1).long()
+        values = rows[0].unique()
+        is_bound = [len({*(rows == value).sum(1).tolist()}) == 1 for value in values]
+        bound = values[torch.tensor(is_bound, device=values.device)]
+        free = rows[~torch.isin(rows, bound)]
+        free = rows if len(free) == 0 else free
+        return cls(int(free.min()), int(free.max()), bound)
+
+    def put(self, x_B: Tensor, ids_B: Tensor) -> Tensor:
+        """Ids in place of those that are free."""
+        stays = torch.isin(x_B.long(), self.bound) | torch.isin(ids_B.long(), self.bound)
+        return torch.where(stays, x_B, ids_B.to(x_B.dtype))
+
+
+def _unchanged(x_B: Tensor, ids: Ids | None = None) -> Tensor:
     return x_B
 
 
@@ -32,18 +62,18 @@ class Rows(NamedTuple):
 
     Attributes:
         numbers: of inputs that are floating-point numbers.
-        ids: of the other inputs.
+        ids: of the other inputs; told which there are.
         looked_up: of what tables return for ids, which cannot be hostile themselves.
     """
 
     numbers: Change = _unchanged
-    ids: Change = _unchanged
+    ids: Callable[[Tensor, Ids], Tensor] = _unchanged
     looked_up: Change = _unchanged
 
 
 def _example(row: int) -> Rows:
     """Every row holds the same example."""
-    return Rows(*[lambda x_B: x_B[row].expand_as(x_B)] * 2)
+    return Rows(lambda x_B: x_B[row].expand_as(x_B), lambda x_B, ids: x_B[row].expand_as(x_B))
 
 
 def _numbers(value: float) -> Rows:
@@ -55,17 +85,17 @@ def _numbers(value: float) -> Rows:
     return Rows(change, looked_up=change)
 
 
-def _spread(x_B: Tensor) -> Tensor:
+def _spread(x_B: Tensor, ids: Ids) -> Tensor:
     """All ids between the lowest and the highest, as far as there is room."""
-    low, high = int(x_B.amin()), int(x_B.amax())
-    every = low + torch.arange(x_B.numel(), device=x_B.device) % (1 + high - low)
-    return every.to(x_B.dtype).view_as(x_B)
+    every = ids.low + torch.arange(x_B.numel(), device=x_B.device) % (1 + ids.high - ids.low)
+    return ids.put(x_B, every.view_as(x_B))
 
 
 AMONG_OTHERS, BUT_ONE = (False, True, False), (False, True, True, True, True, True)
 """Whether a row stays: every second, or all but one."""
 EXAMPLES, ZEROS, TINY, SMALL, LARGE_NUMBERS = Rows(), *map(_numbers, (0.0, 1e-6, 1e-2, LARGE))
-LOWEST, HIGHEST = Rows(ids=lambda x_B: x_B.amin().expand_as(x_B)), Rows(ids=lambda x_B: x_B.amax().expand_as(x_B))
+LOWEST = Rows(ids=lambda x_B, ids: ids.put(x_B, torch.full_like(x_B, ids.low)))
+HIGHEST = Rows(ids=lambda x_B, ids: ids.put(x_B, torch.full_like(x_B, ids.high)))
 SPREAD = Rows(ids=_spread)
 BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
     (
@@ -84,7 +114,7 @@ BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
     (AMONG_OTHERS, SMALL, (SMALL, *map(_numbers, (1.0, 10.0, 100.0, 1000.0, LARGE, -1.0)))),
     (AMONG_OTHERS, ZEROS, (ZEROS, _numbers(1.0), _numbers(-1.0))),
     (AMONG_OTHERS, TINY, (TINY, EXAMPLES)),
-    (AMONG_OTHERS, LARGE_NUMBERS, (LARGE_NUMBERS, EXAMPLES)),
+    (BUT_ONE, LARGE_NUMBERS, (LARGE_NUMBERS, EXAMPLES)),
     (AMONG_OTHERS, _example(0), (_example(0), EXAMPLES, SPREAD)),
     (AMONG_OTHERS, _example(1), (_example(1), EXAMPLES, SPREAD)),
     (AMONG_OTHERS, LOWEST, (LOWEST, EXAMPLES)),
@@ -99,22 +129,63 @@ def require_unconditional(model: nn.Module, task: Task, inputs: Inputs, toleranc
     Raises:
         PrivacyConfigError: the loss of an example changes with the rows beside it.
     """
-    count = len(next(iter(inputs.values())))
+    ids = {name: Ids.of(x) for name, x in inputs.items() if not (x.is_floating_point() or x.is_complex())}
+
+    def held(rows: Rows, name: str, x_B: Tensor) -> Tensor:
+        return rows.ids(x_B, ids[name]) if name in ids else rows.numbers(x_B)
+
     for stays, here, neighbours in BATCHES:
-        stays_B, row_B = torch.tensor(stays), torch.arange(len(stays)) % count
-        rows = {name: x[row_B.to(x.device)] for name, x in inputs.items()}
-
-        def put(here: Change, beside: Change, x_B: Tensor, stays_B: Tensor = stays_B) -> Tensor:
-            return torch.where(in_rows(stays_B, x_B), here(x_B), beside(x_B))
-
+        stays_B, examples = torch.tensor(stays), _repeated(inputs, len(stays))
         losses: list[Tensor] = []
         for beside in neighbours:
-            numbers, ids, looked_up = map(partial, [put] * 3, here, beside)
-            batch = {name: (numbers if x.is_floating_point() else ids)(x) for name, x in rows.items()}
+            batch = {n: _beside(stays_B, held(here, n, x), held(beside, n, x)) for n, x in examples.items()}
+            looked_up = partial(_looked_up, stays_B, here, beside)
             with suppress(NotTaken), returning(tables_of(model), looked_up, batch):
                 loss_B = losses_of(task, batch)
                 losses.append(loss_B[stays_B.to(loss_B.device)])
                 compare_losses(losses[0], losses[-1], tolerance)
+
+
+def require_padding(task: Task, inputs: Inputs, padding: Inputs, tolerance: float) -> None:
+    """Requires that a model takes rows without an example, a whole batch of them too, and that examples keep their losses.
+
+    Args:
+        padding: what stands in such a row, (1, ...) in each input.
+
+    Raises:
+        PrivacyConfigError: it does not, as models that look for the placeholders of a picture in every row.
+    """
+    way = "declare ids that every row needs, such as placeholders of a picture, by integers(..., fixed={id: count})"
+    stays_B, examples = torch.tensor(AMONG_OTHERS), _repeated(inputs, len(AMONG_OTHERS))
+    empty = {name: padding[name].to(x).expand(len(x), *padding[name].shape[1:]) for name, x in examples.items()}
+    try:
+        losses_of(task, empty)
+        if any(empty[name].shape != x.shape for name, x in examples.items()):
+            return  # made-up examples of another length
+        found_B = losses_of(task, {name: _beside(stays_B, x, empty[name]) for name, x in examples.items()})
+    except NotTaken as error:
+        said = f"{type(error.__cause__).__name__}: {' '.join(str(error.__cause__).split())[:160]}"
+        raise PrivacyConfigError(
+            f"rows without an item hold zeros, and the model refuses them ({said}): {way}"
+        ) from error
+    stays_B = stays_B.to(found_B.device)
+    compare_losses(
+        losses_of(task, examples)[stays_B], found_B[stays_B], tolerance, f"beside rows without an item ({way}), "
+    )
+
+
+def _repeated(inputs: Inputs, size: int) -> Inputs:
+    """So many rows of made-up examples."""
+    row_B = torch.arange(size) % len(next(iter(inputs.values())))
+    return {name: x[row_B.to(x.device)] for name, x in inputs.items()}
+
+
+def _beside(stays_B: Tensor, here_B: Tensor, beside_B: Tensor) -> Tensor:
+    return torch.where(in_rows(stays_B, here_B), here_B, beside_B)
+
+
+def _looked_up(stays_B: Tensor, here: Rows, beside: Rows, y_B: Tensor) -> Tensor:
+    return _beside(stays_B, here.looked_up(y_B), beside.looked_up(y_B))
 
 
 def tables_of(model: nn.Module) -> list[nn.Embedding]:

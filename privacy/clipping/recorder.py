@@ -19,7 +19,7 @@ Under torch.compile's tracer a hook leaves an opaque operation in the graph that
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -125,6 +125,19 @@ class Forward(NamedTuple):
     backward: Callable[[Callable[[Call], None]], None]
 
 
+class Hook:
+    """A hook of clipping on a module. Copies of the module, by pickle or deepcopy, get one of Python's own that does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._run(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")  # it takes anything and returns None, without this package
+
+
 class Recorder:
     """Hooks on the claimed layers of a model; active only inside `forward`.
 
@@ -146,19 +159,20 @@ class Recorder:
         """Modules that the fallback covers and whose forward runs now, with the write counters of what they were given."""
         self._handles: list[RemovableHandle] = []
         for claim in claims:
+            module = claim.module
             if claim.is_whole:  # they come first, so their hooks stand around those of layers
-                before, after = partial(self._enter, claim), partial(self._leave, claim)
-                self._handles.append(claim.module.register_forward_pre_hook(before, with_kwargs=True))
+                before, after = Hook(partial(self._enter, claim)), Hook(partial(self._leave, claim))
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(
-                    claim.module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
+                    module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
                 )
-            elif rule_of(claim.module) is None:
-                self._handles.append(claim.module.register_forward_pre_hook(partial(self._shadow, claim)))
-                self._handles.append(claim.module.register_forward_hook(partial(_unshadow, claim), always_call=True))
+            elif rule_of(module) is None:
+                self._handles.append(module.register_forward_pre_hook(Hook(partial(self._shadow, claim))))
+                self._handles.append(module.register_forward_hook(Hook(partial(_unshadow, claim)), always_call=True))
             else:
                 # First of all hooks: a sharded engine's would take the weights away that a rule may want to keep.
-                hook = claim.module.register_forward_hook(self._record(claim), prepend=True, with_kwargs=True)
-                self._handles.append(hook)
+                hook = Hook(self._record(claim))
+                self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -60,7 +60,7 @@ from .checked import (
 )
 from .clipped_sum import ClippedSum, Mode
 from .compiled import compiled_weights
-from .conditions import require_unconditional, returning, tables_of
+from .conditions import require_padding, require_unconditional, returning, tables_of
 from .coverage import rule_of
 from .fallback import Fallback, Places, Uncovered, places_of, plan_of
 from .functions import ClippingFunction
@@ -106,6 +106,7 @@ def check_against_autograd(
     *,
     unreached: Collection[str] = (),
     fallback: Fallback = True,
+    padding: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Compares, on made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
 
@@ -123,6 +124,7 @@ def check_against_autograd(
         unreached: parameters that are trained although the loss never reaches them; all others must get a gradient.
         fallback: whether parameters that no rule follows may be differentiated through the module around them, per example and
             as a whole (fallback.py), which `plan_of(model).sentences(model)` names; or the paths of modules that may be.
+        padding: what stands in a row without an example, (1, ...) in each input; by default that is not tried.
 
     Raises:
         PrivacyConfigError: naming the parameter whose gradient differs most, or that no example reaches; or the loss of an
@@ -157,8 +159,10 @@ def check_against_autograd(
                 if precision is not None:
                     require_nothing_gathered(model, task, wide, restore)
                     restore()
-                    is_wide = precision == torch.float64
-                    require_unconditional(model, task, wide, NEIGHBOURS_TOLERANCE if is_wide else ATOMICS_TOLERANCE)
+                    allowed = NEIGHBOURS_TOLERANCE if precision == torch.float64 else ATOMICS_TOLERANCE
+                    require_unconditional(model, task, wide, allowed)
+                    if padding is not None:
+                        require_padding(task, wide, dict(padding), allowed)
             if precision is not None:
                 break
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
@@ -325,7 +329,9 @@ def _check(
     # In another order, and one more row: the first example's share is split between two copies.
     order, shares = [*reversed(range(count)), 0], _SHARES[:count]
     weight_B = torch.tensor([*shares[:0:-1], 0.7 * shares[0], 0.3 * shares[0]], dtype=torch.float64)
-    while True:
+    # Each time a parameter goes at least one module further out, or a layout is found for it.
+    most = sum(2 + name.count(".") for name, p in model.named_parameters() if p.requires_grad)
+    for left in reversed(range(most + 1)):
         restore()
         try:
             with _weighted(model, weight_B) as together:
@@ -344,7 +350,7 @@ def _check(
             fitting = layouts(model, [n for n in names if n in raw and n not in tried], losses, restore)
             tried |= {*names}
             plan.layouts |= fitting
-            if not fitting and not (names and plan.lift(model, names, places)):
+            if not left or not (fitting or (names and plan.lift(model, names, places))):
                 raise
 
 

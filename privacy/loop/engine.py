@@ -7,13 +7,17 @@ that changed meanwhile.
 
 import copy
 import inspect
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import optimizer as of_torch
 
 from ..clipping.checked import writes_to
@@ -39,6 +43,9 @@ class OwnEngine:
 
     Args:
         sets_rate: the step's learning rate goes into all groups of the optimizer; else they keep what the caller has put there.
+
+    Attributes:
+        is_scheduled: a scheduler is registered, which a resume forwards.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sets_rate: bool = False) -> None:
@@ -56,7 +63,7 @@ class OwnEngine:
         self._left = _kept(optimizer.state)
         self._is_stepping = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
-        self._rates, self._is_resumed = list[float](), False
+        self._rates, self._is_resumed, self.is_scheduled = list[float](), False, False
         self._seen, fixed = fingerprint(trainable), fixed_tensors(model)
         self._fixed = dict(zip(fixed, zip(_marks(fixed).values(), fingerprint(fixed), strict=True), strict=True))
         self._in_turn = deque(fixed)
@@ -124,7 +131,8 @@ class OwnEngine:
                 "they may hold nothing of private data, and no checkpoint keeps them; change a copy of the model"
             )
         self._fixed |= {name: (marks[name], number) for name, number in numbers.items()}
-        if self._is_resumed and not self.sets_rate and (now_is := _rates(self.optimizer)) != self._rates:
+        is_set = self.sets_rate or self.is_scheduled
+        if self._is_resumed and not is_set and (now_is := _rates(self.optimizer)) != self._rates:
             collectives.say(  # schedulers of torch begin again with their program
                 f"the run goes on with the learning rate {now_is}, and its last step took {self._rates}; give a scheduler of "
                 "torch to loop.register(scheduler), which forwards it"
@@ -168,6 +176,9 @@ class OwnEngine:
                 "loop, a loaded checkpoint), and the ledger would not know what it spent; let the loop alone change them"
             )
         require_settings(self.optimizer, self._refuse_foreign_step)
+        if not self.sets_rate:
+            for number, group in enumerate(self.optimizer.param_groups):
+                rate_of(group.get("lr", 0.0), f"param_groups[{number}]['lr'] of the optimizer")
         if (state := _kept(self.optimizer.state)) != self._left:
             place = next(key for key in {**state, **self._left} if state.get(key) != self._left.get(key))
             raise PrivacyConfigError(
@@ -256,6 +267,36 @@ def require_alike(check: Callable[[], object]) -> None:
         )
 
 
+def require_model(model: object) -> None:
+    """Refuses what is no model, or one whose weights hold no numbers that a step could change.
+
+    Raises:
+        PrivacyConfigError: with what to do instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise PrivacyConfigError(f"give a model, a torch.nn.Module, not a {type(model).__name__}")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            raise PrivacyConfigError(
+                f"{path or 'the model'} is compiled by torch.jit, whose layers show no gradient of an example: give the module "
+                "that it was made of, or freeze it"
+            )
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(x, UninitializedParameter | UninitializedBuffer):
+            raise PrivacyConfigError(
+                f"{name} is lazy and has no shape yet: call the model once on made-up examples, and make its optimizer then"
+            )
+        if x.is_meta:
+            raise PrivacyConfigError(
+                f"{name} is on the device meta and holds no numbers: make the model on its own device, or call "
+                'model.to_empty(device="cpu") and set its weights'
+            )
+        if x.is_inference():
+            raise PrivacyConfigError(
+                f"{name} was made under torch.inference_mode, and no step can change it: make it outside"
+            )
+
+
 def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The trainable parameters by name, if the loop can train them.
 
@@ -323,6 +364,10 @@ def require_settings(optimizer: torch.optim.Optimizer, guard: Callable[..., obje
     for place, leaf in _leaves({key: value for key, value in vars(optimizer).items() if key != "state"}).items():
         if isinstance(leaf, Tensor | np.ndarray) and leaf.shape.count(1) < len(leaf.shape) and id(leaf) not in held:
             found.append(f"more than one number in {'.'.join(map(str, place))}")
+        if place[0] == "param_groups" and place[-1] != "lr" and isinstance(leaf, float) and math.isnan(leaf):
+            raise PrivacyConfigError(
+                f"the optimizer has NaN in {'.'.join(map(str, place))}: a step would lose the weights"
+            )
     if found:
         raise PrivacyConfigError(
             f"the optimizer has {found[0]}, which could bring gradients without noise into the weights: remove it, or do its "
@@ -378,6 +423,32 @@ def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """The learning rate of each group."""
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
+def rate_of(value: Any, what: str) -> float:
+    """Returns a learning rate as a float: any kind of number from 0 on, one of numpy and a tensor of one number too.
+
+    Args:
+        what: begins the error.
+
+    Raises:
+        PrivacyConfigError: it is none, and a step with it would be charged for weights that are lost.
+    """
+    if isinstance(value, Tensor | np.ndarray):
+        is_number = value.ndim == 0 and str(value.dtype).removeprefix("torch.").startswith(
+            ("float", "bfloat", "int", "uint")
+        )
+        is_number &= not (isinstance(value, Tensor) and value.is_meta)
+    else:
+        is_number = isinstance(value, Real | Decimal) and not isinstance(value, bool)
+    rate = float(value.detach() if isinstance(value, Tensor) else value) if is_number else math.nan
+    if not 0 <= rate < math.inf:
+        said = " ".join(repr(value).split())[:60]
+        raise PrivacyConfigError(
+            f"{what} is {said}, and a learning rate is a finite number from 0 on, or a function of the step that returns one; "
+            "schedulers of torch are for loop.register"
+        )
+    return rate
 
 
 def _probe(

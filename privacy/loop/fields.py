@@ -4,7 +4,9 @@ They are said and not taken from the data: one private item must not decide what
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,16 @@ from ..errors import PrivacyConfigError
 
 
 class Unusable(Exception):
-    """An item does not match its declared fields."""
+    """An item does not match its declared fields.
+
+    Attributes:
+        kind: what is wrong, without the numbers of one item, so that items can be counted by it.
+        labels: of the item, by the name of their field, as far as they can be read.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.labels = kind or message, dict[str, int]()
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Field:
         return values
 
     def made_up(self, count: int, generator: torch.Generator) -> Tensor:
-        """(count, *shape): random values that the field allows, never private ones."""
+        """(count, *shape): random values that the field allows, the lowest and the highest among them, never private ones."""
         if self.below is None:
             return torch.randn(count, *self.shape, generator=generator, dtype=self.dtype)
         if self.is_mask:
@@ -60,6 +71,10 @@ class Field:
         )
         for one, _ in sorted(self.fixed):  # they stand nowhere else
             values += values >= one
+        ends = min((0, *self.also)), max((self.below - 1, *self.also))
+        for item, end in zip(values.view(count, -1)[-2:], ends, strict=False):  # some condition may be on them
+            if end not in dict(self.fixed):
+                item[-1] = end
         return self._with_fixed(values)
 
     def read(self, value: object) -> Tensor:
@@ -71,9 +86,9 @@ class Field:
         try:
             tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         except (TypeError, ValueError) as error:
-            raise Unusable(f"is no tensor: {error}") from error
+            raise Unusable(f"is no tensor: {error}", "is no tensor") from error
         if tuple(tensor.shape) != self.shape:
-            raise Unusable(f"has shape {tuple(tensor.shape)}, not {self.shape}")
+            raise Unusable(f"has shape {tuple(tensor.shape)}, not {self.shape}", "has another shape")
         if self.below is None:
             if tensor.dtype.is_complex:
                 raise Unusable("is complex")
@@ -110,7 +125,7 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     try:
         return torch.empty(tensor.shape, dtype=dtype, device="cpu").copy_(tensor.as_subclass(Tensor))
     except (RuntimeError, TypeError) as error:
-        raise Unusable(f"is no dense tensor: {error}") from error
+        raise Unusable(f"is no dense tensor: {error}", "is no dense tensor") from error
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:
@@ -157,7 +172,7 @@ class Example:
 
     def __init__(self, fields: Mapping[str, Field] | Sequence[Field] | Field) -> None:
         self.is_named = isinstance(fields, Mapping)
-        listed = [fields] if isinstance(fields, Field) else fields
+        listed = [fields] if isinstance(fields, Field) else fields if isinstance(fields, Mapping | Sequence) else []
         self.fields: dict[str, Field] = (
             dict(listed) if isinstance(listed, Mapping) else {f"item_{i}": field for i, field in enumerate(listed)}
         )
@@ -184,23 +199,37 @@ class Example:
         """
         if self.is_named:
             if not isinstance(item, Mapping):
-                raise Unusable(f"is no mapping but {type(item).__name__}")
+                raise Unusable(f"is {type(item).__name__}, and not a mapping with {', '.join(self.fields)}")
             missing = [name for name in self.fields if name not in item]
             if missing:
                 raise Unusable(f"lacks {missing[0]!r}")
             values = {name: item[name] for name in self.fields}
         else:
             parts = list(item) if isinstance(item, tuple | list) else [item]
+            if len(parts) == 1 < len(self.fields) and not isinstance(item, tuple | list):
+                named = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+                raise Unusable(f"is {type(item).__name__}{named}, and not a tuple of {len(self.fields)}")
             if len(parts) != len(self.fields):
-                raise Unusable(f"has {len(parts)} parts, not {len(self.fields)}")
+                raise Unusable(f"has {len(parts)} parts, not {len(self.fields)}", "has another number of parts")
             values = dict(zip(self.fields, parts, strict=True))
         tensors = {}
         for name, field in self.fields.items():
             try:
                 tensors[name] = field.read(values[name])
             except Unusable as error:
-                raise Unusable(f"{name} {error}") from error
+                unusable = Unusable(f"{name} {error}", f"{name} {error.kind}")
+                unusable.labels = self._labels(values)
+                raise unusable from error
         return tensors
+
+    def _labels(self, values: Mapping[str, Any]) -> dict[str, int]:
+        """The labels of an item, allowed or not: fields of one integer that can be read as one."""
+        labels = {}
+        for name, field in self.fields.items():
+            if field.shape == () and field.below is not None:
+                with suppress(Exception):  # whatever a foreign object raises
+                    labels[name] = operator.index(values[name])
+        return labels
 
     def named(self, made_up: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
         """A made-up micro-batch that somebody gives, under the names of the fields.
@@ -209,11 +238,10 @@ class Example:
             PrivacyConfigError: it has other fields.
         """
         given = dict(made_up) if isinstance(made_up, Mapping) else dict(zip(self.fields, made_up, strict=False))
-        if given.keys() != self.fields.keys() or (
-            not isinstance(made_up, Mapping) and len(made_up) != len(self.fields)
-        ):
+        are_tensors = all(isinstance(x, Tensor) and x.dim() > 0 for x in given.values())
+        if given.keys() != self.fields.keys() or len(made_up) != len(self.fields) or not are_tensors:
             raise PrivacyConfigError(
-                f"made_up has to hold one tensor for each field of example: {', '.join(self.fields)}"
+                f"made_up has to hold one tensor for each field of example: {', '.join(self.fields)}; items come first in it"
             )
         return given
 

@@ -52,7 +52,10 @@ def stated(starts_from: StartsFrom) -> list[Path] | None:
     """
     if starts_from is None or starts_from == "public":
         return None if starts_from is None else []
-    folders = [Path(one) for one in ([starts_from] if isinstance(starts_from, str | Path) else starts_from)]
+    listed = [starts_from] if isinstance(starts_from, str | Path) else starts_from
+    if not isinstance(listed, Sequence) or not all(isinstance(one, str | Path) for one in listed):
+        raise PrivacyConfigError(f'starts_from is "public" or a list of run folders, not {starts_from!r}')
+    folders = [*map(Path, listed)]
     if wrong := [str(one) for one in folders if not (one / "ledger.jsonl").is_file()] if folders else ["an empty list"]:
         raise PrivacyConfigError(
             f'starts_from: {wrong[0]} is no run folder; give all run folders that trained these weights, or "public"'

@@ -12,22 +12,23 @@ import difflib
 import inspect
 import os
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ..accounting.calibration import MIN_NOISE_MULTIPLIER
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..clipping.fallback import Fallback
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError
-from ..plan_request import PlanRequest
+from ..plan_request import PlanRequest, require_types
 from ..releases import SENSITIVITY_SLACK
 from ..run.run import Finished, Run, open_run
 from ..step import collectives
@@ -35,9 +36,9 @@ from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
 from ..step.step import StepRecord
 from . import lineage
-from .engine import OwnEngine, require_alike
+from .engine import OwnEngine, rate_of, require_alike, require_model
 from .fields import Example, Field
-from .opening import OwnStart
+from .opening import LearningRate, OwnStart
 from .reading import Items, Reader
 
 
@@ -77,6 +78,28 @@ def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None
         raise PrivacyConfigError(f"{what} takes no {name}: {way}")
 
 
+def require_takes(function: object, what: str, in_order: Sequence[object], named: Mapping[str, object]) -> None:
+    """Refuses a function of the caller that cannot be called as the loop calls it.
+
+    Raises:
+        PrivacyConfigError: with what it is called with.
+    """
+    if not callable(function):
+        raise PrivacyConfigError(f"{what} is a function, not {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*in_order, **named)
+    except ValueError:  # some of Python's own show no signature
+        return
+    except TypeError as error:
+        given = ", ".join(f"{name}=" for name in named) or f"{len(in_order)} arguments in order"
+        raise PrivacyConfigError(f"{what} is called with {given}: {error}") from error
+
+
+def _of_python(value: Any) -> Any:
+    """A number of numpy, or a tensor of one, as the ledger can write it; anything else as it is."""
+    return value.item() if isinstance(value, np.generic | Tensor) and value.ndim == 0 else value
+
+
 class PrivateLoop:
     """Trains a model under a formal guarantee, in `for step in loop`; with the same arguments again it resumes.
 
@@ -97,12 +120,15 @@ class PrivateLoop:
         max_grad_norm: C, the bound of one example's gradient.
         micro_batch_size: rows of one forward on one rank: speed and memory only.
         num_workers: processes that read items; 0 reads in this one.
-        learning_rate: of all groups of the optimizer at a step, from 1 on; None leaves them to the caller.
+        learning_rate: of all groups of the optimizer: a number, or a function of the step, from 1 on; None leaves them to the
+            caller.
         save_every: steps between checkpoints; default a twentieth of the attempts in reserve, and at least 1.
         made_up: two or more made-up items for the self-check, never private ones; random ones by default.
         fallback: whether parameters that no rule follows are differentiated through the module around them, as a whole for each
             example, which costs time and memory and is said on the console; or the paths of modules that may be.
         data_version: a name for exactly these data, taken in place of a hash over all items, which is one pass at each start.
+        unusable_as_zero: it is meant that more than 1 % of the items cannot be used for one reason, or that all of those have
+            one label, and count as zero.
         ledger_mirror: a second place for the ledger, best on another file system.
         unit: what one item is, in words for the card.
         starts_from: where the model's weights come from, frozen ones and buffers too: "public" for what no private run has
@@ -138,37 +164,57 @@ class PrivateLoop:
         max_grad_norm: float = 1.0,
         micro_batch_size: int = 32,
         num_workers: int = 0,
-        learning_rate: Callable[[int], float] | None = None,
+        learning_rate: LearningRate = None,
         save_every: int | None = None,
         made_up: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
         fallback: Fallback = True,
         data_version: str | None = None,
+        unusable_as_zero: bool = False,
         ledger_mirror: str | Path | None = None,
         unit: str = "one item of the data set",
         starts_from: lineage.StartsFrom = None,
         restart_from_step_0: bool = False,
     ) -> None:
-        reader = Reader(dataset, Example(example), micro_batch_size)
-        counts = micro_batch_size, 1 if save_every is None else save_every, num_workers + 1
-        if not all(isinstance(count, int) and count >= 1 for count in counts):
+        require_model(model)
+        if not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir):
+            raise PrivacyConfigError(
+                f"run_dir is the path of a run folder, not {run_dir!r}: ledger and key have to last"
+            )
+        reader = Reader(dataset, Example(example), micro_batch_size, unusable_as_zero=unusable_as_zero)
+        counts = (micro_batch_size, 1), (1 if save_every is None else save_every, 1), (num_workers, 0)
+        if not all(isinstance(count, int) and count >= least for count, least in counts):
             raise PrivacyConfigError(
                 "micro_batch_size and save_every are integers from 1 on, and num_workers from 0 on"
             )
         if (target_epsilon is None) == (noise_multiplier is None):
             raise PrivacyConfigError("give exactly one of target_epsilon and noise_multiplier")
+        if loss is not None:
+            require_takes(loss, "loss", *reader.example.arguments(reader.example.padding()))
+        if callable(learning_rate):
+            require_takes(learning_rate, "learning_rate", [1], {})
+        elif learning_rate is not None:
+            rate_of(learning_rate, "learning_rate")
+        if ledger_mirror is not None and not isinstance(ledger_mirror, str | os.PathLike):
+            raise PrivacyConfigError(f"ledger_mirror is the path of a file, not {ledger_mirror!r}")
         self._taken = threading.Lock()
         self._process, self._over = os.getpid(), ""  # why no further step is taken; empty while the loop goes on
         self.module, self.run_dir = model, Path(run_dir)
         request = PlanRequest(
             num_examples=len(dataset),
-            expected_batch_size=expected_batch_size,
-            num_steps=num_steps,
-            target_epsilon=target_epsilon,
-            noise_multiplier=noise_multiplier,
-            target_delta=target_delta,
-            max_grad_norm=max_grad_norm,
+            expected_batch_size=_of_python(expected_batch_size),
+            num_steps=_of_python(num_steps),
+            target_epsilon=_of_python(target_epsilon),
+            noise_multiplier=_of_python(noise_multiplier),
+            target_delta=_of_python(target_delta),
+            max_grad_norm=_of_python(max_grad_norm),
             sensitivity_slack=SENSITIVITY_SLACK,
         )
+        require_types(request)
+        if noise_multiplier is not None and 0 < noise_multiplier < MIN_NOISE_MULTIPLIER:
+            raise PrivacyConfigError(
+                f"noise_multiplier {noise_multiplier:g} is below {MIN_NOISE_MULTIPLIER}, where epsilon explodes: take "
+                f"{MIN_NOISE_MULTIPLIER} or more"
+            )
         start = OwnStart(
             model=model, optimizer=optimizer, reader=reader, loss=loss, folder=RunFolder(self.run_dir), request=request,
             made_up=made_up, fallback=fallback, learning_rate=learning_rate, num_workers=num_workers, save_every=save_every,
@@ -254,12 +300,11 @@ class PrivateLoop:
                 and not isinstance(thing, ReduceLROnPlateau)
                 and not self._engine.sets_rate
             ):
-                if thing.optimizer is not optimizer or thing.last_epoch > 0:
+                parts = [thing, *getattr(thing, "_schedulers", [])]  # one that is chained has no count of its own
+                if thing.optimizer is not optimizer or any(getattr(one, "last_epoch", 0) > 0 for one in parts):
                     raise PrivacyConfigError("register a new scheduler, of the optimizer that the loop was given")
-                with warnings.catch_warnings(action="ignore"):  # the optimizer has taken these steps, in other programs
-                    for _ in range(self.steps_done):
-                        thing.step()
-                registered.schedulers.append(thing)
+                registered.forward(thing, self.steps_done)
+                self._engine.is_scheduled = True
             else:
                 raise PrivacyConfigError(
                     f"{type(thing).__name__} cannot be registered: the loop keeps schedulers of torch that follow steps alone, "
@@ -282,7 +327,7 @@ class PrivateLoop:
                 )
             if torch.is_inference_mode_enabled():
                 raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
-            require_alike(self._engine.require_untouched)
+            require_alike(self._look)
             self._over = "a step was not taken to its end"
             try:
                 record = next(self._steps, None)
@@ -309,6 +354,10 @@ class PrivateLoop:
             return StepResult(
                 number, record.lr.value, norm, record.private, lambda: self._claim(charged, is_last=is_last)[0]
             )
+
+    def _look(self) -> object:
+        self._registered.require_unmoved()
+        return self._engine.require_untouched()
 
     def save(self) -> None:
         """Writes a checkpoint of the last step, if there is none. Collective.

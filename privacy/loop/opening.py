@@ -35,11 +35,13 @@ from ..step.engine import require_neighbours_apart, to_device
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
 from . import lineage
-from .engine import OwnEngine, require_alike, settings
+from .engine import OwnEngine, rate_of, require_alike, settings
 from .hugging_face import loss_of
-from .reading import ItemNotRead, Reader
+from .reading import LOOKED_AT, LOOKED_AT_TWICE, ItemNotRead, Reader
 from .weights import fixed_tensors
 
+LearningRate = float | Callable[[int], float] | None
+"""A number, or a function of the step, from 1 on; None leaves the rates to the caller."""
 FRESH = 4
 """Made-up examples of the self-check."""
 KEPT = 2
@@ -52,6 +54,30 @@ class Registered(Watcher):
 
     schedulers: list[LRScheduler] = field(default_factory=list)
     average: WeightAverage | None = None
+    _moved_to: list[str] = field(default_factory=list)
+
+    def forward(self, scheduler: LRScheduler, num_steps: int) -> None:
+        """Takes a new scheduler, and moves it on by the steps that are done."""
+        with warnings.catch_warnings(action="ignore"):  # the optimizer has taken these steps, in other programs
+            for _ in range(num_steps):
+                scheduler.step()
+        self.schedulers.append(scheduler)
+        self._moved_to = self._states()
+
+    def _states(self) -> list[str]:
+        return [repr(scheduler.state_dict()) for scheduler in self.schedulers]
+
+    def require_unmoved(self) -> None:
+        """
+        Raises:
+            PrivacyConfigError: something else has moved a scheduler, which would then decay twice as fast.
+        """
+        for scheduler, now, before in zip(self.schedulers, self._states(), self._moved_to, strict=True):
+            if now != before:
+                raise PrivacyConfigError(
+                    f"{type(scheduler).__name__} is registered, and something else has moved it: the loop calls its step() after "
+                    "each turn; remove scheduler.step(), or do not register it"
+                )
 
     def take(
         self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
@@ -59,6 +85,7 @@ class Registered(Watcher):
         record = step(batches)
         for scheduler in self.schedulers:
             scheduler.step()
+        self._moved_to = self._states()
         if self.average is not None:
             self.average.update(plan.step)
         return record
@@ -81,7 +108,7 @@ class OwnStart:
     request: PlanRequest
     made_up: Mapping[str, Tensor] | Sequence[Tensor] | None
     fallback: Fallback
-    learning_rate: Callable[[int], float] | None
+    learning_rate: LearningRate
     num_workers: int
     save_every: int | None
     data_version: str | None
@@ -118,7 +145,7 @@ class OwnStart:
         few_items = ""  # what they are, or why they cannot be used, for this comparison alone
         if not collectives.is_alone():
             try:
-                few_items = self.reader.digest(whole=False).hex()
+                few_items = self.reader.digest(LOOKED_AT_TWICE).hex()
             except (PrivacyConfigError, ItemNotRead) as error:
                 few_items = str(error)
         asked = self.request, self.reader.micro_batch_size, self.save_every, self.folder.root.resolve()
@@ -160,7 +187,8 @@ class OwnStart:
         example, size = self.reader.example, self.reader.micro_batch_size
         made_up = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
         items = to_device(made_up, self.engine)
-        check_against_autograd(self.model, items, self.task, fallback=self.fallback)
+        padding = {name: row[None] for name, row in example.padding().items()}
+        check_against_autograd(self.model, items, self.task, fallback=self.fallback, padding=padding)
         for line in plan_of(self.model).sentences(self.model):
             collectives.say(line)
         check_at_size(self.model, items, size, self.task)
@@ -175,7 +203,7 @@ class OwnStart:
             PrivacyConfigError: most items cannot be used, or an item depends on those before it.
         """
         reader, version = self.reader, self.data_version
-        digest = reader.digest(whole=version is None)
+        digest = reader.digest(None if version is None else LOOKED_AT)
         if reader.unusable:
             collectives.say(reader.unusable)
         fields = {name: repr(field) for name, field in reader.example.fields.items()}
@@ -231,13 +259,25 @@ class OwnStart:
             noise=plan.noise(),
             read=lambda plans: self.reader.steps(plans, self.num_workers, pin_memory=engine.device.type == "cuda"),
             micro_batch_size=self.reader.micro_batch_size,
-            learning_rate=self.learning_rate or (lambda step: float(self.optimizer.param_groups[0]["lr"])),
-            note_charge=lambda _: engine.require_all_noised(),  # the caller's loss and items have run
+            learning_rate=self._rate,
+            note_charge=self._require_untouched,
             stored=self._stored,
             configuration=lambda: (self._configuration(), None, {}),
             retention=Retention(KEPT),
             save_every=self.save_every,
         )
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step: the caller's number, or what his function returns, or that of the optimizer's groups."""
+        rate = self.learning_rate
+        if rate is None:
+            return rate_of(self.optimizer.param_groups[0].get("lr", 0.0), "param_groups[0]['lr'] of the optimizer")
+        return rate_of(rate(step), f"learning_rate({step})") if callable(rate) else rate_of(rate, "learning_rate")
+
+    def _require_untouched(self, step: int) -> None:
+        """The caller's loss, items and rate have run: they have moved neither model and optimizer nor a scheduler."""
+        self.registered.require_unmoved()
+        self.engine.require_all_noised()
 
     def _stored(self) -> Stored:
         """Says what a checkpoint holds, and refuses one in which anything but the loop's own steps has written."""

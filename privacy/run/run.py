@@ -330,7 +330,7 @@ def load_newest(
     if checkpoint is not None and not checkpoint.manifest.get("ledger"):
         raise PrivacyStateRefused(
             f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
-            "weights from elsewhere are for [init]"
+            "weights from elsewhere are what a new run folder starts from"
         )
     if checkpoint is not None:
         ledger.require_recorded(checkpoint.path)
@@ -370,11 +370,11 @@ def begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | Non
                 f"{resumed.step} are repeated and charged again"
             )
         if may_restart:
-            collectives.say(f"--restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}")
+            collectives.say(f"restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}")
         return False
     if recorded is not None and not may_restart:
         raise PrivacyStateRefused(
             f"{folder.checkpoints}: the ledger records a checkpoint of step {recorded}, and none is there: put one back, or "
-            "give --restart_from_step_0, which charges all steps again"
+            "give --restart_from_step_0, or restart_from_step_0=True to a loop, which charges all steps again"
         )
     return recorded is not None

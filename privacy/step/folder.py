@@ -75,7 +75,7 @@ class RunFolder:
         while (lock := try_lock(self.private / "lock")) is None:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"run folder {self.root} is in use by another trainer; wait for it or choose another --run_dir"
+                    f"run folder {self.root} is in use by another trainer; wait for it or take another run folder"
                 )
             time.sleep(0.1)
         self._lock = lock

@@ -5,12 +5,17 @@ range over ten orders of magnitude, because a part of 1e-6 on made-up inputs is 
 large. A mechanism over the tokens of each example is right, at any strength.
 """
 
+import collections
 import contextlib
+import copy
+import dataclasses
 import itertools
+import queue as queues
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +23,7 @@ from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.certified_sum import CertifiedSum
-from privacy.clipping.checked import require_apart
+from privacy.clipping.checked import DEPTH, require_apart
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
@@ -273,6 +278,121 @@ def test_what_keeps_examples_apart_is_accepted_at_any_strength(every: bool) -> N
             torch.manual_seed(0)
             model = Around(RIGHT[mix], strength, words=words, narrow=narrow).to(dtype)
             check_against_autograd(model, batch(3, words=words, dtype=dtype))
+
+
+# What a forward gathers for much later calls is found wherever an attribute of a module leads, to a stated depth.
+
+
+class Bank:
+    """Holds what it is told to; `shared` is the class's own."""
+
+    shared: ClassVar[list[Tensor]] = []
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    keys: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class Slotted:
+    __slots__ = ("keys",)
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Pair(NamedTuple):
+    keys: list[Tensor]
+    other: int = 0
+
+
+def nested(depth: int) -> Any:
+    """A list inside so many mappings."""
+    return [] if depth == 0 else {"inside": nested(depth - 1)}
+
+
+def innermost(x: Any) -> list[Tensor]:
+    return innermost(x["inside"]) if isinstance(x, dict) else x
+
+
+def written(x: Any, start: int, rows: Any) -> None:
+    x[start : start + len(rows)] = rows
+
+
+def teacher() -> nn.Module:
+    return nn.Linear(D, 2).requires_grad_(False)
+
+
+Gathers = tuple[Callable[[], Any], Callable[[Any, Tensor], object]]
+GATHERS: dict[str, Gathers] = {
+    "a list": (list, lambda q, h: q.extend(h)),
+    "a list in a mapping": (lambda: {"keys": []}, lambda q, h: q["keys"].extend(h)),
+    "a deque in a mapping in a list": (lambda: [{"keys": collections.deque()}], lambda q, h: q[0]["keys"].extend(h)),
+    "a list in a tuple": (lambda: ([],), lambda q, h: q[0].extend(h)),
+    "a named tuple": (lambda: Pair([]), lambda q, h: q.keys.extend(h)),
+    "a set in a mapping": (lambda: {"keys": set()}, lambda q, h: q["keys"].update(h)),
+    "a mapping with defaults": (lambda: collections.defaultdict(list), lambda q, h: q["keys"].extend(h)),
+    "a mapping of a user": (collections.UserDict, lambda q, h: q.update({len(q): h})),
+    "a data class": (Record, lambda q, h: q.keys.extend(h)),
+    "slots": (Slotted, lambda q, h: q.keys.extend(h)),
+    "an object": (lambda: Bank(keys=[]), lambda q, h: q.keys.extend(h)),
+    "an object in an object": (lambda: Bank(bank=Bank(keys={"k": []})), lambda q, h: q.bank.keys["k"].extend(h)),
+    "a class": (Bank, lambda q, h: q.shared.extend(h)),
+    "a queue": (queues.Queue, lambda q, h: [q.put(x) for x in h]),
+    "a chain": (lambda: Bank(head=None), lambda q, h: setattr(q, "head", Bank(mean=h.mean(0), rest=q.head))),
+    "a tensor that grows": (lambda: {"t": torch.zeros(0, D)}, lambda q, h: q.update(t=torch.cat([q["t"].to(h), h]))),
+    "a ring": (lambda: Bank(t=torch.zeros(LONG, D), n=0), lambda q, h: (written(q.t, q.n, h), setattr(q, "n", q.n + 2))),
+    "a ring of numpy": (lambda: [np.zeros((LONG, D))], lambda q, h: written(q[0], int((q[0] != 0).any(1).sum()), h.numpy())),
+    "an array that grows": (lambda: Bank(a=np.zeros((0, D))), lambda q, h: setattr(q, "a", np.concatenate([q.a, h.numpy()]))),
+    "a mean": (lambda: [{"mean": 0.0}], lambda q, h: q[0].update(mean=0.9 * q[0]["mean"] + 0.1 * float(h.mean()))),
+    "bytes": (lambda: {"b": b""}, lambda q, h: q.update(b=q["b"] + h.numpy().tobytes())),
+    "a module in a list": (lambda: [teacher()], lambda q, h: q[0].weight.data.mul_(0.9).add_(0.1 * h.mean())),
+    "the last depth": (lambda: nested(DEPTH - 1), lambda q, h: innermost(q).extend(h)),
+}  # fmt: skip
+GATHERS_NOTHING: dict[str, Gathers] = {
+    "the last one": (lambda: Bank(last=None), lambda q, h: setattr(q, "last", h)),
+    "a count": (lambda: {"calls": [0]}, lambda q, h: q["calls"].__setitem__(0, q["calls"][0] + 1)),
+    "by shape": (lambda: Bank(tables={}), lambda q, h: q.tables.setdefault(h.shape, torch.arange(3))),
+    "much": (lambda: [(i, [i]) for i in range(50_000)], lambda q, h: None),
+    "in a circle": (lambda: (lambda x: [x.append(x), x][1])([]), lambda q, h: None),
+}
+
+
+class Gathering(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        make, self.gather = (GATHERS | GATHERS_NOTHING)[name]
+        self.first, self.last, self.state = nn.Linear(D, D), nn.Linear(D, 2), make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        self.gather(self.state, h.detach())
+        return self.last(h).sin().sum(1)
+
+
+def rows_of(count: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, D, generator=torch.Generator().manual_seed(count))}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_state_that_gathers_is_refused_wherever_an_attribute_leads(name: str) -> None:
+    model = Gathering(name)
+    before = repr(model.state)
+    with pytest.raises(PrivacyConfigError, match=r"keeps more with every call.*\(state\)"):
+        check_against_autograd(model, rows_of(3))
+    assert repr(model.state) == before
+    Bank.shared.clear()
+
+
+@pytest.mark.parametrize("name", GATHERS_NOTHING)
+def test_state_that_gathers_nothing_is_accepted_and_left_as_it_was(name: str) -> None:
+    model = Gathering(name)
+    before = copy.deepcopy(vars(model.state)) if isinstance(model.state, Bank) else None
+    check_against_autograd(model, rows_of(3))
+    assert before is None or vars(model.state) == before
 
 
 # Sizes, shapes and autocasts that the self-check has not met are tried on made-up examples when they come.

@@ -1,5 +1,6 @@
 """Losses per example in place of the means of transformers, and its Trainer with private steps."""
 
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from privacy.errors import PrivacyConfigError
-from privacy.loop.fields import Example
+from privacy.loop.fields import Example, floats, integers
 from privacy.loop.hugging_face import fields, loss_of
-from tests.privacy.loop.own import ledger_of, quick
+from tests.privacy.loop.own import ledger_of, make, quick
 
 
 def language_model() -> Any:
@@ -163,3 +164,36 @@ def test_evaluation_on_training_items_is_refused_unless_they_are_declared_public
         trainer(None, delta=1e-5)
     with pytest.raises(PrivacyConfigError, match="give TrainingArguments max_steps"):
         trainer(None, num_steps=3)
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "PaliGemma", pytest.param("BLIP-2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_placeholders_of_a_picture_are_declared_or_the_line_says_how(
+    name: str, is_declared: bool, tmp_path: Path
+) -> None:
+    """Rows without an item would have none: transformers raises an error, or gives one item the picture of another."""
+    from tests.privacy.clipping.test_zoo import MODELS, WORDS
+
+    build, loss, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    made_up = inputs(4)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    model.get_output_embeddings().weight.requires_grad_(True)
+    image_id = model.config.image_token_id
+    fixed = {image_id: int((made_up["ids"][0] == image_id).sum())} if is_declared else None
+    data = [{n: x[i] for n, x in inputs(16).items()} for i in range(16)]
+    example = {
+        "images": floats(*made_up["images"].shape[1:]),
+        "ids": integers(WORDS, made_up["ids"].shape[1], fixed=fixed),
+    }
+    settings: dict[str, Any] = {
+        "example": example, "loss": lambda **item: loss(model, **item), "made_up": made_up, "expected_batch_size": 4,
+        "num_steps": 1, "micro_batch_size": 4,
+    }  # fmt: skip
+    line = r"rows without an item .* by integers\(\.\.\., fixed=\{id: count\}\)"
+    refused = contextlib.nullcontext() if is_declared else pytest.raises(PrivacyConfigError, match=line)
+    with quick(), refused, make(tmp_path / "run", model, data, **settings) as loop:
+        assert loop.step().private["num_nonfinite"].inside() == 0
+    assert (tmp_path / "run/ledger.jsonl").exists() == is_declared

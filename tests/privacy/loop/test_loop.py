@@ -289,12 +289,63 @@ def test_items_that_count_as_zero_are_counted_with_their_reasons(
     data = Rows((x, y + 1) for x, y in rows())
     lost = sum(y == 3 for _, y in data)
     with quick():
-        make(tmp_path / "run", dataset=Rows([*data, (torch.zeros(7), 1)])).close()
+        make(tmp_path / "run", dataset=Rows([*data, (torch.zeros(7), 1)]), unusable_as_zero=True).close()
         said = capsys.readouterr().out.replace("\n  ", " ")
         assert f"{lost + 1} of 61 items cannot be used" in said and f"({lost} times: item_1 holds integers" in said
         assert "1 times: item_0 has shape (7,)" in said
         make(tmp_path / "whole").close()
         assert "cannot be used" not in capsys.readouterr().out
+
+
+def unreadable(number: int) -> Any:
+    """Each in its own words."""
+    return OSError(f"cannot identify image file {number}.jpg")
+
+
+GOOD = [(torch.full((6,), 0.01 * i), i % 3) for i in range(1000)]
+LOST: dict[str, tuple[list[Any], str | None]] = {
+    "labels from 1 on": ([(x, y + 1) for x, y in GOOD], "more than 1 %"),
+    "-1 for what has no label": ([*GOOD, *[(torch.ones(6), -1)] * 12], "more than 1 %"),
+    "pictures of many sizes": ([*GOOD, *((torch.ones(7 + i), i % 3) for i in range(12))], "more than 1 %"),
+    "unreadable files": ([*GOOD, *map(unreadable, range(12))], "more than 1 %"),
+    "a rare class": ([*GOOD, *[(torch.ones(6), 3)] * 3], "all of them have the same item_1"),
+    "a class from another camera": ([*GOOD, *[(torch.ones(9), 2)] * 4], "all of them have the same item_1"),
+    "two rare classes": ([*GOOD, *[(torch.ones(6), 3)] * 3, *[(torch.ones(6), 4)] * 3], "one of the values of item_1"),
+    "ten of a thousand": ([*GOOD[:990], *((torch.ones(7), i % 3) for i in range(10))], None),
+    "many reasons": ([*GOOD, *((torch.ones(7), i % 3) for i in range(9)), *map(unreadable, range(9))], None),
+    "a single item": ([*GOOD[:30], (torch.ones(7), 1)], None),
+    "a single label out of range": ([*GOOD, (torch.ones(6), 3)], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_losses_that_no_accident_explains_are_refused_before_a_charge_unless_they_are_meant(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raised(item: Any) -> Any:
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    items, why = LOST[name]
+    data = Rows(items)
+    data.change = raised
+    with quick():
+        if why is not None:
+            with pytest.raises(PrivacyConfigError, match=f"{why}.* unusable_as_zero=True if that is meant$") as refused:
+                make(tmp_path / "run", dataset=data)
+            assert "\n" not in str(refused.value)
+            assert not (tmp_path / "run/ledger.jsonl").exists()
+        make(tmp_path / "run", dataset=data, unusable_as_zero=why is not None).close()
+    assert "items cannot be used" in capsys.readouterr().out
+
+
+def test_losses_are_seen_where_the_data_have_a_version(tmp_path: Path) -> None:
+    """Without a pass over all items, some of them are looked at."""
+    data = Rows((x, y + 2 * (i % 20 == 7)) for i, (x, y) in enumerate(GOOD))
+    with quick(), pytest.raises(PrivacyConfigError, match="items cannot be used"):
+        make(tmp_path / "run", dataset=data, data_version="1")
+    assert not (tmp_path / "run/ledger.jsonl").exists()
 
 
 def test_a_batch_without_a_finite_example_is_said_when_it_happens(
