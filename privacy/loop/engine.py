@@ -79,9 +79,11 @@ class OwnEngine:
         _clear_gradients(self.module, self.optimizer)
         for name, gradient in self._gradients(shards).items():
             self._trainable[name].grad = gradient
-        if self.sets_rate:
-            for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups:
+            if self.sets_rate:
                 group["lr"] = lr
+            elif not isinstance(group.get("lr", 0.0), int | float | Tensor):  # torch's steps take no other numbers
+                group["lr"] = float(group["lr"])
         self._rates, self._is_resumed = _rates(self.optimizer), False
         self._is_stepping = True
         try:

@@ -239,23 +239,26 @@ def test_a_redirect_never_leads_from_https_to_http(server: RangeServer, tmp_path
         range_server(folder, host=ELSEWHERE) as elsewhere,
         range_server(folder, tls=context) as one,
         range_server(folder, host=ELSEWHERE, tls=context) as two,
+        range_server(folder, host=ELSEWHERE, tls=context) as failing,
     ):
+        failing.faults.extend([503] * 20)
         one.redirects = {
             "/same": one.url,
             "/other": two.url,
             "/exposed": elsewhere.url,
             "/far": f"{two.url}/exposed",
-            "/loop": f"{one.url}/loop?signature=secret&",
+            "/loop": f"{one.url}/loop",
+            "/signed": f"{failing.url}/x?signature=secret&path=",
         }
         two.redirects = {"/exposed": elsewhere.url}
-        cases = json.dumps([one.url + place for place in ("/same", "/other", "/exposed", "/far", "/loop")])
+        cases = json.dumps([one.url + place for place in ("/same", "/other", "/exposed", "/far", "/loop", "/signed")])
         command = [sys.executable, "-c", READ, str(ROOT), str(tmp_path), cases]
         environment = {**os.environ, "SSL_CERT_FILE": str(certificate)}
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
         assert done.returncode == 0, done.stderr
-        *followed, exposed, far, endless = json.loads(done.stdout)
+        *followed, exposed, far, endless, signed = json.loads(done.stdout)
         assert followed == [12, 12] and "TooManyRedirects" in endless and not elsewhere.requests
-        assert f"{one.url}/loop" in endless and "secret" not in endless
+        assert "503" in signed and f"{failing.url}/x" in signed and "secret" not in signed
         for refused in (exposed, far):
             assert f"it redirects to http://{ELSEWHERE}, which is not encrypted" in refused and "\n" not in refused
 

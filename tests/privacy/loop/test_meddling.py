@@ -1,17 +1,22 @@
 """What a program does to model, optimizer, loop and process between two steps is harmless or refused before a charge."""
 
 import itertools
+import math
 import multiprocessing
 import threading
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from privacy.boundary import Private
 from privacy.errors import PrivacyConfigError
 from privacy.loop.weights import fingerprint
 from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows
@@ -127,6 +132,57 @@ def test_a_rate_is_asked_for_behind_the_gradients_so_that_they_go_through_nothin
         list(loop)
     assert [step for step in told if step] == [1, 2, 3, 4, 5, 6] and told[0] == 0 and told[-1] == 6
     assert all(before == 0 for before, step in itertools.pairwise(told) if step)
+
+
+NO_RATES: dict[str, Any] = {
+    "None": None, "NaN": math.nan, "NaN of numpy": np.float64("nan"), "NaN of torch": torch.tensor(math.nan),
+    "infinity": math.inf, "a negative one": -5.0, "minus infinity": -math.inf, "a truth": True, "a truth of numpy": np.True_,
+    "a truth of torch": torch.tensor(True), "text": "0.1", "a complex one": 0.1j, "a list": [0.1], "a pair": (0.1, 0.2),
+    "an array": np.array([0.1]), "a tensor": torch.tensor([0.1]), "a complex tensor": torch.tensor(0.1j),
+    "a tensor without numbers": torch.zeros((), device="meta"), "a private value": Private(0.1), "an object": object(),
+}  # fmt: skip
+RATES: dict[str, Any] = {
+    "0": 0, "1": 1, "0.25": 0.25, "a fraction": Fraction(1, 4), "a decimal": Decimal("0.25"), "of numpy": np.float32(0.25),
+    "an integer of numpy": np.int64(1), "an array": np.array(0.25), "of torch": torch.tensor(0.25),
+    "in half precision": torch.tensor(0.25, dtype=torch.bfloat16), "with a gradient": torch.tensor(0.25, requires_grad=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["a function", "an argument", "the optimizer"])
+def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(place: str, tmp_path: Path) -> None:
+    """Whatever a function of the caller returns at a step, and whatever a program writes into the optimizer's groups."""
+
+    def run(name: str, value: Any) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        rates = {"a function": lambda step: value if step == 2 else 0.25, "an argument": value}
+        more = {"learning_rate": rates[place]} if place in rates else {}
+        with make(tmp_path / name, model, optimizer=optimizer, num_steps=2, **more) as loop:
+            loop.step()
+            if place == "the optimizer":
+                optimizer.param_groups[0]["lr"] = value
+            assert loop.step().lr == float(value.detach() if isinstance(value, Tensor) else value)
+
+    with quick():
+        for number, (name, value) in enumerate(NO_RATES.items()):
+            if place == "an argument" and value is None:
+                continue
+            with pytest.raises(PrivacyConfigError, match="learning rate is a finite number from 0 on") as refused:
+                run(f"no {number}", value)
+            assert "\n" not in str(refused.value), name
+            ledger = tmp_path / f"no {number}/ledger.jsonl"
+            assert (ledger_of(ledger.parent).num_charged == 1) if place != "an argument" else not ledger.exists(), name
+        for number, value in enumerate(RATES.values()):
+            run(f"yes {number}", value)
+
+
+def test_a_setting_that_is_no_number_is_refused_before_the_charge(tmp_path: Path) -> None:
+    with quick(), make(tmp_path, model := net(), optimizer=torch.optim.AdamW(model.parameters())) as loop:
+        loop.step()
+        loop._engine.optimizer.param_groups[0]["weight_decay"] = math.nan
+        with pytest.raises(PrivacyConfigError, match=r"NaN in param_groups\.0\.weight_decay"):
+            loop.step()
+    assert ledger_of(tmp_path).num_charged == 1
 
 
 def test_frozen_weights_are_looked_at_where_torch_saw_a_write_and_in_turn(

@@ -1,6 +1,7 @@
 """An optimizer brings no gradient without noise into a step, wherever it could keep one; whatever is the caller's goes on."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import lr_scheduler
 from privacy.errors import PrivacyConfigError
 from privacy.loop import WeightAverage
 from privacy.loop.engine import require_plain
-from tests.privacy.loop.own import D, K, ledger_of, make, net, quick, weights
+from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, weights
 
 OF_TORCH = sorted(
     (kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer),
@@ -168,6 +169,10 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.StepLR(o, 2)], milestones=[2]
     ),
     "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "a function": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"lr": 0.05},
@@ -258,3 +263,60 @@ def test_a_scheduler_that_begins_again_at_a_resume_is_said_with_both_rates(
         assert "loop.register" not in run(2)
         assert "learning rate [0.1], and its last step took [0.09" in run(3)
         assert "loop.register" not in run(4, learning_rate=lambda step: 0.03)
+
+
+@pytest.mark.parametrize("schedule", tried(SCHEDULERS))
+def test_a_registered_scheduler_is_said_nothing_about_at_a_resume(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = []
+    with quick():
+        for last in (2, 4):
+            model = net()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            with make(tmp_path / "run", model, optimizer=optimizer, num_steps=6) as loop:
+                loop.register(SCHEDULERS[schedule](optimizer))
+                for step in loop:
+                    rates.append(step.lr)
+                    if step.number == last:
+                        break
+    assert "learning rate" not in capsys.readouterr().out
+    optimizer = torch.optim.Adam(net().parameters(), lr=0.1)
+    scheduler, expected = SCHEDULERS[schedule](optimizer), []
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(4):
+            expected.append(optimizer.param_groups[0]["lr"])
+            scheduler.step()
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("place", ["between", "in the loss", "before the first step", "a part of it"])
+def test_a_registered_scheduler_that_is_moved_by_hand_too_is_refused_before_a_charge(
+    place: str, tmp_path: Path
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    part = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scheduler = lr_scheduler.ChainedScheduler([part]) if place == "a part of it" else part
+    plain, is_late = cross_entropy(model), [False]
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        if is_late[0]:
+            is_late[0] = False
+            scheduler.step()
+        return plain(x, y)
+
+    with quick(), make(tmp_path / "run", model, optimizer=optimizer, loss=loss) as loop:
+        loop.register(scheduler)
+        taken = 0 if place == "before the first step" else 1
+        for _ in range(taken):
+            loop.step()
+        if place == "in the loss":
+            is_late[0] = True
+        else:
+            part.step()
+        with pytest.raises(
+            PrivacyConfigError, match=f"^{type(scheduler).__name__} is registered, .* remove scheduler.step"
+        ):
+            loop.step()
+    assert ledger_of(tmp_path / "run").num_charged == taken
