@@ -104,8 +104,8 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
     print_anything()
     ranks = Ranks()
     try:  # torch takes seconds to import, so what needs neither it nor another rank comes first: a wrong key is answered at once
-        require_open_files()
         ranks = discover_ranks(os.environ)
+        require_open_files(ranks.world_size)
         watch(LAUNCHER, speaks=ranks.local_rank == 0)
         options = parse_args(arguments)
         config = load_config(options.recipe, options.overrides)

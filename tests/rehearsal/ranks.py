@@ -43,7 +43,7 @@ from privacy.step.engine import ShardLayout
 from privacy.step.reduction import reduce_to_owners
 from tests.distributed.ranks import free_port
 from tests.rehearsal.part import ROOT, Part, lap
-from trainer.config.cli import OPEN_FILES
+from trainer.config.cli import open_files_of
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.engines.layouts import layout_of
@@ -155,12 +155,10 @@ def rehearse(part: Part, fleet: Fleet | None = None) -> None:
     for world_size, measured in stage("store", functools.partial(keep_store, fleet)).items():
         python[world_size]["heartbeat_a_second"] = measured["heartbeat_processor_seconds_a_second"]
         of_groups = GLOO_GROUPS * (world_size + sockets["beside_one_a_rank"])
-        needed = {
-            "of_gloo": of_groups,
-            "of_rank_0": of_groups + measured["open_files_of_rank_0"],
-            "asked_for": OPEN_FILES,
-        }
-        part.stage(f"open files, {world_size:,} ranks", functools.partial(dict, needed))
+        of_rank_0 = of_groups + measured["open_files_of_rank_0"]
+        assert of_rank_0 <= open_files_of(world_size), "train.py asks for fewer"
+        files = functools.partial(dict, of_gloo=of_groups, of_rank_0=of_rank_0)
+        part.stage(f"open files, {world_size:,} ranks", files)
     for world_size, seconds in python.items():
         part.stage(f"a logical step, {world_size:,} ranks", functools.partial(step_seconds, seconds))
     part.ran(ranks=max(fleet.world_sizes))

@@ -1,6 +1,8 @@
 """The part `ranks` of the rehearsal for three ranks of a tiny model."""
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from privacy.step.engine import ShardLayout
 from tests.rehearsal import ranks
 from tests.rehearsal.part import Part
 from tests.rehearsal.ranks import Fleet, gloo_group, open_files, reduce, step_seconds
+from tests.rehearsal.record import JSON_RECORD
+from trainer.config.cli import open_files_of
 from trainer.ranks.heartbeat import Timing
 
 WORLD_SIZE = 3
@@ -57,6 +61,15 @@ def test_a_reduction_asks_for_the_pieces_of_a_rank_once_a_chunk(monkeypatch: pyt
     monkeypatch.setattr(ShardLayout, "owned_by", lambda layout, rank: asked.append(rank) or owned_by(layout, rank))
     measured = reduce(FLEET, 3, WORLD_SIZE)
     assert len(asked) <= (WORLD_SIZE + 1) * measured["reduce_scatters"] + 2
+
+
+def test_a_start_asks_for_as_many_open_files_as_the_record_counted() -> None:
+    stages = json.loads(JSON_RECORD.read_text())["ranks"]["stages"]
+    counted = {stage["name"]: stage["measured"] for stage in stages if stage["name"].startswith("open files")}
+    assert len(counted) == 3
+    for name, files in counted.items():
+        world_size = int(re.sub(r"\D", "", name))
+        assert files["of_rank_0"] <= open_files_of(world_size) <= 4 * files["of_rank_0"]
 
 
 def test_files_of_a_gloo_group_are_counted() -> None:

@@ -22,7 +22,7 @@ from privacy.boundary import Public, Reason
 from privacy.errors import PrivacyStateRefused, say
 from privacy.ledger import durable
 from tests.processes import ROOT
-from trainer.config.cli import Parser, run_command
+from trainer.config.cli import Parser, require_open_files, run_command
 from trainer.errors import ConfigError, RemoteError, in_one_line
 from trainer.loop.metrics import PublicMetrics
 from trainer.planner.tables import _empty_table
@@ -152,3 +152,21 @@ def test_an_argument_that_is_no_text(word: str) -> None:
     with pytest.raises(ConfigError, match="UTF-8"):
         parser.parse_args([word])
     assert parser.parse_args(["caf\u00e9"]).words == ["caf\u00e9"]
+
+
+def test_a_limit_of_open_files_is_raised_as_far_as_ranks_need_and_refused_where_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(1024, 1_048_576)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append(pair))
+    require_open_files(128)
+    assert len(limits) == 1
+    require_open_files(1024)
+    assert limits.pop() == (4224, 1_048_576)
+    limits[-1] = (1024, 4096)
+    with pytest.raises(ConfigError, match=r"4096 open files, and at least 4224 .* 1,024 ranks: ulimit -n 4224"):
+        require_open_files(1024)
+    limits[-1] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    require_open_files(1024)
+    assert len(limits) == 1

@@ -16,7 +16,8 @@ from trainer.errors import ConfigError, RemoteError, in_one_line
 MAX_NUMBER = 2**63
 """No option of any command has a use for a larger one; NaN is below nothing."""
 
-OPEN_FILES = 128
+OPEN_FILES, FILES_OF_A_RANK = 128, 4
+"""Of any process, and for each rank of a job: rank 0 holds two sockets of gloo's groups and two of the rendezvous."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -123,14 +124,25 @@ def print_anything() -> None:
                 setattr(sys, name, console)
 
 
-def require_open_files() -> None:
+def open_files_of(world_size: int) -> int:
+    """How many files and sockets a process of a job of so many ranks may have to open."""
+    return OPEN_FILES + (FILES_OF_A_RANK * world_size if world_size > 1 else 0)
+
+
+def require_open_files(world_size: int = 1) -> None:
     """Refuses too few open files, which fail somewhere in the middle, in as many ways as there are libraries.
 
+    A limit that this process may raise by itself is raised.
+
     Raises:
-        ConfigError: this process may open fewer than `OPEN_FILES`.
+        ConfigError: this process may not open as many as it needs.
     """
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= allowed < OPEN_FILES:
+    needed = open_files_of(world_size)
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < needed:
+        ranks = f" for {world_size:,} ranks" if world_size > 1 else ""
         raise ConfigError(
-            f"this process may have {allowed} open files, and at least {OPEN_FILES} are needed: ulimit -n {OPEN_FILES}"
+            f"this process may have {most} open files, and at least {needed} are needed{ranks}: ulimit -n {needed}"
         )
+    if 0 <= allowed < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
