@@ -33,12 +33,15 @@ test: $(STAMP)
 	$(PYTEST) -m "$(QUICK)"; tests=$$?; \
 	wait $$lint; lint=$$?; echo "lint and types:"; cat runs/lint.log; exit $$((tests ? tests : lint))
 
+# The full counts, in eight parts of about a quarter of an hour: make test-all [PART=3]; their record is tests/records/test-all.md
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
 	@for optional in evaluation captions examples docs; do \
 		$(INSTALL) $(call extra,$$optional) >&2 || echo "the extra $$optional could not be installed: tests that need it will be skipped" >&2; \
 	done
-	$(PYTEST) --hypothesis-profile=full -m "not gpu and not cluster"
+	@failed=0; for part in $(or $(PART),1 2 3 4 5 6 7 8); do \
+		echo "part $$part of 8:"; $(PYTEST) --hypothesis-profile=full -m "not gpu and not cluster" --part $$part || failed=1; \
+	done; exit $$failed
 
 # Launchers between hosts that share this machine, and Slurm.
 test-cluster: $(STAMP)

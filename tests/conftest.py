@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import settings
 
 from tests import loss_distributions
+from tests.parts import NUM_PARTS, note, of_part
 from tests.processes import end_server
 
 # Examples that each searched property is tried on. `make test` finds what a few find; `make test-all` searches.
@@ -27,6 +29,7 @@ settings.register_profile("few", deadline=None, max_examples=15)
 settings.register_profile("full", deadline=None, max_examples=300)
 settings.load_profile("few")
 
+BEGAN = time.monotonic()
 SLOWEST = 20
 AT_LEAST = 60.0  # seconds in all; a single file run by hand needs no table
 MEMORY = Path("/dev/shm")
@@ -42,6 +45,10 @@ def is_roomy(folder: Path) -> bool:
     return found.f_bavail * found.f_frsize >= ROOM and not found.f_flag & os.ST_NOEXEC and os.access(folder, os.W_OK)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", type=int, choices=range(1, NUM_PARTS + 1), help="one part of all tests (tests/parts.py)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if (
         signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -54,9 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(loss_distributions.FOLDER)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # behind the choice by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What starts processes comes first: a long test that is the last one keeps all other workers waiting."""
     items.sort(key=lambda item: item.nodeid.split("/")[1] not in ("e2e", "distributed", "fuzz", "launch_scripts"))
+    if config.option.part is not None:
+        items[:], others = of_part(items, config.option.part)
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:
@@ -72,7 +83,9 @@ def pytest_sessionfinish() -> None:
         child.kill()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.option.part is not None and config.args_source != pytest.Config.ArgsSource.ARGS:  # a whole part
+        note(config.option.part, terminalreporter.stats, time.monotonic() - BEGAN)
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -12,7 +12,6 @@ not.
 import argparse
 import importlib
 import json
-import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.rehearsal.part import ROOT, Part, say
-from tests.rehearsal.record import JSON_RECORD, PARTS, page_of
+from tests.rehearsal.record import JSON_RECORD, PARTS, commit, machine, page_of
 
 
 def run_part(name: str, folder: Path, *, anew: bool) -> None:
@@ -39,23 +38,6 @@ def run_part(name: str, folder: Path, *, anew: bool) -> None:
     }
     JSON_RECORD.write_text(json.dumps({name: record[name] for name in PARTS if name in record}, indent=1) + "\n")
     JSON_RECORD.with_suffix(".md").write_text(page_of())
-
-
-def commit() -> str:
-    """The commit that ran, with + where files differ from it."""
-    words = ["git", "describe", "--always", "--abbrev=8", "--dirty=+"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def machine() -> str:
-    """Processor, cores and memory in words."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    cores = sum(line.startswith("processor") for line in lines)
-    kib = int(Path("/proc/meminfo").read_text().split()[1])
-    return f"{cores} cores ({model}), {kib / 2**20:.0f} GiB"
 
 
 def main() -> int:

@@ -1,7 +1,10 @@
 """The record of the rehearsal: one JSON file, and a page that is made from it."""
 
 import json
+import platform
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tests.rehearsal.part import ROOT
@@ -59,3 +62,20 @@ def shown(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def commit() -> str:
+    """The commit that ran, with + where files differ from it."""
+    words = ["git", "describe", "--always", "--abbrev=8", "--dirty=+"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def machine() -> str:
+    """Processor, cores and memory in words."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    cores = sum(line.startswith("processor") for line in lines)
+    kib = int(Path("/proc/meminfo").read_text().split()[1])
+    return f"{cores} cores ({model}), {kib / 2**20:.0f} GiB"
