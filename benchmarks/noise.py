@@ -1,4 +1,4 @@
-"""Noise of one step: nanoseconds a coordinate on one thread, and its share of a step of each recipe; prints JSON.
+"""Noise of one step: nanoseconds a coordinate on one thread, and its share of a step of each private recipe; prints JSON.
 
     python benchmarks/noise.py [RECIPE.toml ...] --output results.json
 
@@ -72,7 +72,7 @@ def main() -> None:
         "draws_per_second_and_thread": 1e9 / usual,
         "load": os.getloadavg()[0],
         "cores": os.cpu_count(),
-        "recipes": [of_recipe(path, usual) for path in options.recipes],
+        "recipes": [of_recipe(path, usual) for path in options.recipes if load_config(path).privacy.enabled],
     }
     text = json.dumps(found, indent=1)
     print(text)
