@@ -28,6 +28,8 @@ TABLES = ("metadata.csv", "captions.csv")
 PARQUET = ".parquet"
 _MAX_FIELD = 1 << 20
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
+_FILE_NAME = re.compile(r"\S+\.[^\W\d]\w{1,4}")
+"""A text that may be the name of a file, of a picture that is not there or is of another kind too."""
 _COLUMN_NAME = re.compile(r"(?:[^\W\d][\w -]{0,39})?")
 _USUAL_COLUMN = re.compile(
     "(image|img|picture|file)([ _-]?(name|path|file))?s?|path|url|key|id|captions?|text|title|alt|description|labels?|class|owner"
@@ -327,11 +329,14 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
     def names_image(field: str) -> bool:
         return field.strip().lower().endswith(IMAGE_SUFFIXES) or os.path.isfile(root / field.strip())
 
+    def names_file(field: str) -> bool:
+        return names_image(field) or _FILE_NAME.fullmatch(field.strip()) is not None
+
     def is_like_a_row(line: str) -> bool:
-        """Whether a line has the fields of a row and names an image where a row does, counted from either end."""
+        """Whether a line has the fields of a row and names a file where a row does, counted from either end."""
         fields = line.split(separator)
         places = {place, place - width + len(fields)}
-        return len(fields) >= least and any(0 <= at < len(fields) and names_image(fields[at]) for at in places)
+        return len(fields) >= least and any(0 <= at < len(fields) and names_file(fields[at]) for at in places)
 
     plain = [name.strip().lower() for name in names]
     is_header = all(map(_COLUMN_NAME.fullmatch, plain)) and any(map(_USUAL_COLUMN.fullmatch, plain))
@@ -344,7 +349,7 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
         for row in itertools.chain([header], rows):
             if row.last > row.first:
                 lines = _LINE_BREAK.split(separator.join(row.fields))
-                if sum(map(is_like_a_row, lines)) > sum(map(names_image, row.fields[place : place + 1])):
+                if sum(map(is_like_a_row, lines)) > sum(map(names_file, row.fields[place : place + 1])):
                     raise DataError(
                         f"{path}, line {row.first}: a quoted text that ends in line {row.last} holds whole rows; correct its "
                         "quotes, or replace its line breaks by blanks"
@@ -376,7 +381,7 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
         DataError: it is no such file, an image id occurs twice, or an annotation names no image of the file.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -394,10 +399,13 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
                 raise DataError(f"{where} has a list or an object as {field}; it must be a number or a text")
             if name == "images" and places.setdefault(identity, place) != place:
                 raise DataError(f"{where} has the id of images[{places[identity]}]: an image id occurs twice")
-            if name == "annotations" and isinstance(entry.get("caption"), str):
+            if name == "annotations":
                 if identity not in places:
                     raise DataError(f"{where} is of no image: no entry of images has its image_id")
-                captions[identity].append(entry["caption"])
+                caption = entry.get("caption")
+                if not isinstance(caption, str | None):
+                    raise DataError(f"{where} has a caption that is no text; write one annotation for each text")
+                captions[identity] += [] if caption is None else [caption]
     used = Columns("file_name", "caption", columns.owner)
     return Source.of(
         join_records(
@@ -405,6 +413,18 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
             for place, entry in enumerate(images)
         )
     )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file.
+
+    Raises:
+        ValueError: two of its values have one name, of which Python would take the last.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("an object in it has two values of one name")
+    return made
 
 
 def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = False) -> Source:
@@ -420,22 +440,17 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
     """
     root = folder.resolve()
     if tables := [name for name in TABLES if (folder / name).is_file()]:
-        return table_source(folder / tables[0], columns, root)._replace(
-            other_files=Counter(Path(name).suffix for name in tables[1:])
-        )
+        source = table_source(folder / tables[0], columns, root)
+        listed = {root / tables[0], *(item.image for part in source.parts for item in part)}
+        files, links = _walk(root)
+        others = Counter(path.suffix.lower() or "none" for path in files if path not in listed)
+        return source._replace(other_files=others, other_folders=links)
     if lines := next(folder.glob("*.jsonl"), None):
         raise DataError(
             f"{lines} is not read; make it Parquet (docs/importing.md) and give --from parquet --image_root {folder}"
         )
 
-    def refuse(error: OSError) -> None:
-        raise ReadError(f"cannot read the folder {error.filename}: {error.strerror}; its pictures would be missing")
-
-    files, links = list[Path](), list[str]()
-    for parent, folders, names in os.walk(root, onerror=refuse, followlinks=False):
-        files += [Path(parent, name) for name in names]
-        folders_here = [Path(parent, name) for name in folders]
-        links += [path.relative_to(root).as_posix() for path in folders_here if path.is_symlink()]
+    files, links = _walk(root)
     pictured = {path.with_suffix("") for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
     texts: dict[Path, Path] = {}
     for path in sorted(files, reverse=True):  # small letters come last when sorted, and are preferred
@@ -467,7 +482,25 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
             items.append(item)
     if not pictured:
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {' or '.join(TABLES)}")
-    return Source.of(items)._replace(other_files=suffixes, other_folders=sorted(links))
+    return Source.of(items)._replace(other_files=suffixes, other_folders=links)
+
+
+def _walk(root: Path) -> tuple[list[Path], list[str]]:
+    """All files below a folder, and the linked folders, which are not entered.
+
+    Raises:
+        ReadError: a folder in it cannot be read.
+    """
+    files, links = list[Path](), list[str]()
+
+    def refuse(error: OSError) -> None:
+        raise ReadError(f"cannot read the folder {error.filename}: {error.strerror}; its pictures would be missing")
+
+    for parent, folders, names in os.walk(root, onerror=refuse, followlinks=False):
+        files += [Path(parent, name) for name in names]
+        folders_here = [Path(parent, name) for name in folders]
+        links += [path.relative_to(root).as_posix() for path in folders_here if path.is_symlink()]
+    return files, sorted(links)
 
 
 def _text(path: Path) -> str | None:
@@ -493,7 +526,7 @@ def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
         files = [table for table in tables if not table.name.startswith(MACOS_PREFIX)]
         for entry in entries:
             if entry.is_dir():
-                folders += [entry.name] * any(inner.suffix.lower() == PARQUET for inner in entry.iterdir())
+                folders += [entry.name] * any(inner.suffix.lower() == PARQUET for inner in entry.rglob("*"))
             elif entry not in files and entry.suffix.lower() not in IMAGE_SUFFIXES:
                 suffixes[entry.suffix.lower() or "none"] += 1
     if not files:

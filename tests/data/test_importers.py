@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shlex
+import shutil
 import stat
 import tarfile
 from collections.abc import Callable
@@ -295,9 +296,27 @@ def test_what_a_folder_of_tables_has_beside_them_is_counted(tmp_path: Path) -> N
     report = import_examples(parquet_source(folder, COLUMNS, folder), tmp_path / "out", Settings("parquet"))
     assert report["written"] == 4 and report["other_folders"] == ["deeper"]
     assert report["other_files"] == {".parquet": 1, ".jsonl": 1, ".gz": 1, "none": 1}
-    (folder / "metadata.csv").write_text("image,caption\n000.jpg,one\n")
+    shutil.rmtree(folder / "deeper")
+    (folder / "data/train").mkdir(parents=True)
+    (folder / "a.parquet").rename(folder / "data/train/a.parquet")
+    assert parquet_source(folder, COLUMNS, folder).other_folders == ["data"]
+
+
+def test_what_a_table_of_a_folder_does_not_name_is_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    pictures(folder, 5, with_texts=True)
+    (folder / "more").mkdir()
+    for number in range(2):
+        (folder / f"more/00{number}.jpg").write_bytes(picture(50 + number))
+    (folder / "metadata.csv").write_text("image,caption\n000.jpg,one\n001.jpg,two\nmore/000.jpg,three\n")
     (folder / "captions.csv").write_text("image,caption\n001.jpg,two\n")
-    assert folder_source(folder, COLUMNS).other_files == {".csv": 1}
+    (folder / "more.zip").write_bytes(b"PK")
+    (folder / "linked").symlink_to(tmp_path)
+    report = import_examples(folder_source(folder, COLUMNS), tmp_path / "out", Settings("folder"))
+    assert report["other_files"] == {".jpg": 4, ".txt": 5, ".csv": 1, ".zip": 1} and report["other_folders"] == [
+        "linked"
+    ]
+    assert (report["read"], report["written"]) == (3, 3)
 
 
 def test_a_text_holds_one_caption_or_one_per_line(tmp_path: Path) -> None:
@@ -342,6 +361,11 @@ BAD = {
         b'{"images": [{"id": 1}, {"id": 1}], "annotations": []}': r"images\[1\] has the id of images\[0\].* occurs twice",
         b'{"images": [], "annotations": [{"image_id": 3, "caption": "x"}]}': r"annotations\[0\] is of no image",
         b'{"images": [{"id": 1}], "annotations": [{"image_id": [1], "caption": "x"}]}': r"annotations\[0\] has a list or an obj",
+        b'{"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": ["x"]}]}': r"annotations\[0\] has a caption that",
+        b'{"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": 7}]}': r"annotations\[0\] has a caption that",
+        b'{"images": [], "annotations": [{"image_id": 3, "caption": null}]}': r"annotations\[0\] is of no image",
+        b'{"images": [{"id": 1}], "images": [{"id": 2}], "annotations": []}': "two values of one name",
+        b'{"images": [{"id": 1, "id": 2}], "annotations": []}': "two values of one name",
         b'{"images": [{"id": {"a": 1}}], "annotations": []}': r"images\[0\] has a list or an object as id",
     },
     "t.parquet": {b"PAR1 no": "as Parquet"},
