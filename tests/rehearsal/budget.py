@@ -85,7 +85,8 @@ def account(request: PlanRequest, names: Sequence[str]) -> dict[str, Any]:
         library = summarise(plan, say, extras=False)
     planned, most, rdp = (library[f"epsilon_{name}"] for name in ("pld", "with_reserve", "rdp"))
     lower, estimate, upper = (library[f"epsilon_prv{end}"] for end in ("_lower", "", "_upper"))
-    assert lower <= estimate <= upper and lower <= planned <= 1.01 * upper, (lower, estimate, upper, planned)
+    if lower is not None:  # the quadrature of that accountant fails for some plans, which the planner says
+        assert lower <= estimate <= upper and lower <= planned <= 1.01 * upper, (lower, estimate, upper, planned)
     assert planned < most and planned <= rdp * (1 + 1e-3) + 1e-3, (planned, most, rdp)
     assert plan.formal_guarantee and plan.cap is not None
     if plan.target_epsilon is not None:
@@ -122,7 +123,7 @@ def account(request: PlanRequest, names: Sequence[str]) -> dict[str, Any]:
     seconds = {name: value for name, value in measured.items() if "processor" in name}
     return {
         "sigma": plan.noise_multiplier, "cap": plan.cap, "reserve": plan.reserved_attempts, "delta": plan.target_delta,
-        "planned": planned, "with_reserve": most, "rdp": rdp, "prv": f"{lower:.4f} to {upper:.4f}",
+        "planned": planned, "with_reserve": most, "rdp": rdp, "prv": "fails here" if lower is None else f"{lower:.4f} to {upper:.4f}",
         "filter": filtered if math.isfinite(filtered) else "none: batches above the cap cost more than delta",
         "composed_again": composed, "claim_less_that": most - composed, "roundings": roundings,
         "comments": sum(map(len, comments)),
