@@ -120,10 +120,11 @@ def account(request: PlanRequest, names: Sequence[str]) -> dict[str, Any]:
     comments = [COMMENT.findall((ROOT / name).read_text().replace("\n# ", " ")) for name in names if " " not in name]
     for reserve_said, planned_said in (pair for pairs in comments for pair in pairs):
         assert is_as_said(reserve_said, most, releases, delta) and is_as_said(planned_said, planned, releases, delta)
+    bracket = "fails here" if lower is None else f"{lower:.4f} to {upper:.4f}"
     seconds = {name: value for name, value in measured.items() if "processor" in name}
     return {
         "sigma": plan.noise_multiplier, "cap": plan.cap, "reserve": plan.reserved_attempts, "delta": plan.target_delta,
-        "planned": planned, "with_reserve": most, "rdp": rdp, "prv": "fails here" if lower is None else f"{lower:.4f} to {upper:.4f}",
+        "planned": planned, "with_reserve": most, "rdp": rdp, "prv": bracket,
         "filter": filtered if math.isfinite(filtered) else "none: batches above the cap cost more than delta",
         "composed_again": composed, "claim_less_that": most - composed, "roundings": roundings,
         "comments": sum(map(len, comments)),
