@@ -1,5 +1,6 @@
 """The premises of the proof: an honest run has them, and an object that violates one by the least is refused before a charge."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from torch import nn
 
 from evaluation.private_head.methods import METHODS
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import train_head
-from privacy import premises
+from evaluation.private_head.run import head_plan, train_head
+from privacy import premises, verify
 from privacy.accounting.accountants import ReleaseGroup
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping import ClippedSum, precision
@@ -302,3 +303,53 @@ def test_a_start_without_a_premise_charges_nothing(
     with pytest.raises(PrivacyConfigError, match=r"a premise of the guarantee does not hold: .* round by at most"):
         start(tmp_path / "run")
     assert not (tmp_path / "run/ledger.jsonl").exists() and not list(tmp_path.rglob("sampling.key"))
+
+
+# The same from a ledger alone
+
+
+def edge(holds: Callable[[int], bool], first: int, step: int) -> int:
+    """The last of first, first + step, ... that holds, as the exact inequality says."""
+    return next(f for f in range(first, 300 * step, step) if not holds(f + step))
+
+
+def verified(plan: PrivacyPlan, d: int, exponent: int) -> None:
+    read = verify.read_plan(json.loads(json.dumps(plan.frozen_fields())), head=False)
+    verify.check_step({"sum_exponent": exponent, "noised_coordinates": d}, read)
+
+
+def test_the_verifier_asks_for_steps_that_are_fine_enough_and_have_room() -> None:
+    bound, d = Fraction(0.7), 1290
+    plan = opened().plan
+    coarsest = edge(lambda f: d * 4**13 <= bound**2 * 4**f, 40, -1)
+    drawn = edge(lambda f: Fraction(1.1) * bound * 2**f <= 2**50, 40, 1)
+    many = opened(num_examples=10**8, expected_batch_size=10**7, cap=10**7).plan
+    whole = edge(lambda f: 10**7 * bound * (1 + Fraction(SENSITIVITY_SLACK)) * 2**f < 2**62, 30, 1)
+    assert whole < drawn
+    for of, last, beyond, words in (
+        (plan, coarsest, coarsest - 1, "by more than 2\\^-13 C"),
+        (plan, drawn, drawn + 1, "the noise passes 2\\^50"),
+        (many, whole, whole + 1, "a sum of 10000000 examples passes 2\\^62"),
+    ):
+        verified(of, d, last)
+        with pytest.raises(verify.Violated, match=words):
+            verified(of, d, beyond)
+
+
+def test_the_verifier_asks_for_the_steps_of_a_head_s_statistics() -> None:
+    plan = head_plan(1000, 4.0, None)
+    read = verify.read_plan(json.loads(json.dumps(plan.frozen_fields())), head=True)
+    release = {"name": "moments", "std": 3.0, "sensitivity": 1.0}
+    whole = edge(lambda f: 1000 * 2**f < 2**62, 30, 1)
+    drawn = edge(lambda f: 3 * 2**f <= 2**50, 30, 1)
+    for std, last, words in (
+        (3.0, drawn, "the noise passes 2\\^50"),
+        (0.001, whole, "a sum of 1000 examples passes 2\\^62"),
+    ):
+        stated = [release | {"std": std}]
+        verify.check_steps_of_head({"sum_exponents": {"moments": last}}, read, stated)
+        with pytest.raises(verify.Violated, match=words):
+            verify.check_steps_of_head({"sum_exponents": {"moments": last + 1}}, read, stated)
+    for exponents in ({}, {"moments": 20, "other": 20}, {"moments": 20.5}):
+        with pytest.raises(verify.Violated, match="states no step for each release"):
+            verify.check_steps_of_head({"sum_exponents": exponents}, read, [release])
