@@ -29,9 +29,9 @@ quickstart: $(STAMP)
 # Lint and types run in the background meanwhile; what they say is printed at the end.
 test: $(STAMP)
 	-@tests/install_packages.sh hosts
-	@mkdir -p runs; $(MAKE) --no-print-directory lint >runs/lint.log 2>&1 & lint=$$!; \
+	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
 	$(PYTEST) -m "$(QUICK)"; tests=$$?; \
-	wait $$lint; lint=$$?; echo "lint and types:"; cat runs/lint.log; exit $$((tests ? tests : lint))
+	wait $$lint; lint=$$?; echo "lint and types:"; cat $(VENV)/lint.log; exit $$((tests ? tests : lint))
 
 # The full counts, in eight parts of about a quarter of an hour: make test-all [PART=3]; their record is tests/records/test-all.md
 test-all: $(STAMP) lint

@@ -370,10 +370,37 @@ def check_step(opened: dict[str, Any], plan: Plan) -> None:
         return
     fine = coordinates is None or coordinates * 4**13 <= Fraction(4) ** exponent * Fraction(bound) ** 2
     require(fine, f"rounding to steps of 2^-{exponent} moves {coordinates} coordinates by more than 2^-13 C")
+    most = min(plan["num_examples"], plan["cap"] or plan["num_examples"])
+    require_room(most, bound * (1 + SLACK["floating"]), exponent)
     if adaptive is not None:
         sigma /= math.sqrt(1 - (sigma / (2 * adaptive["unclipped_num_std"])) ** 2)
-    drawn = math.ldexp(sigma * bound, exponent) <= 2**50 * (1 + HAIR)
+    require_drawn(sigma * bound, exponent)
+
+
+def require_room(num_examples: int, bound: float, exponent: int) -> None:
+    """A sum of so many examples, each at most `bound`, stays below 2^62 steps of 2^-exponent."""
+    room = num_examples * Fraction(bound) * Fraction(2) ** exponent < 2**62
+    require(room, f"in steps of 2^-{exponent} a sum of {num_examples} examples passes 2^62")
+
+
+def require_drawn(std: float, exponent: int) -> None:
+    """Noise of this deviation is drawn exactly in steps of 2^-exponent."""
+    drawn = math.ldexp(std, exponent) <= 2**50 * (1 + HAIR)
     require(drawn, f"in steps of 2^-{exponent} the noise passes 2^50, which nothing draws exactly")
+
+
+def check_steps_of_head(opened: dict[str, Any], plan: Plan, releases: list[Any]) -> None:
+    """The statistics of a private head have steps of their own, in which sums and noise fit as those of a run do."""
+    exponents = opened.get("sum_exponents")
+    if exponents is None:
+        return  # version 0.1
+    known = all(is_whole(exponent, -200, 200) for exponent in exponents.values())
+    same = exponents.keys() == {release["name"] for release in releases}
+    require(known and same, "sum_exponents states no step for each release")
+    for release in releases:
+        exponent = exponents[release["name"]]
+        require_room(plan["num_examples"], release["sensitivity"], exponent)
+        require_drawn(release["std"], exponent)
 
 
 def check_releases(plan: Plan, head: bool, releases: list[Any]) -> tuple[float, float]:
@@ -593,6 +620,7 @@ class Ledger:
                 attempt, after = record["attempt"], self.attempts[step]
                 require(attempt == after, f"attempt {attempt} of step {step}, where {after} is next")
                 bound, std = check_releases(plan, "head" in self.opened, record["releases"])
+                check_steps_of_head(self.opened, plan, record["releases"])
                 require(step != 1 or bound == plan["max_grad_norm"], "C does not start at the plan's")
                 self.released.append((step, bound, std, {}))
                 self.attempts[step] += 1

@@ -30,10 +30,17 @@ settings.register_profile("full", deadline=None, max_examples=300)
 settings.load_profile("few")
 
 BEGAN = time.monotonic()
+BEFORE, GAINED = pytest.StashKey[set[str]](), pytest.StashKey[list[str]]()
+"""What lay in the working tree before the first test, and what else lies there after the last."""
 SLOWEST = 20
 AT_LEAST = 60.0  # seconds in all; a single file run by hand needs no table
 MEMORY = Path("/dev/shm")
 ROOM = 4 * 2**30  # bytes; a whole session takes a tenth of it
+ROOT = Path(__file__).resolve().parents[1]
+CACHES = {".git", ".venv", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
+"""Folders in which programs keep what they may make again."""
+COVERAGE = ROOT / "runs" / "coverage"
+"""What `make coverage` measures is written there, by all processes of a session."""
 
 
 def is_roomy(folder: Path) -> bool:
@@ -47,6 +54,26 @@ def is_roomy(folder: Path) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", type=int, choices=range(1, NUM_PARTS + 1), help="one part of all tests (tests/parts.py)")
+
+
+def entries(folder: Path, left_out: frozenset[Path] = frozenset({COVERAGE})) -> set[str]:
+    """Returns the paths of all files and folders below a folder, relative to it, but for caches."""
+    paths = set[str]()
+    for place, folders, files in os.walk(folder):
+        here = Path(place)
+        folders[:] = [name for name in folders if name not in CACHES and here / name not in left_out]
+        paths |= {str((here / name).relative_to(folder)) for name in (*folders, *files)}
+    return paths
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether another process of this session watches over the working tree."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not is_worker(session.config):
+        session.config.stash[BEFORE] = entries(ROOT)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,15 +104,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # the collector then passes over all modules and tests, again and again in a session of thousands
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     end_server()
     for child in multiprocessing.active_children():  # data workers ignore SIGTERM, and Python waits for them at its end
         child.kill()
+    if not is_worker(session.config):
+        gained = sorted(entries(ROOT) - session.config.stash.get(BEFORE, set()))
+        session.config.stash[GAINED] = gained
+        if gained and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.option.part is not None and config.args_source != pytest.Config.ArgsSource.ARGS:  # a whole part
         note(config.option.part, terminalreporter.stats, time.monotonic() - BEGAN)
+    if gained := config.stash.get(GAINED, []):
+        terminalreporter.section("tests write into their temporary folders alone")
+        for name in gained[:SLOWEST]:
+            terminalreporter.write_line(f"{name} is new in the working tree")
+        terminalreporter.write_line(f"{len(gained)} in all: write into tmp_path, or end what else runs in this clone")
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

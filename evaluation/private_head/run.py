@@ -46,6 +46,7 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
+from privacy.premises import NoisedSum, require_noised
 from privacy.releases import SENSITIVITY_SLACK
 from trainer.errors import ConfigError
 from trainer.weights.start import ledgers_of
@@ -161,6 +162,11 @@ def train_head(
         facts["head"] |= {"whitened_on": whitening.name, "whitened_on_sha256": whitening.digest}
     statistics = head.statistics(num_classes, rows.width)
     budget = Budget(statistics, 1 / plan.noise_multiplier, noise or SystemNoise(), plan.num_examples)
+    sums = [
+        NoisedSum(release, statistic.size, budget.units[statistic.name], plan.num_examples)
+        for release, statistic in zip(budget.releases, statistics, strict=True)
+    ]
+    require_noised(sums, plan.release_group(1), plan.noise_multiplier, SENSITIVITY_SLACK)
     facts["sum_exponents"] = {name: unit.exponent for name, unit in budget.units.items()}
     facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}
     members = private / FILE

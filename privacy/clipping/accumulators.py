@@ -425,6 +425,7 @@ class Accumulator:
     Attributes:
         leaves_process: whether values that depend on gradients leave the process before the logical batch is complete: then
             its intent comes first (contract 9).
+        shapes: of the parameters whose sums gather here.
         unit: that of the sums; None for fp64.
     """
 
@@ -432,7 +433,7 @@ class Accumulator:
     unit: Unit | None
 
     def __init__(self, shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> None:
-        self._shapes, self._grid, self.device = dict(shapes), grid, device
+        self.shapes, self._grid, self.device = dict(shapes), grid, device
         self.sum_dtype = torch.float64 if grid.layout == "float64" else torch.int64
         self.zero_(None)
 
@@ -484,8 +485,8 @@ class LocalSums(Accumulator):
 
         (What it takes from its heap stays in pieces: a sum of 6 bytes leaves no room for a gradient of 8.)
         """
-        names = [name for name in self._shapes if name not in self._totals]
-        short = [name for name in names if self._shapes[name].numel() <= SHORT]  # together, for `add_together`
+        names = [name for name in self.shapes if name not in self._totals]
+        short = [name for name in names if self.shapes[name].numel() <= SHORT]  # together, for `add_together`
         blocks, count = [short], BLOCK_COORDINATES
         for name in names:
             if name not in short:
@@ -493,9 +494,9 @@ class LocalSums(Accumulator):
                     blocks.append([])
                     count = 0
                 blocks[-1].append(name)
-                count += self._shapes[name].numel()
+                count += self.shapes[name].numel()
         for block in blocks:
-            counts = [self._shapes[name].numel() for name in block]
+            counts = [self.shapes[name].numel() for name in block]
             layout = self._grid.layout_of(max(counts, default=0))
             self._totals |= zip(block, Total.zeros(counts, layout, self.unit, self.device), strict=True)
 
@@ -505,7 +506,7 @@ class LocalSums(Accumulator):
 
     @property
     def names(self) -> list[str]:
-        return list(self._shapes)
+        return list(self.shapes)
 
     def take(self, name: str) -> Total:
         """Hands over the sum of a parameter; KeyError the second time, since zeros would pass for a sum."""
@@ -517,9 +518,9 @@ class LocalSums(Accumulator):
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, sum in fp64; in int64 for certified arithmetic); this keeps its own."""
         self._make()
-        for name in self._shapes:
+        for name in self.shapes:
             total = self._totals[name]
-            values = total.read(slice(None)).view(self._shapes[name])
+            values = total.read(slice(None)).view(self.shapes[name])
             yield name, values if self.unit is None else real(values, self.unit.exponent)
 
 

@@ -58,7 +58,6 @@ class OwnEngine:
         self.device, self.compute_dtype = first.device, first.dtype
         self._rows = None if self.replicated else RowShards(trainable, self.device)
         self.layout = self._rows.layout if self._rows else even_layout(self.shapes, collectives.world_size())
-        self.layout.check(self.shapes)
         self.moments, self._numbers = _probe(optimizer, trainable)
         self._left = _kept(optimizer.state)
         self._is_stepping = False

@@ -19,6 +19,7 @@ from ..clipping.recorder import Task
 from ..errors import BUDGET_SPENT, DONE, STOPPED_EARLY, ConfigError, PrivacyStateRefused, StepDropped
 from ..noise import NoiseSource
 from ..plan import PrivacyPlan
+from ..premises import require_premises
 from ..step import collectives
 from ..step.adaptive_bound import MANIFEST_KEY
 from ..step.batches import Dealt, LogicalBatches
@@ -148,6 +149,7 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     else:
         collectives.on_main(lambda: require_no_checkpoint(folder))
     parts = start.build(opening.plan, resumed)
+    require_premises(opening.plan, parts.clipped, parts.engine, parts.micro_batch_size, parts.nodes)
     noised = sum(parts.engine.layout.count(rank) for rank in range(collectives.world_size()))
     exponent = first_exponent(parts.clipped, opening.plan)
     if ledger is not None:

@@ -17,6 +17,7 @@ from ..clipping.accumulators import EXAMPLES_PER_PART
 from ..clipping.checked import require_apart
 from ..clipping.recorder import Task
 from ..clipping.sharded import is_dtensor
+from ..errors import PrivacyConfigError
 from . import collectives
 
 
@@ -56,21 +57,23 @@ class ShardLayout:
         """Requires that every coordinate has exactly one owner, so that it is noised exactly once (contract 7).
 
         Raises:
-            RuntimeError: naming the parameter that is owned twice or not at all.
+            PrivacyConfigError: naming the parameter that is owned twice or not at all.
         """
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
         for piece in (p for owned in self.pieces for p in owned):
+            if piece.name not in spans:
+                raise PrivacyConfigError(f"shard layout: {piece.name} is owned, and is no parameter that is trained")
             spans[piece.name].append((piece.offset, piece.offset + piece.length))
         for name, named_spans in spans.items():
             end = 0
             for start, stop in sorted(named_spans):
                 if start != end:
-                    raise RuntimeError(
+                    raise PrivacyConfigError(
                         f"shard layout: {name} is owned {'twice' if start < end else 'by nobody'} at {end}"
                     )
                 end = stop
             if end != shapes[name].numel():
-                raise RuntimeError(f"shard layout: {name} is owned by nobody from {end} on")
+                raise PrivacyConfigError(f"shard layout: {name} is owned by nobody from {end} on")
 
 
 def even_layout(shapes: Mapping[str, torch.Size], world_size: int) -> ShardLayout:

@@ -8,6 +8,7 @@
   they are elsewhere; STILL_AFTER in the environment is how long, in seconds, nobody may move.
 * `repeatable`: coins and noise are fixed, so that two runs can be compared; with DS_ACCELERATOR=cuda it runs on a GPU made of
   main memory (tests/fake_gpu.py).
+* `alike`: clock, number of the process and seeds are those of every other such start.
 * `nothing`.
 
 The noise that is drawn is noted in $NOISE_LOG, where there is one: a line per draw.
@@ -18,6 +19,7 @@ import functools
 import hashlib
 import itertools
 import os
+import random
 import secrets
 import signal
 import sys
@@ -30,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from launch_scripts import train  # noqa: E402
@@ -86,6 +89,16 @@ def fixed_coins() -> Callable[..., bytes]:
     """`secrets.token_bytes` of a run that can be compared with another: the same keys and nonces in the same order."""
     numbers = itertools.count()
     return lambda count=32: hashlib.sha256(str(next(numbers)).encode()).digest()[:count]
+
+
+def as_in_other_starts() -> None:
+    """From now on nothing but the operating system's entropy tells this start from another one on the same files."""
+    began, now = time.monotonic(), time.monotonic
+    time.time = lambda: 2e9 + now() - began
+    os.getpid = lambda: 4711
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  (what an old library draws from)
+    torch.manual_seed(0)
 
 
 POINTS: dict[str, tuple[Any, str]] = {
@@ -182,6 +195,8 @@ if __name__ == "__main__":
             fake_gpu.install()
     elif point == "full_disk" or point in POINTS:
         crash(point, int(numbers[0]))
+    elif point == "alike":
+        as_in_other_starts()
     elif point != "nothing":
         fail(point, *map(float, numbers))  # type: ignore[arg-type]
     train.main(sys.argv[2:], DrawnAndReplaced() if point == "repeatable" else RecordingNoise())

@@ -53,7 +53,7 @@ def test_contract_1_and_7_a_copied_run_folder_continued_twice_shares_no_coins_an
     members: list[list[np.ndarray]] = []
     for copy, record in zip(copies, noise[1:], strict=True):
         shutil.copytree(first, copy)
-        done = alone(["nothing", *arguments(copy, steps, 20)], script=PLANTED, NOISE_LOG=record)
+        done = alone(["alike", *arguments(copy, steps, 20)], script=PLANTED, NOISE_LOG=record)
         assert done.returncode == 0, done.stderr[-2000:]
         members.append(members_of(copy))
     for left in members[0][shared:]:

@@ -131,9 +131,9 @@ BAD = {
         (f"{TINY} nonsense", "section.key=value"),
         (f"{TINY} data.shards=a-0.tar data.shards=a-1.tar", "once"),  # what an unquoted {0..1} becomes in a shell
         (f"{TINY} privacy.noise_multiplier=0 privacy.target_epsilon=8.0", "gives no guarantee; remove one of them"),
-        (f"{TINY} --run_dir runs/no privacy.expected_batch_size=3001", "3001 is larger than the data"),
-        (f"{TINY} --run_dir runs/no data.shards=nowhere/*.tar", "nowhere"),
-        (f"{TINY} --run_dir runs/no data.tokenizer=nowhere.json", "nowhere.json"),
+        (f"{TINY} privacy.expected_batch_size=3001", "3001 is larger than the data"),
+        (f"{TINY} data.shards=nowhere/*.tar", "nowhere"),
+        (f"{TINY} data.tokenizer=nowhere.json", "nowhere.json"),
     ],
     "plan.py": [
         ("--num_examples 100 --expected_batch_size 200 --num_steps 5 --noise_multiplier 1", "larger than the data"),
@@ -186,9 +186,12 @@ BAD = {
     ("script", "arguments", "words"), [(script, *case) for script, cases in BAD.items() for case in cases]
 )
 def test_what_is_refused_is_one_line_and_exit_code_2(script: str, arguments: str, words: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
     given = arguments.replace("--output x", f"--output {tmp_path / 'x'}")
+    if TINY in given:
+        given += f" --run_dir {run_dir}"
     done = run_python([f"launch_scripts/{script}", *shlex.split(given)])
     lines = [line for line in done.stderr.splitlines() if not line.startswith("computing epsilon")]
     assert done.returncode == 2 and len(lines) == 1, done.stdout + done.stderr
     assert lines[0].startswith("error: ") and words in lines[0]
-    assert not any(tmp_path.iterdir()) and not (ROOT / "runs/no/ledger.jsonl").exists()
+    assert {*tmp_path.iterdir()} <= {run_dir} and not (run_dir / "ledger.jsonl").exists()

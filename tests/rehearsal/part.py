@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -101,20 +102,20 @@ def command(*words: object, log: Path | None = None, code: int = 0, **environmen
         AssertionError: it ended with another exit code; the message holds the end of its output.
     """
     surroundings = {**os.environ, "DS_ACCELERATOR": "cpu", **environment}
-    if log is None:
-        log = ROOT / "runs" / "rehearsal" / "command.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
-        ended = subprocess.run(
-            [str(word) for word in words],
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=surroundings,
-            check=False,
-        )
-    said = log.read_text(errors="replace")
+    with tempfile.TemporaryDirectory() as folder:
+        log = log or Path(folder) / "command.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            ended = subprocess.run(
+                [str(word) for word in words],
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=surroundings,
+                check=False,
+            )
+        said = log.read_text(errors="replace")
     assert ended.returncode == code, f"{words}: exit {ended.returncode}, not {code}\n{said[-3000:]}"
     return said
 

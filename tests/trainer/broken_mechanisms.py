@@ -158,7 +158,7 @@ def _each_alone(names: list[str], bound: float) -> ClippingFunction:
 
 
 def forgetful(make: Any, sums: Any) -> None:
-    missing = [name for name in sums._shapes if name not in sums._totals]
+    missing = [name for name in sums.shapes if name not in sums._totals]
     make(sums)
     for name in missing:
         sums._totals[name].low.add_(sums.__dict__.get("before", {}).pop(name, 0))

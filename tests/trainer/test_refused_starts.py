@@ -15,6 +15,7 @@ from privacy import verify
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import sealed
+from privacy.clipping.accumulators import Slot
 from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.shared import SharedLedger
@@ -449,3 +450,13 @@ def test_a_new_run_beside_a_checkpoint_that_was_set_aside_is_refused(tmp_path: P
     with pytest.raises(PrivacyStateRefused, match=r"is gone, and a checkpoint of step 1 remembers it"):
         make(own)
     assert not (own / "ledger.jsonl").exists()
+
+
+def test_a_run_without_a_premise_of_its_guarantee_is_refused_before_its_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One premise of many: tests/privacy/test_premises.py."""
+    monkeypatch.setattr(Slot, "examples", 65)
+    with pytest.raises(PrivacyConfigError, match=r"a premise of the guarantee does not hold: a sum of 65 examples"):
+        run(tmp_path / "run", *OPTIONS, steps=1)
+    assert not (tmp_path / "run" / LINES).exists() and not list(tmp_path.rglob("sampling.key"))

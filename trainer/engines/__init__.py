@@ -65,7 +65,7 @@ def build_engine(
     device: torch.device,
     micro_batch_size: int,
 ) -> Engine:
-    """Wraps a module, whose weights are already set and equal on all ranks; checks that every coordinate has one owner.
+    """Wraps a module, whose weights are already set and equal on all ranks.
 
     A module built with a `sharder` holds its weights in shards already; after a resume they come with the master weights.
     """
@@ -88,5 +88,4 @@ def build_engine(
             from trainer.engines.local import LocalEngine
 
             engine = LocalEngine(module, optimizer, machine, device)
-    engine.layout.check(engine.shapes)
     return engine

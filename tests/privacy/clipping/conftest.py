@@ -12,6 +12,7 @@ ONCE = (
     "test_contract_4_neighbours_of_products_that_are_added_up_as_on_cuda",
     "test_contract_4_tokens_that_cancel_do_not_carry_partial_sums_away",
     "test_contract_4_norms_neither_underflow_nor_overflow",
+    "test_a_pair_that_is_printed_can_be_typed_again",
     "test_contract_4_one_example_does_not_change_how_others_round",
     "test_contract_4_products_of_one_row_are_not_added_up_token_by_token",
     "test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit",

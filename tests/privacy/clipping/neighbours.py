@@ -10,7 +10,11 @@ no example contributes more than C, which exact arithmetic on the same weights s
 those of the worst lanes again and again. test_rounding.py looks for norms that read low, too.
 
 Sums lie on a grid whose step h follows C, so a coordinate may move by h more than its lane says: one rounding changes with
-x. Where rows close up, every micro-batch behind x may round anew. Whole vectors have no such allowance: h is part of the slack.
+x. Where rows close up, every micro-batch behind x may round anew. What h may be follows from C, sqrt(d) h <= 2^-13 C, and a finer
+step of the code's allows less, never more. Whole vectors have no such allowance: h is part of the slack.
+
+`several` has models of several parameters, of one number to thousands and of one layer to hundreds: what takes the norm, or the
+number of coordinates, of one of them for that of all is seen there alone. It is judged by C and by nothing else.
 
 Both run on any device and use `ClippedSum` as its users do; the weights are read by a clipping function that keeps them.
 """
@@ -18,11 +22,11 @@ Both run on any device and use `ClippedSum` as its users do; the weights are rea
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -32,11 +36,12 @@ from torch import Tensor, nn
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum, accumulators, contributions
 from privacy.clipping.accumulators import MOST_CANCELLED, real
+from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.functions import FUNCTIONS, ClippingFunction
 from privacy.step.engine import even_layout
 from privacy.step.sharded_sums import ShardedSums
 
-MODES = ("bookkeeping", "two_pass")
+MODES: tuple[Mode, ...] = ("bookkeeping", "two_pass")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LANES = 48
 TOKENS_OF_A_DRAW = (1 << 13,) * 7 + (1 << 16,)
@@ -49,12 +54,14 @@ class Found(NamedTuple):
     Attributes:
         size: by how much its two sums differ, in units of C.
         name: the rule and the precision.
+        numbers: of that pair, as Python reads them, or where it is drawn again.
     """
 
     size: float
     pairs: int
     name: tuple[str, str]
     construction: object
+    numbers: str = ""
 
 
 @dataclass(frozen=True)
@@ -314,7 +321,9 @@ def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumul
     gross_NL = weighted.abs().sum(1) * GROSS.get(of.rule, 1)
     bound_L = torch.maximum(weighted.sum(1).abs(), gross_NL / MOST_CANCELLED).amax(0)
     moved = torch.stack([sums[0] - other for other in sums[1:]]).abs()
-    rounded = torch.tensor([[1.0], [turn + 1.0]], dtype=torch.float64) * 2.0**-unit.exponent
+    num_coordinates = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    step = min(2.0**-unit.exponent, 2.0**-13 * bound / math.sqrt(num_coordinates))
+    rounded = torch.tensor([[1.0], [turn + 1.0]], dtype=torch.float64) * step
     sizes = torch.where(moved > rounded, (moved - rounded) / bound_L, 0)
     if of.bound is None:
         return sizes
@@ -348,7 +357,7 @@ def sums(
             changed copies of it.
     """
     rng = random.Random(seed)
-    for rule in itertools.cycle(RULES):
+    for number, rule in enumerate(itertools.cycle(RULES)):
         of = draw(rng, rule)
         if rounds > 1:
             of = replace(of, function="flat", bound=None)
@@ -356,7 +365,12 @@ def sums(
         for turn in range(rounds):
             sizes = sizes_of(of, values, device, accumulator)
             num_pairs -= sizes.numel()
-            yield Found(float(sizes.nan_to_num(torch.inf).max()), sizes.numel(), (of.rule, of.dtype), of)
+            worst = float(sizes.nan_to_num(torch.inf).max())
+            lane = int(sizes.nan_to_num(torch.inf).amax(0).argmax())
+            numbers = f"construction {number}, round {turn} of the search {seed!r}"
+            if lane < LANES:
+                numbers = f"{in_runs(values[:, :, lane])} in a lane of {numbers}"
+            yield Found(worst, sizes.numel(), (of.rule, of.dtype), of, numbers)
             if num_pairs <= 0:
                 return
             if turn == rounds - 1:
@@ -370,9 +384,164 @@ def sums(
             values = of.stored(values)
 
 
+def in_runs(values_NT: Tensor, most: int = 4000) -> str:
+    """Returns the values as an expression of Python, equal rows together; nothing where that is too long to be typed."""
+    runs = [(row, len(list(rows))) for row, rows in itertools.groupby(values_NT.tolist())]
+    text = " + ".join(f"{count} * [{row}]" for row, count in runs)
+    return text if len(text) <= most else "numbers"
+
+
 def climb(*of: Any, **how: Any) -> Iterator[Found]:
     """As `sums`, and twelve rounds of hill climbing from each construction."""
     return sums(*of, **how, rounds=12)
+
+
+# Models of several parameters
+
+
+class Pair(NamedTuple):
+    """Two neighbours whose gradients are one number in all of a layer; `size_of` of what is printed gives the same again.
+
+    Attributes:
+        layers: (kind, width, how many), of which the values of an example have one number each.
+        values: those of each example.
+        x: the number of the example that is there in one of the two.
+        bound: C.
+        cap: what the sum is told; None tells nothing.
+        micro_batch: examples of one.
+    """
+
+    layers: tuple[tuple[str, int, int], ...]
+    values: tuple[tuple[float, ...], ...]
+    x: int
+    bound: float
+    cap: int | None = None
+    micro_batch: int = 64
+    dtype: str = "fp32"
+    mode: Mode = "bookkeeping"
+    function: str = "flat"
+
+
+class Adds(nn.Module):
+    """Every trained number of a layer receives the value v_i of an example."""
+
+    MAKE: ClassVar[dict[str, Callable[[int], nn.Module]]] = {
+        "raw": Raw,
+        "bias": lambda width: nn.Linear(1, width),
+        "column": lambda width: nn.Linear(1, width, bias=False),
+        "square": lambda width: nn.Linear(width, width, bias=False),
+        "embedding": lambda width: nn.Embedding(1, width),
+        "norm": nn.LayerNorm,
+    }
+
+    def __init__(self, kind: str, width: int) -> None:
+        super().__init__()
+        self.kind, self.width, self.layer = kind, width, self.MAKE[kind](width)
+        if kind in ("bias", "norm"):
+            self.layer.weight.requires_grad_(False)
+
+    def forward(self, v_B: Tensor) -> Tensor:
+        if self.kind == "embedding":
+            output = self.layer(torch.zeros(len(v_B), 1, dtype=torch.long, device=v_B.device))
+        else:
+            width = {"bias": 1, "column": 1}.get(self.kind, self.width)
+            output = self.layer(v_B.new_ones(len(v_B), 1, width))
+        return (output * v_B[:, None, None]).float().sum((1, 2))
+
+
+class Beside(nn.Module):
+    """The sum of its layers."""
+
+    def __init__(self, layers: Sequence[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Adds(kind, width) for kind, width, count in layers for _ in range(count))
+        self.counts = [count for _, _, count in layers]
+
+    def forward(self, v: Tensor) -> Tensor:
+        columns = [column for column, count in zip(v.unbind(1), self.counts, strict=True) for _ in range(count)]
+        return torch.stack([part(column) for part, column in zip(self.parts, columns, strict=True)]).sum(0)
+
+
+def numbers_of(layers: Sequence[tuple[str, int, int]]) -> list[int]:
+    """Returns how many numbers each entry trains."""
+    return [count * (width * width if kind == "square" else width) for kind, width, count in layers]
+
+
+def clipped_for(of: Pair, device: torch.device) -> tuple[nn.Module, ClippedSum]:
+    """Returns the pair's model and its sum."""
+    model = Beside(of.layers).to(device, DTYPES[of.dtype])
+    function = FUNCTIONS[of.function]
+    return model, ClippedSum(model, of.bound, mode=of.mode, function=function, cap=of.cap, self_check=False)
+
+
+def size_of(of: Pair, device: torch.device) -> float:
+    """Returns |S - S'| / C over all parameters."""
+    model, clipped = clipped_for(of, device)
+    values, sums = torch.tensor(of.values, device=device).to(DTYPES[of.dtype]), []
+    for is_out in (False, True):
+        clipped.zero_()
+        is_padding = (torch.arange(len(values), device=device) == of.x) & is_out
+        for v, padding in zip(values.split(of.micro_batch), is_padding.split(of.micro_batch), strict=True):
+            clipped.add_micro_batch(model, {"v": v}, padding)
+        sums.append(torch.cat([total.double().flatten().cpu() for _, total in clipped.sums()]))
+    clipped.detach()
+    return float((sums[0] - sums[1]).norm()) / of.bound
+
+
+HUGE_CAP = 1 << 29
+"""With so many examples a sum has the coarsest step that its bound allows."""
+
+
+def draw_pair(rng: random.Random, device: torch.device, *, is_deep: bool = False) -> Pair:
+    """Layers of any sizes; gradients from far below to far above C, in which any layer may hold most; or rounding edges.
+
+    Args:
+        is_deep: of hundreds of small parameters, as the biases of a deep model are.
+    """
+    kinds = ("raw", "bias", "column", "square", "embedding", "norm")
+    layers = tuple((rng.choice(kinds), rng.choice([1, 2, 3, 8, 40]), 1) for _ in range(rng.randint(2, 5)))
+    if is_deep:
+        layers = ((rng.choice(("bias", "column")), 4, rng.randint(200, 250)), ("bias", 3, 1))
+    bound = rng.choice([1.0, 0.75, 2.0**-7, 3.7, 1e-3, 100.0])
+    if is_deep or rng.random() < 0.3:
+        return at_an_edge(Pair(layers, (), 1, rng.choice([1.0, 2.0**-7, 64.0]), HUGE_CAP), device)
+    count, dtype = rng.randint(2, 8), rng.choice(["fp32", "fp32", "bf16"])
+
+    def row() -> tuple[float, ...]:
+        whole = bound * 10 ** rng.uniform(-2, 2)
+        shares = [10 ** rng.uniform(-4, 0) for _ in layers]
+        drawn = [
+            rng.choice((-1, 1)) * whole * s / math.sqrt(n) for s, n in zip(shares, numbers_of(layers), strict=True)
+        ]
+        return tuple(torch.tensor(drawn).to(DTYPES[dtype]).tolist())
+
+    values, x = tuple(row() for _ in range(count)), rng.randrange(count)
+    cap, micro_batch = rng.choice([None, count, HUGE_CAP]), rng.choice([1, 3, 64])
+    function = rng.choice(["flat", "flat", "flat", "per_layer", "grouped", "automatic"])
+    return Pair(layers, values, x, bound, cap, micro_batch, dtype, rng.choice(MODES), function)
+
+
+def at_an_edge(of: Pair, device: torch.device) -> Pair:
+    """Returns the pair in which an example leaves all numbers just below a half, and x takes them over it.
+
+    The step is that of the code, since whoever attacks knows it; C, in the same binade, is a little longer than x.
+    """
+    _, clipped = clipped_for(of, device)
+    clipped.detach()
+    assert clipped.exponent is not None
+    step, d = 2.0**-clipped.exponent, sum(numbers_of(of.layers))
+    whole = math.ceil(of.bound / (math.sqrt(d) * step))
+    rows = ((0.5 - 2.0**-7) * step, (whole + 2.0**-6) * step)
+    values = tuple((value,) * len(of.layers) for value in rows)
+    return of._replace(values=values, bound=rows[1] * math.sqrt(d) * (1 + 2.0**-13))
+
+
+def several(device: torch.device, seed: str, num_pairs: int) -> Iterator[Found]:
+    """So many pairs, drawn at random; one in fifty is of a deep model, which takes a second."""
+    rng = random.Random(seed)
+    for number in range(num_pairs):
+        of = draw_pair(rng, device, is_deep=number % 50 == 49)
+        yield Found(size_of(of, device), 1, (of.function, of.dtype), of, f"size_of({of!r}, CPU)")
 
 
 # Products as CUDA's kernels add them up, for machines without one

@@ -72,12 +72,12 @@ def adversarial_pairs(count: int) -> Iterator[dict[str, Tensor]]:
 def test_contract_4_adversarial_pairs(dtype: torch.dtype, count: int) -> None:
     model = tiny_captioner().to(dtype)
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in pairs(3).items()}
-    worst, moved = 0.0, 0
-    for example in adversarial_pairs(count):
+    moved = 0
+    for number, example in enumerate(adversarial_pairs(count)):
         example = {k: v.to(dtype) if v.is_floating_point() else v for k, v in example.items()}
         size = change(model, inputs, example)
-        worst, moved = max(worst, size), moved + (size > 0)
-    assert worst <= 1 + SENSITIVITY_SLACK
+        moved += size > 0
+        assert size <= 1 + SENSITIVITY_SLACK, f"pair {number}, {dtype}: {size} C"
     assert moved >= count / 2  # most of them do contribute: the test is no test of zeros
 
 

@@ -5,10 +5,13 @@ import errno
 import itertools
 import json
 import os
+import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +20,7 @@ from privacy import verify
 from privacy.errors import BudgetSpent, ConfigError, PrivacyConfigError, PrivacyStateRefused
 from privacy.loop import PrivateLoop
 from privacy.loop.reading import ItemNotRead
+from privacy.noise import SystemNoise
 from tests.privacy.loop.own import N, Rows, clipped_mean, ledger_of, make, members_of, net, quick, rows, weights
 
 
@@ -231,6 +235,48 @@ def test_a_folder_serves_one_loop_at_a_time_and_one_claim(tmp_path: Path, monkey
         with pytest.raises(PrivacyStateRefused):
             make(tmp_path / "run")
     assert ledger_of(tmp_path / "run").num_charged == 1
+
+
+def test_contract_1_and_7_two_copies_of_a_folder_that_both_go_on_share_no_coin_and_no_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step by step beside each other, with the same seeds before each start and each step."""
+    draws, drawn = list[bytes](), SystemNoise.rounded_normal
+
+    def noted(source: SystemNoise, deviation: float, count: int, device: torch.device) -> torch.Tensor:
+        noise = drawn(source, deviation, count, device)
+        draws.append(noise.numpy().tobytes())
+        return noise
+
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002  (what an old library draws from)
+        torch.manual_seed(0)
+
+    monkeypatch.setattr(SystemNoise, "rounded_normal", noted)
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    with quick():
+        with make(tmp_path / "run") as loop:
+            next(iter(loop))
+        charged = ledger_of(tmp_path / "run").num_charged
+        copies, loops = [tmp_path / name for name in ("left", "right")], list[PrivateLoop]()
+        for folder in copies:
+            shutil.copytree(tmp_path / "run", folder)
+            seed()
+            loops.append(make(folder))
+        steps = [iter(loop) for loop in loops]
+        for _ in range(6 - charged):
+            for step in steps:
+                seed()
+                next(step)
+        members: list[list[np.ndarray]] = []
+        for folder, loop in zip(copies, loops, strict=True):
+            nonce = bytes.fromhex(ledger_of(folder).nonces[-1])
+            members.append([members_of(loop, step, nonce) for step in range(charged + 1, 7)])
+            loop.close()
+    assert charged == 1 and len(draws) == 4 * (1 + 2 * 5)  # of each parameter in each step
+    assert len({*draws}) == len(draws)
+    assert not any(np.array_equal(left, right) for left, right in zip(*members, strict=True))
 
 
 def test_two_loops_on_one_model_are_told_apart(tmp_path: Path) -> None:

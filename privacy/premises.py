@@ -1,0 +1,184 @@
+"""The premises of the proof, recomputed from the objects of a run before anything is charged.
+
+Theorem. T releases of a run cost at most what its `ReleaseGroup` says: T Poisson-subsampled
+Gaussians of rate q, cap K and noise multiplier s, if these premises hold.
+
+* One example moves a sum by at most C (1 + r) (privacy/clipping/accumulators.py): C is finite; an
+  fp32 sum of n examples rounds by n^2 u C <= r C / 4, with products that are those of fp32; d
+  coordinates round to steps h with sqrt(d) h <= 2^-13 C; and no sum leaves its layout or 62 bits,
+  whatever rank adds it. (Certified arithmetic has r = 0: nothing rounds beside its integers.)
+* Each coordinate of a sum gets noise once (contract 7): owners cover each coordinate exactly once,
+  all ranks mean the same step, and the deviation is at most the 2^50 steps that are drawn exactly
+  (privacy/rounded_normal.py).
+* The noise is what is charged: the releases of a step, as they are drawn, are together one Gaussian
+  of noise multiplier sigma (Dong, Roth and Su 2019, corollary 3.3), so that the deviation of a sum
+  is at least sigma C; and s (1 + r) <= sigma.
+* The sample is what is charged (privacy/sampling): q is no less than the rate of the coins, K is
+  the cap of the sampler, and so many members have rows (rows.py). Sums are divided by the public
+  B = q n.
+
+Two premises are asked for in every step, too, since adaptive clipping moves C and with it the step:
+`ClippedSum.releases` asks for a finite C and a deviation that can be drawn, `reduce_to_owners` for
+equal steps. How a head's sums round in double precision is asked for by its plan, which limits the
+number of examples (`evaluation.private_head.rows.rounding`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .accounting.accountants import ReleaseGroup
+from .clipping.accumulators import LARGEST_INT64, LARGEST_SPLIT, Slot, Unit
+from .clipping.precision import require_exact_products, wide_dtype
+from .errors import PrivacyConfigError
+from .releases import SENSITIVITY_SLACK, Release
+from .rounded_normal import MOST_DEVIATION, deviation_in_units
+from .sampling.poisson import PoissonSampler
+from .step import collectives
+from .step.batches import most_micro_batches
+
+if TYPE_CHECKING:
+    from .clipping import ClippedSum
+    from .plan import PrivacyPlan
+    from .step.engine import Engine
+
+ROUNDED_TWICE = 1 + Fraction(1, 2**50)
+"""What a product or quotient of doubles may be off by."""
+ROUNDED_OFTEN = 1 + Fraction(1, 2**40)
+"""The same of noise that several releases share, which takes roots and sums."""
+
+
+class NoisedSum(NamedTuple):
+    """A sum that gets noise and is released.
+
+    Attributes:
+        release: as the ledger's intent states it.
+        num_coordinates: of which each gets noise of its own.
+        unit: the step of sum and noise.
+        num_rows: the most rows that are added up, on all ranks together.
+    """
+
+    release: Release
+    num_coordinates: int
+    unit: Unit
+    num_rows: int
+
+
+def require(premises: Mapping[str, bool]) -> None:
+    """Refuses the start if a premise does not hold.
+
+    Raises:
+        PrivacyConfigError: names the first of them.
+    """
+    for premise, holds in premises.items():
+        if not holds:
+            raise PrivacyConfigError(
+                f"a premise of the guarantee does not hold: {premise}; the run is not started, and nothing is "
+                "charged: report this line as a defect, with the recipe or the program"
+            )
+
+
+def require_premises(
+    plan: PrivacyPlan, clipped: ClippedSum, engine: Engine, micro_batch_size: int, nodes: Sequence[int] = ()
+) -> None:
+    """Requires the premises of a run; of one that claims nothing those of its owners alone. Collective.
+
+    Args:
+        clipped: on the engine's module.
+        micro_batch_size, nodes: of `LogicalBatches`.
+
+    Raises:
+        PrivacyConfigError: on all ranks, in one line that names the first premise that does not hold.
+    """
+    ranks = collectives.refuse_together(lambda: _of_this_rank(plan, clipped, engine))
+    require({"all ranks have the same step 2^-f, C and owners": len({shared for shared, _ in ranks}) == 1})
+    if not plan.formal_guarantee:
+        return
+    sampler, charged, divisor = plan.sampler, plan.release_group(1), plan.expected_batch_size
+    assert isinstance(sampler, PoissonSampler) and clipped.exponent is not None  # there is a guarantee
+    most = sampler.num_examples if sampler.cap is None else sampler.cap
+    num_micro_batches = most_micro_batches(sampler, len(ranks), micro_batch_size, nodes, divisor)
+    expected = -(-sampler.threshold * sampler.num_examples >> 64)
+    require(
+        {
+            "the cap that is charged is the sampler's": charged.cap == sampler.cap,
+            "the number of examples that is charged is the sampler's": charged.num_examples == sampler.num_examples,
+            f"{most} members of a step have rows": num_micro_batches * micro_batch_size * len(ranks) >= most,
+            "q is rounded up": Fraction(charged.sample_rate) * 2**64 >= sampler.threshold,
+            f"sums are divided by B = q n = {expected}, and not by {divisor}": divisor == expected,
+        }
+    )
+    num_rows, unit = sum(rows for _, rows in ranks), clipped.accumulator.unit
+    if unit is None:  # certified: padding adds nothing, and an entry is at most C
+        largest = math.floor(Fraction(clipped.sensitivity) * Fraction(2) ** clipped.exponent)
+        num_rows, unit = most, Unit(clipped.exponent, largest)
+    first, *others = clipped.releases(plan.noise_multiplier)
+    sums = [NoisedSum(first, sum(map(engine.layout.count, range(len(ranks)))), unit, num_rows)]
+    if clipped.count_unit is not None:
+        sums += [NoisedSum(release, 1, clipped.count_unit, most) for release in others]
+    slack = 0.0 if clipped.mode == "certified" else SENSITIVITY_SLACK
+    require_noised(sums, charged, plan.noise_multiplier, slack)
+
+
+def _of_this_rank(plan: PrivacyPlan, clipped: ClippedSum, engine: Engine) -> tuple[tuple[object, ...], int]:
+    """Returns what all ranks must have alike, and the rows that this one may add."""
+    engine.layout.check(engine.shapes)
+    require({"the parameters that are summed are those that get noise": clipped.accumulator.shapes == engine.shapes})
+    grid, unit, n = clipped.grid, clipped.accumulator.unit, Slot.examples
+    if unit is not None and plan.formal_guarantee:
+        dtype = wide_dtype(engine.compute_dtype)
+        require_exact_products(engine.device, dtype, engine.shapes.values())
+        assert grid.rows is not None, "a grid has room for a number of rows"
+        rounding, is_split = n * n * torch.finfo(dtype).eps / 2, grid.layout == "int32+int16"
+        fits = not is_split or grid.rows * unit.largest <= LARGEST_SPLIT
+        require(
+            {
+                f"a sum of {n} examples in {dtype} rounds by at most r C / 4": rounding <= SENSITIVITY_SLACK / 4,
+                f"a sum of {grid.rows:,} rows of at most {unit.largest:,} steps fits into 6 bytes": fits,
+            }
+        )
+    owners = hashlib.sha256(repr(engine.layout.pieces).encode()).digest()
+    return (clipped.exponent, clipped.sensitivity, owners), grid.rows or 0
+
+
+def require_noised(
+    sums: Sequence[NoisedSum], charged: ReleaseGroup, noise_multiplier: float, sensitivity_slack: float
+) -> None:
+    """Requires of all sums that a step releases that their noise covers them, and is what is charged.
+
+    Args:
+        charged: what the accountant gets.
+        noise_multiplier: sigma, of all of them together.
+        sensitivity_slack: r of their arithmetic; 0 where nothing is rounded.
+
+    Raises:
+        PrivacyConfigError: names the premise.
+    """
+    joint, sigma, r = Fraction(0), Fraction(noise_multiplier), Fraction(sensitivity_slack)
+    for release, d, unit, num_rows in sums:
+        name, bound = release["name"], release["sensitivity"]
+        require({f"C of the {name} is a finite number above 0": 0 < bound < math.inf})
+        deviation = deviation_in_units(release["std"], unit.exponent)
+        require({f"noise of the {name} is at most 2^50 steps": 0 < deviation <= MOST_DEVIATION})
+        steps = Fraction(bound) * Fraction(2) ** unit.exponent  # C / h
+        is_fine, has_room = d * 4**13 <= steps**2, num_rows * unit.largest < LARGEST_INT64
+        require(
+            {
+                f"{d:,} numbers of the {name} round by at most 2^-13 C together": r == 0 or is_fine,
+                f"a sum of {num_rows:,} rows of the {name} stays below 2^62 steps": has_room,
+            }
+        )
+        joint += (steps / Fraction(deviation)) ** 2
+    off, paid = 1 if len(sums) == 1 else ROUNDED_OFTEN, Fraction(charged.noise_multiplier) * (1 + r)
+    require(
+        {
+            f"noise of all releases is worth sigma = {noise_multiplier:g}": joint * sigma**2 <= off,
+            f"sigma / (1 + {sensitivity_slack:g}) is what is charged": paid <= sigma * ROUNDED_TWICE,
+        }
+    )
