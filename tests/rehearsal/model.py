@@ -73,10 +73,8 @@ RUNS = (
     Trained("dpcap_large ZeRO-3, 4 patches", DPCAP, "zero3", 2, SMALL_DPCAP),
     Trained("vip_large fp32, 16 patches", VIP, "zero1", 1, SMALL_VIP, is_exported=True),
     Trained("dpcap_large bf16, 1 patch", DPCAP, "zero1_bf16", 1, ONE_PATCH),
-    Trained("dpcap_large fp32", DPCAP, "zero1", 1, AT_RANDOM, is_exported=True),
-    Trained("vip_large fp32", VIP, "zero1", 1, AT_RANDOM, is_exported=True),
 )
-"""Small pictures first: all parameters are there, and so are their states, sums and files, but a step has few products."""
+"""Small pictures: all parameters are there, and so are their states, sums and files, but a step has few products."""
 
 
 def rehearse(part: Part, runs: tuple[Trained, ...] = RUNS) -> None:
