@@ -24,7 +24,7 @@ from scipy import stats
 from ..clipping.functions import FUNCTIONS, RAMP
 from ..plan import PrivacyPlan
 from ..run.run import Run
-from .canary_model import KEY_BITS, Canaries
+from .canary_model import BOUNDS, KEY_BITS, Canaries
 from .report import AuditReport, Check, fact, random_check
 from .second_sampler import Attempt, SecondSampler
 
@@ -47,6 +47,8 @@ class Judge:
         tapes: of each rank its attempts and fsyncs (sandbox.py).
         micro_batches: of each session.
         ranks_A: of each attempt what each rank noted; `first_A` what rank 0 did.
+        sigma: the noise multiplier of the gradient, as the audited run states it and never as the sandbox used it.
+        bounds_A: the C that the audited run states, times what an adaptive sandbox makes of it.
         steps_A: the step h of sums and noise, as the opening of the ledger states it and C moves it.
         whole_AD: what the optimizer got, times the public batch size, in steps; `sums_AD` is that times h.
         included_AN: chosen by the sampler and in the data, which `present_N` says.
@@ -68,7 +70,11 @@ class Judge:
         self.ranks_A = list(zip(*(attempts for attempts, _ in tapes), strict=True))
         self.first_A = [ranks[0] for ranks in self.ranks_A]
         self.records, self.silent = self.folder.ledger.read_bytes(), sum(noted["silent"] for noted in self.first_A)
-        self.bounds_A = np.array([noted["bound"] for noted in self.first_A])
+        adaptive, self.sigma = audited.adaptive_clipping, audited.noise_multiplier
+        self.bounds_A = np.full(len(self.ranks_A), audited.max_grad_norm)
+        if adaptive is not None:
+            self.sigma = adaptive.gradient_noise_multiplier(self.sigma)
+            self.bounds_A *= np.resize(BOUNDS, len(self.ranks_A))
         first, exponent = np.frexp(self.plan.max_grad_norm)[1], run.ledger.opened["sum_exponent"]
         self.steps_A = np.ldexp(1.0, np.frexp(self.bounds_A)[1] - first - exponent)
         self.handed_AD = self.beside("handed")
@@ -125,10 +131,17 @@ class Judge:
             return AuditReport("mechanism", [fact("weights", False, sentence)])
         # The step rule is w -= released sum / public batch size. Weights are stored in fp32, which limits what differences show.
         apart_AD = np.abs(before_AD - after_AD - self.sums_AD / self.plan.expected_batch_size)
-        resolution_A = np.maximum(np.abs(before_AD), np.abs(after_AD)).max(axis=1) * 2.0**-23 + 1e-300
-        off = float((apart_AD.max(axis=1) / resolution_A).max())
+        resolution_AD = np.maximum(np.abs(before_AD), np.abs(after_AD)) * 2.0**-23 + 1e-300
+        off = float((apart_AD / resolution_AD).max())
         follow = f"the weights move by what the optimizer got, which is off by at most {off:.2g} roundings of a weight"
-        checks = [_at_most("weights_follow", off, 4, follow), *self.clipping(), *self.dealt()]
+        # From one step to the next nothing moves them, and a retry begins where the step began before.
+        moved, before_step = 0, {1: np.zeros(self.size)}
+        for noted, before_D, after_D in zip(self.first_A, before_AD, after_AD, strict=True):
+            moved += not np.array_equal(before_step.get(noted["step"]), before_D)
+            before_step |= {noted["step"]: before_D, noted["step"] + 1: after_D}
+        rest = f"{moved} attempts began with other weights than the step before them had left"
+        checks = [_at_most("weights_follow", off, 4, follow), _at_most("weights_rest", moved, 0, rest)]
+        checks += [*self.clipping(), *self.dealt()]
         checks += [*self.noise(), *self.charges()]
         checks += self.counts() if self.audited.adaptive_clipping is not None else []
         return AuditReport("mechanism", checks, facts)
@@ -169,6 +182,7 @@ class Judge:
         second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap)
         lines = [json.loads(line) for line in self.records.splitlines()]
         nonces = [bytes.fromhex(line["nonce"]) for line in lines if line["type"] == "session"]
+        repeated = f"{len(nonces) - len(set(nonces))} of {len(nonces)} starts had the nonce of an earlier one, and so its coins"
         others, other_keys, before = [], 0, Counter[int]()
         # Attempts are counted by what the sandbox did, and not by what its ledger says.
         for ranks in self.ranks_A:
@@ -183,13 +197,15 @@ class Judge:
         where = f" (first at step {others[0]})" if others else ""
         members = f"{len(others)} times others reached a rank than a second sampler says, or in another order{where}"
         keys = f"{other_keys} examples came with another key than that of their identity, step and attempt"
-        return [_at_most("dealt_members", len(others), 0, members), _at_most("example_keys", other_keys, 0, keys)]
+        return [
+            _at_most("dealt_members", len(others), 0, members),
+            _at_most("example_keys", other_keys, 0, keys),
+            _at_most("nonces_are_new", len(nonces) - len(set(nonces)), 0, repeated),
+        ]
 
     def noise(self) -> list[Check]:
         """Every number that the source gave is in the released sum once, is new, and of the stated Gaussian."""
-        # The noise is judged by what the audited run states, never by what the sandbox says that it used.
-        plan, sigma, adaptive = self.plan, self.audited.noise_multiplier, self.audited.adaptive_clipping
-        sigma = sigma if adaptive is None else adaptive.gradient_noise_multiplier(sigma)
+        plan, sigma = self.plan, self.sigma
         noisy, quiet_D, draws_AD = slice(self.silent, None), self.owner_D == -1, self.beside("draws")
         std_T1, sums_TD = sigma * self.bounds_A[noisy, None], self.sums_AD[noisy]
         z = sums_TD[:, quiet_D] / std_T1
@@ -213,11 +229,12 @@ class Judge:
         steps = f"{int(apart.sum())} coordinates that the optimizer got are no whole steps of the sums, divided by the batch size"
         squares, edges = float((z**2).sum()), np.arange(-5, 5.5, 0.5)
         variance_p = 2 * min(stats.chi2.cdf(squares, z.size), stats.chi2.sf(squares, z.size))
-        beyond_p = [stats.binomtest(int((z > edge).sum()), z.size, stats.norm.sf(edge)).pvalue for edge in edges]
+        beyond, chances = np.array([(z > edge).sum() for edge in edges]), stats.norm.sf(edges)
+        least_p = np.minimum(stats.binom.cdf(beyond, z.size, chances), stats.binom.sf(beyond - 1, z.size, chances)).min()
         tails = "as many values lie beyond -5, -4.5 to 5 deviations as a Gaussian has"
         checks = [
             random_check("noise_variance", min(1.0, variance_p), whole, statistic=ratio),
-            random_check("noise_tails", min(1.0, len(edges) * min(beyond_p)), tails),
+            random_check("noise_tails", min(1.0, len(edges) * 2 * float(least_p)), tails),
             fact("one_draw_per_coordinate", asked_well, asked, statistic=float(most), threshold=self.size),
             _at_most("whole_steps", int(apart.sum()), 0, steps),
             _at_most("stated_deviation", off, 1e-9, scale),
@@ -232,8 +249,8 @@ class Judge:
         beyond_TD = (
             np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / steps_T1) - loose_TD / steps_T1 - (self.owner_D >= 0)
         )
-        beyond = float(beyond_TD[:, ~is_hostile_D].max())
-        reach = f"on every coordinate sums and the numbers drawn are released, and {max(beyond, 0.0):.2g} steps besides"
+        besides = float(beyond_TD[:, ~is_hostile_D].max())
+        reach = f"on every coordinate sums and the numbers drawn are released, and {max(besides, 0.0):.2g} steps besides"
         # Where there is no gradient the optimizer gets noise alone.
         differing = int((self.whole_AD[noisy][:, quiet_D] != drawn_TD[:, quiet_D]).sum())
         exact = (
@@ -242,7 +259,7 @@ class Judge:
         # The numbers of silent steps did not reach the weights, but they must not come again either.
         # Of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are equal by
         # chance, but for the sign.
-        duplicates = draws_AD.size - np.unique(np.abs(draws_AD)).size
+        duplicates = int((np.diff(np.sort(np.abs(draws_AD), axis=None)) == 0).sum())
         spacing = float((self.steps_A / (sigma * self.bounds_A)).max())
         chance = draws_AD.size**2 * spacing / (2 * math.sqrt(math.pi))
         most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
@@ -259,7 +276,7 @@ class Judge:
         return [
             *checks,
             _at_most("added_exactly", differing, 0, exact),
-            _at_most("draws_reach_the_weights", beyond, 0, reach),
+            _at_most("draws_reach_the_weights", besides, 0, reach),
             _at_most("draws_are_new", duplicates, most_by_chance, equal),
             _at_most("more_than_single_precision", disguised, 2 * by_chance + 1e-3, single),
         ]
@@ -275,22 +292,27 @@ class Judge:
         # A file that is gone may have had this inode. What is appended to only grows, so it begins after sizes fell.
         falls = (number for number, (one, other) in enumerate(itertools.pairwise(in_ledger), 1) if other[1] < one[1])
         in_ledger = in_ledger[max(falls, default=0) :]
-        ends: defaultdict[int, list[int]] = defaultdict(list)  # of the intents of a step, in order
+        intents: defaultdict[int, list[tuple[dict[str, Any], int]]] = defaultdict(list)  # and their ends, by step
         lines = self.records.splitlines(keepends=True)
         for line, end in zip(map(json.loads, lines), itertools.accumulate(map(len, lines)), strict=True):
             if line["type"] == "intent":
-                ends[line["step"]].append(end)
+                intents[line["step"]].append((line, end))
         made = Counter(noted["step"] for noted in self.first_A)
-        charged = Counter({step: len(of_step) for step, of_step in ends.items()})
+        charged = Counter({step: len(of_step) for step, of_step in intents.items()})
         missing, differing = (made - charged).total(), (charged - made).total()
-        counted = (
-            f"{missing} attempts were made without a charge, and {differing} charges are of no attempt that was made"
-        )
         released_A = [min(noted["released_at"] for noted in ranks) for ranks in self.ranks_A]
-        late = 0
-        for noted, released in zip(self.first_A, released_A, strict=True):
-            needed: float = ends[noted["step"]].pop(0) if ends[noted["step"]] else math.inf  # never charged
+        late, misstated, before = 0, 0, Counter[int]()
+        for noted, released, bound in zip(self.first_A, released_A, self.bounds_A.tolist(), strict=True):
+            step, needed = noted["step"], math.inf  # of an attempt that was never charged
+            if intents[step]:
+                line, needed = intents[step].pop(0)
+                misstated += line["attempt"] != before[step] or not self._states_the_plan(line["releases"], bound)
+            before[step] += 1
             late += not any(at < released for at, size in in_ledger if size >= needed)
+        counted = (
+            f"{missing} attempts were made without a charge, {differing} charges are of no attempt that was made, and "
+            f"{misstated} state another attempt, noise or C than the plan"
+        )
         order = (
             f"in {late} attempts noise was drawn, or a sum left a process, before an fsync of the intent had returned"
         )
@@ -305,11 +327,17 @@ class Judge:
             f"every draw of noise took at least {least} bytes from the entropy of the operating system, 16 are needed"
         )
         return [
-            _at_most("charged_attempts", missing + differing, 0, counted),
+            _at_most("charged_attempts", missing + differing + misstated, 0, counted),
             _at_most("charge_before_release", late, 0, order),
             fact("ledger_name_durable", named, name),
             fact("fresh_entropy", least >= 16, entropy, statistic=least, threshold=16),
         ]
+
+    def _states_the_plan(self, releases: list[dict[str, Any]], bound: float) -> bool:
+        """Whether an intent lists the gradient with the plan's noise, and no release beyond those of the plan."""
+        gradient, expected = releases[0], {"std": self.sigma * bound, "sensitivity": bound}
+        is_stated = all(math.isclose(gradient[name], value, rel_tol=1e-9) for name, value in expected.items())
+        return is_stated and len(releases) == 1 + (self.audited.adaptive_clipping is not None)
 
     def counts(self) -> list[Check]:
         """Released counts are centred, of members alone, and noised once, with the stated deviation; C follows them.
@@ -321,7 +349,7 @@ class Judge:
         assert adaptive is not None
         std, draws, wrong, still = adaptive.unclipped_num_std, [], list[bool](), 0
         for index, (noted, included_N) in enumerate(zip(self.first_A, self.included_AN, strict=True)):
-            (count, drawn, fraction, moved), bound = noted["count"], noted["bound"]
+            (count, drawn, fraction, moved), bound = noted["count"], self.bounds_A[index]
             centred_N = np.clip((1 - self.factors(bound)[1] / bound) / RAMP + 0.5, 0, 1) - 0.5
             # A hostile example counts -1/2, or 0 if it is not finite.
             noise = std * drawn if index >= self.silent else 0.0

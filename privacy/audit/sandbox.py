@@ -57,7 +57,7 @@ from ..step import collectives
 from ..step.batches import Dealt
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
-from .canary_model import EMBEDDING, KEY_BITS, PLACES, Canaries, CanaryModel, made_up, make_canaries
+from .canary_model import BOUNDS, EMBEDDING, KEY_BITS, PLACES, Canaries, CanaryModel, made_up, make_canaries
 from .mechanism import Judge
 from .report import AuditReport
 
@@ -66,8 +66,6 @@ SAMPLE_RATE = 0.25
 """The sandbox samples at a high rate, so that few steps say much; sigma and C are the run's own."""
 LARGE = 1100
 """Rows of the second session's micro-batches: more than a part of a micro-batch has (EXAMPLES_PER_PART)."""
-BOUNDS = (1.0, 4.0, 0.25, 8.0, 0.125)
-"""Where clipping is adaptive C has these values times the first, one step after the other."""
 
 
 class SandboxFailed(RuntimeError):
@@ -313,7 +311,7 @@ class Tape(Watcher):
         self._is_silent = plan.step <= self._num_silent
         if clipped.adaptive is not None:
             clipped.max_grad_norm = run.plan.max_grad_norm * BOUNDS[len(self.attempts) % len(BOUNDS)]
-        used, before = clipped.max_grad_norm, self._weights()
+        before = self._weights()
         with ExitStack() as around:
             watch = partial(self._step, run.parts.engine.step)
             around.enter_context(mock.patch.object(run.parts.engine, "step", watch))
@@ -321,7 +319,7 @@ class Tape(Watcher):
                 around.enter_context(mock.patch.object(run.ledger, "done"))
             record = step(self._batches(batches))
         after = self._weights()
-        self._end(plan, used, before, after, record)
+        self._end(plan, before, after, record)
         self.is_finite = not collectives.on_any(not np.isfinite(after).all())[0]
         if is_killed or not self.is_finite:
             raise _Ended
@@ -331,7 +329,7 @@ class Tape(Watcher):
         # A copy, since an engine may hand out views of what it updates in place.
         return _flat([state.tensors["param"] for state in self.run.parts.engine.state()]).copy()
 
-    def _end(self, plan: Dealt, used: float, before: np.ndarray, after: np.ndarray, record: StepRecord) -> None:
+    def _end(self, plan: Dealt, before: np.ndarray, after: np.ndarray, record: StepRecord) -> None:
         drawn, count = torch.cat([torch.zeros(0, dtype=torch.int64), *self._drawn]).numpy(), None
         published = record.public.get("privacy/noised_unclipped_fraction")
         if published is not None:  # rank 0 noises the count after all else
@@ -346,7 +344,7 @@ class Tape(Watcher):
         # A source that was asked for another number leaves no numbers that could be laid beside the coordinates.
         self.attempts.append(
             {
-                "step": plan.step, "session": self.session, "silent": self._is_silent, "bound": used, "before": before,
+                "step": plan.step, "session": self.session, "silent": self._is_silent, "before": before,
                 "after": after, "draws": drawn if len(drawn) == len(after) else np.zeros(len(after), np.int64),
                 "num_draws": len(drawn), "deviations": self._deviations, "handed": self._handed, "ids": ids,
                 "keys": keys.view(np.uint64), "count": count,
