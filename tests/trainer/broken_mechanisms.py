@@ -1,4 +1,7 @@
-"""Deliberate mistakes, each a small change of the product at a named seam, and the checks of the audit that find each."""
+"""Deliberate mistakes of a mechanism, each a small change of the product at a named seam, and all checks that see each.
+
+What a tape would show of a mistake is changed in test_every_note.py; here is what it shows only if the recording is right.
+"""
 
 import dataclasses
 import os
@@ -15,16 +18,15 @@ from data.reading import loader
 from privacy.clipping import accumulators, functions, norms
 from privacy.clipping.clipped_sum import ClippedSum
 from privacy.clipping.functions import ClippingFunction
-from privacy.ledger import durable, run_state
+from privacy.ledger import run_state
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.loop.engine import OwnEngine
-from privacy.loop.reading import Reader
 from privacy.noise import NoiseSource, SystemNoise, add_noise
 from privacy.rounded_normal import deviation_in_units
 from privacy.run import run
 from privacy.run.ledger import RunLedger
-from privacy.step import adaptive_bound, batches, collectives, reduction
+from privacy.step import adaptive_bound, collectives, reduction
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
 from trainer.run import start
@@ -33,7 +35,12 @@ Seam = tuple[Any, str]
 
 
 class Mistake(NamedTuple):
-    """What is wrong: a source of noise, or what is patched, with functions that get the one that they replace first."""
+    """What is wrong: a source of noise, or what is patched, with functions that get the one that they replace first.
+
+    Attributes:
+        found_by: every check whose claim it breaks, and no other.
+        setting: what the audited plan needs for it.
+    """
 
     source: type | None
     patched: list[tuple[Seam, Callable[..., Any]]]
@@ -43,18 +50,13 @@ class Mistake(NamedTuple):
 
 
 MISTAKES: dict[str, Mistake] = {}
-"""At least one for each check; `make test` plants the quick ones, one or more of every setting."""
+"""`make test` makes the quick ones of a setting in one sandbox, since no two of them have a check in common."""
 
 
 def mistake(
     *found_by: str, at: Seam | None = None, setting: str = "plain", is_quick: bool = False, **also: Any
 ) -> Callable[[Any], Any]:
-    """Adds a function that replaces the one at a seam, or a source of noise.
-
-    Args:
-        setting: what the audited plan needs for it.
-        also: further pairs of seam and function.
-    """
+    """Adds a function that replaces the one at a seam, or a source of noise; `also` are further pairs of seam and function."""
 
     def add(planted: Any) -> Any:
         patched = [(at, planted), *also.values()] if at is not None else []
@@ -66,19 +68,19 @@ def mistake(
 
 
 @contextmanager
-def broken(name: str) -> Iterator[NoiseSource]:
-    """Inside, the sandbox's mechanism has the named mistake; yields the noise source to use. "none" breaks nothing."""
-    planted = MISTAKES.get(name, Mistake(None, [], set(), "", False))
-    assert name == "none" or name in MISTAKES
+def broken(*names: str) -> Iterator[NoiseSource]:
+    """Inside, the sandbox's mechanism has the named mistakes; yields the noise source to use. "none" breaks nothing."""
+    planted = [MISTAKES[name] for name in names if name != "none"]
 
     def replacing(seam: Seam, function: Callable[..., Any]) -> Callable[..., Any]:
         original = getattr(*seam)
         return lambda *arguments, **named: function(original, *arguments, **named)
 
     with ExitStack() as stack:
-        for seam, function in planted.patched:
+        for seam, function in (pair for mistake in planted for pair in mistake.patched):
             stack.enter_context(mock.patch.object(*seam, replacing(seam, function)))
-        yield (planted.source or SystemNoise)()
+        (source,) = [mistake.source for mistake in planted if mistake.source] or [SystemNoise]
+        yield source()
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -88,33 +90,37 @@ def nothing(*_: Any, **__: Any) -> None:
 # Mistakes in the step
 
 
-@mistake("divisor", at=(run, "train_step"))
+@mistake(
+    # All that is released is larger, canaries, crowd and noise, and no whole number of steps over the public batch size.
+    "divisor",
+    "sensitivity",
+    "whole_sums",
+    "whole_steps",
+    "noise_variance",
+    "noise_tails",
+    "added_exactly",
+    "draws_reach_the_weights",
+    at=(run, "train_step"),
+)
 def the_divisor_is_the_realised_batch(step: Any, made: Any, number: int, micro_batches: Any) -> Any:
     kept = list(micro_batches)
     mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
     realised = int(collectives.all_reduce_sum(mine))
-    made.plan = dataclasses.replace(made.plan, expected_batch_size=max(1, realised))
-    return step(made, number, iter(kept))
-
-
-@mistake("draws_reach_the_weights", at=(run, "train_step"))
-def one_layer_gets_no_noise(step: Any, made: Any, number: int, micro_batches: Any) -> Any:
-    take = made.engine.step
-
-    def without(shards: Any, **rates: float) -> None:
-        for shard in shards:
-            if shard.name == "block.matrix.weight":
-                shard.values.zero_()
-        take(shards, **rates)
-
-    with mock.patch.object(made.engine, "step", without):
-        return step(made, number, micro_batches)
+    public, made.plan = made.plan, dataclasses.replace(made.plan, expected_batch_size=max(1, realised))
+    try:
+        return step(made, number, iter(kept))
+    finally:
+        made.plan = public
 
 
 @mistake(
-    "noise_variance", "one_draw_per_coordinate",
-    at=(run, "train_step"), setting="several ranks", owners=((loop, "add_noise"), nothing),
-)  # fmt: skip
+    "noise_variance",
+    "noise_tails",
+    "one_draw_per_coordinate",
+    at=(run, "train_step"),
+    setting="several ranks",
+    owners=((loop, "add_noise"), nothing),
+)
 def every_rank_adds_the_whole_noise(step: Any, made: Any, number: int, micro_batches: Any) -> Any:
     """To its own part of the sum, before the reduction."""
 
@@ -128,18 +134,18 @@ def every_rank_adds_the_whole_noise(step: Any, made: Any, number: int, micro_bat
         return step(made, number, micro_batches)
 
 
-@mistake("added_exactly", at=(loop, "add_noise"), is_quick=True)
+@mistake("noise_variance", "noise_tails", "stated_deviation", at=(loop, "add_noise"), setting="several ranks")
+def noise_is_divided_by_the_number_of_ranks(add: Any, values: Tensor, deviation: float, source: Any) -> None:
+    add(values, deviation / collectives.world_size(), source)
+
+
+@mistake(  # silent steps show that the sum is rounded, noisy ones that sum and noise are
+    "whole_sums", "added_exactly", "draws_reach_the_weights", at=(loop, "add_noise"), is_quick=True
+)
 def sum_and_noise_are_single(add: Any, values: Tensor, deviation: float, source: Any) -> None:
     noise = torch.zeros_like(values)
     add_noise(noise, deviation, source)
     values.copy_(values.float() + noise.float())
-
-
-@mistake("whole_steps", "added_exactly", at=(loop, "real_"))
-def a_double_is_added_to_the_noised_sum(convert: Any, values: Tensor, exponent: int) -> Tensor:
-    """A quarter of a step, of either sign: what noise in double precision leaves behind the last step."""
-    noised: Tensor = convert(values, exponent)
-    return noised.add_(torch.rand_like(noised).sub_(0.5).mul_(2.0 ** (-exponent - 1)))
 
 
 # Mistakes in the clipping
@@ -153,8 +159,9 @@ class _EachOnItsOwn(ClippingFunction):
         return self.bounds[0]
 
 
-def _each_alone(names: list[str], bound: float) -> ClippingFunction:
-    return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
+@mistake("sensitivity", "divisor", "draws_reach_the_weights", at=(functions, "function_of"))
+def each_layer_is_clipped_by_itself(of: Any, option: str) -> Callable[[list[str], float], ClippingFunction]:
+    return lambda names, bound: _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
 
 
 def forgetful(make: Any, sums: Any) -> None:
@@ -164,16 +171,26 @@ def forgetful(make: Any, sums: Any) -> None:
         sums._totals[name].low.add_(sums.__dict__.get("before", {}).pop(name, 0))
 
 
-@mistake(
-    "whole_sums", at=(accumulators.LocalSums, "take"), beginning=((accumulators.LocalSums, "_make"), forgetful)
-)  # fmt: skip
+@mistake(  # who is in two steps running contributes more than C
+    "sensitivity",
+    "divisor",
+    "whole_sums",
+    "draws_reach_the_weights",
+    at=(accumulators.LocalSums, "take"),
+    beginning=((accumulators.LocalSums, "_make"), forgetful),
+)
 def sums_keep_a_64th_of_the_step_before(take: Any, sums: Any, name: str) -> accumulators.Total:
     total: accumulators.Total = take(sums, name)
     sums.__dict__.setdefault("before", {})[name] = total.read(slice(None)) // 64
     return total
 
 
-@mistake("whole_sums", at=(accumulators.LocalSums, "finish"), check=((start, "check_against_autograd"), nothing))
+@mistake(
+    "whole_sums",
+    "draws_reach_the_weights",
+    at=(accumulators.LocalSums, "finish"),
+    check=((start, "check_against_autograd"), nothing),
+)
 def sums_are_single(finish: Any, sums: Any) -> None:
     """Totals hold what fp32 can hold, as gradients of trainers do; planted behind the self-check, which finds it too."""
     for total in sums._totals.values():
@@ -181,12 +198,22 @@ def sums_are_single(finish: Any, sums: Any) -> None:
 
 
 @mistake(
-    "membership", "whole_sums", at=(ClippedSum, "add_micro_batch"),
-    check=((start, "check_against_autograd"), nothing), coarse=((start, "check_at_size"), nothing),
-)  # fmt: skip
+    "membership",
+    "divisor",
+    "whole_sums",
+    "draws_reach_the_weights",
+    at=(ClippedSum, "add_micro_batch"),
+    check=((start, "check_against_autograd"), nothing),
+    coarse=((start, "check_at_size"), nothing),
+)
 def the_last_micro_batch_replaces_the_others(add: Any, sums: Any, *arguments: Any) -> Any:
     sums.zero_()
     return add(sums, *arguments)
+
+
+@mistake("membership", "divisor", "whole_sums", "draws_reach_the_weights", at=(ClippedSum, "add_micro_batch"))
+def rows_beyond_a_part_are_forgotten(add: Any, sums: Any, task: Any, inputs: Any, is_padding_B: Tensor) -> Any:
+    return add(sums, task, {name: x[:1024] for name, x in inputs.items()}, is_padding_B[:1024])
 
 
 def intent_as_planned(intent: Any, ledger: Any, step: int, *, releases: Any) -> None:
@@ -197,7 +224,12 @@ def intent_as_planned(intent: Any, ledger: Any, step: int, *, releases: Any) -> 
 
 
 @mistake(
-    "noise_variance", at=(ClippedSum, "releases"), setting="adaptive", stated=((RunLedger, "intent"), intent_as_planned)
+    "noise_variance",
+    "noise_tails",
+    "stated_deviation",
+    at=(ClippedSum, "releases"),
+    setting="adaptive",
+    stated=((RunLedger, "intent"), intent_as_planned),
 )
 def noise_is_that_of_the_first_bound(releases: Any, sums: Any, noise_multiplier: float) -> Any:
     made = releases(sums, noise_multiplier)
@@ -226,6 +258,11 @@ def the_ragged_tail_is_dropped(stack: Any, examples: Any, make_example: Any, siz
     return stack(kept[:whole], make_example, size, rows[:whole])
 
 
+@mistake("dealt_members", "example_keys", at=(LogicalBatches, "plan"))
+def coins_forget_session_and_attempt(plan: Any, batches: Any, step: int) -> Any:
+    return plan(dataclasses.replace(batches, nonce=bytes(16), attempts={}), step)
+
+
 # Mistakes in the ledger
 
 
@@ -236,9 +273,7 @@ def late(reduce: Any, *arguments: Any) -> Any:
     return shards
 
 
-@mistake(
-    "charge_before_release", at=(loop, "_intend"), is_quick=True, afterwards=((loop, "reduce_to_owners"), late)
-)  # fmt: skip
+@mistake("charge_before_release", at=(loop, "_intend"), is_quick=True, afterwards=((loop, "reduce_to_owners"), late))
 def the_intent_follows_the_reduction(intend: Any, mechanism: Any, step: int, releases: Any) -> float:
     the_intent_follows_the_reduction.waiting = [(intend, mechanism, step, releases)]
     return float(mechanism.learning_rate(step))
@@ -255,56 +290,38 @@ def once(write: Any, ledger: Any, step: int, **said: Any) -> None:
         write(ledger, step, **said)
 
 
-@mistake(
-    "charged_attempts", at=(RunLedger, "intent"),
-    done=((RunLedger, "done"), once), order=((LedgerState, "_check_order"), nothing),
+@mistake(  # of an attempt without an intent none is durable before its noise
+    "charged_attempts",
+    "charge_before_release",
+    at=(RunLedger, "intent"),
+    done=((RunLedger, "done"), once),
+    order=((LedgerState, "_check_order"), nothing),
     record=((run_state, "not_in_ledger"), nothing),
-)  # fmt: skip
+)
 def a_retry_is_not_charged(intent: Any, ledger: Any, step: int, **said: Any) -> None:
     """Neither intent nor `done` of a retry is written, and nothing looks at orders and at attempts, which would refuse that."""
     once(intent, ledger, step, **said)
 
 
-@mistake("count_sensitivity", at=(norms, "unclipped"), setting="adaptive", is_quick=True)
+# Mistakes in the count of an adaptive C
+
+
+@mistake(  # a noisy attempt, too, has another count than the members' with the number drawn
+    "count_sensitivity", "count_draws", at=(norms, "unclipped"), setting="adaptive", is_quick=True
+)
 def the_count_is_not_centred(unclipped: Any, norm_B: Tensor, bound: float) -> Any:
     return unclipped(norm_B, bound) + 0.5
 
 
-# Mistakes of one line
-
-
-PLAIN, LOOP, ADAPTIVE, RANKS = "plain", "loop", "adaptive", "several ranks"
-for name, found, setting, at, planted in [
-    ("each_layer_is_clipped_by_itself", "sensitivity", PLAIN, (functions, "function_of"), lambda of, option: _each_alone),
-    ("rows_beyond_a_part_are_forgotten", "membership whole_sums", PLAIN, (ClippedSum, "add_micro_batch"),
-     lambda add, sums, task, inputs, is_padding_B: add(
-         sums, task, {name: x[:1024] for name, x in inputs.items()}, is_padding_B[:1024])),
-    ("noise_is_divided_by_the_number_of_ranks", "noise_variance stated_deviation", RANKS, (loop, "add_noise"),
-     lambda add, values, deviation, source: add(values, deviation / collectives.world_size(), source)),
-    ("a_retry_has_the_same_members", "dealt_members", PLAIN, (LogicalBatches, "plan"),  # coins forget session and attempt
-     lambda plan, run, step: plan(dataclasses.replace(run, nonce=bytes(16), attempts={}), step)),
-    ("keys_are_those_of_rows", "example_keys", PLAIN, (batches, "example_keys"),
-     lambda keys, key, step, ids: keys(key, step, np.arange(len(ids)))),
-    ("an_item_is_lost", "dealt_members", LOOP, (Reader, "__getitem__"), lambda read, reader, ids: read(reader, ids[:-1])),
-    ("items_are_read_with_one_key", "example_keys", LOOP, (Reader, "item"),
-     lambda item, reader, index, key: item(reader, index, 7)),
-    ("no_name_is_synced", "ledger_name_durable", PLAIN, (durable, "fsync_directory"), nothing),
-    ("names_are_synced_before_the_ledger_has_its_own", "ledger_name_durable", PLAIN, (durable, "fsync_directory"),
-     lambda sync, folder: None if (folder / "ledger.jsonl").exists() else sync(folder)),
-    ("the_count_has_half_its_noise", "count_draws", ADAPTIVE, (adaptive_bound, "add_noise"),
-     lambda add, values, deviation, source: add(values, deviation / 2, source)),
-]:  # fmt: skip
-    MISTAKES[name] = Mistake(None, [(at, planted)], set(found.split()), setting, is_quick=False)
+@mistake("count_draws", at=(adaptive_bound, "add_noise"), setting="adaptive")
+def the_count_has_half_its_noise(add: Any, values: Tensor, deviation: float, source: Any) -> None:
+    add(values, deviation / 2, source)
 
 
 # Mistakes in the source of noise
 
 
-def rounded(normals: Any, deviation: float) -> Tensor:
-    return torch.as_tensor(normals).double().mul(deviation).round().long()
-
-
-@mistake("draws_are_new", setting="several ranks", is_quick=True)
+@mistake("draws_are_new", "fresh_entropy", setting="several ranks", is_quick=True)
 class OneSeed:
     """torch.manual_seed(seed) with the same seed on every rank."""
 
@@ -312,49 +329,13 @@ class OneSeed:
         self._generator = np.random.default_rng(1)
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return rounded(self._generator.standard_normal(count), deviation)
-
-
-@mistake("draws_are_new")
-class Replayed:
-    """A generator that is seeded again for every step."""
-
-    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return rounded(np.random.default_rng((collectives.rank(), count)).standard_normal(count), deviation)
-
-
-@mistake("more_than_single_precision")
-class SinglePrecision:
-    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return (torch.randn(count, dtype=torch.float32) * deviation).round().long()
-
-
-@mistake("draws_are_new", is_quick=True)
-class HalfReversed(SystemNoise):
-    """The second half is minus the first half reversed: half of the entropy, and a sum of zero."""
-
-    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        draw = super().rounded_normal(deviation, count, device)
-        half = count // 2
-        draw[count - half :] = -draw[:half].flip(0)
-        return draw
-
-
-@mistake("noise_tails")
-class EndsAtThree(SystemNoise):
-    """No value beyond 3 standard deviations, and the stated variance."""
-
-    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        draw = super().rounded_normal(deviation, count, device)
-        while (beyond := draw.abs() > 3 * deviation).any():
-            draw[beyond] = super().rounded_normal(deviation, int(beyond.sum()), device)
-        return (draw / 0.98658).round().long()
+        return torch.from_numpy(self._generator.standard_normal(count) * deviation).round().long()
 
 
 @mistake("fresh_entropy")
-class SixteenBits:
-    """Each draw is seeded with two bytes."""
+class EightBytes:
+    """Each draw is seeded with eight bytes."""
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        seed = int.from_bytes(os.urandom(2), "little")
-        return rounded(np.random.default_rng(seed).standard_normal(count), deviation)
+        seed = int.from_bytes(os.urandom(8), "little")
+        return torch.from_numpy(np.random.default_rng(seed).standard_normal(count) * deviation).round().long()

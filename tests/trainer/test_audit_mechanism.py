@@ -1,7 +1,8 @@
-"""The audit of the mechanism: a correct one passes, and each deliberate mistake is found by the checks meant for it."""
+"""The audit of the mechanism: a correct one passes, and each deliberate mistake is found by the checks meant for it.
 
-import shutil
-import tempfile
+What of a tape the audit looks at is in test_every_note.py, and so are the daily sandboxes of two ranks.
+"""
+
 from pathlib import Path
 from typing import Any
 
@@ -10,97 +11,38 @@ import pytest
 import torch
 from scipy import stats
 
-from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.audit.canary_model import CROWD, PLACES, make_canaries
-from privacy.audit.report import AuditReport
-from privacy.audit.sandbox import SandboxFailed, loop_side, run_sandbox
+from privacy.audit.sandbox import SandboxFailed
 from privacy.ledger.ledger import Ledger
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
-from privacy.step import collectives
 from tests.distributed.ranks import ROOT, run_ranks
-from tests.trainer.broken_mechanisms import MISTAKES, broken
-from trainer.audit.sandbox import mechanism_audit, trainer_side
-from trainer.config.recipe import RunConfig, load_config, to_toml
+from tests.trainer.broken_mechanisms import MISTAKES
+from tests.trainer.sandboxes import audit, plan, recipe, require_consistent, require_found
+from trainer.audit.sandbox import mechanism_audit
+from trainer.config.recipe import to_toml
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "loop": {},
-    "several ranks": {},
-    "adaptive": {"adaptive_clipping": AdaptiveClipping(0.5, 0.2, 5.0)},
-    "certified": {"arithmetic": "certified", "sensitivity_slack": 0.0},
-}
+FULL = pytest.mark.full
+ON_ONE_RANK = ("plain", "loop", "adaptive")
 
 
-def recipe(*overrides: str) -> RunConfig:
-    return load_config(ROOT / "recipes/quickstart.toml", ["train.micro_batch_size=64", *overrides])
+def planted() -> list[Any]:
+    """The quick mistakes of each setting in one sandbox; for `make test-all`, each mistake in a sandbox of its own."""
+    together, alone = [], []
+    for setting in ON_ONE_RANK:
+        names = [name for name, mistake in MISTAKES.items() if mistake.setting == setting]
+        together.append("+".join(name for name in names if MISTAKES[name].is_quick))
+        alone += [pytest.param(name, setting, marks=FULL) for name in names if name not in together]
+    return [*zip(together, ON_ONE_RANK, strict=True), *alone]
 
 
-def plan(**changed: Any) -> PrivacyPlan:
-    fields = {
-        "num_examples": 3000, "expected_batch_size": 256, "num_steps": 120, "target_delta": 1e-5, "noise_multiplier": 1.1,
-        "max_grad_norm": 1.0, "sensitivity_slack": 1e-3,
-    }  # fmt: skip
-    return make_plan(PlanRequest(**fields | changed))
+@pytest.mark.parametrize("setting", ON_ONE_RANK)
+def test_a_correct_mechanism_passes(one_rank: torch.device, tmp_path: Path, setting: str) -> None:
+    """On tmpfs, too, where there is room in memory: there a folder shrinks when a name goes, as on XFS and Btrfs."""
+    require_consistent(audit(one_rank, tmp_path, setting=setting)["none"])
 
 
-def audit(
-    device: torch.device,
-    names: tuple[str, ...] = ("none",),
-    setting: str = "plain",
-    steps: int = 10,
-    overrides: tuple[str, ...] = (),
-    machine: str = "zero3.json",
-    **changed: Any,
-) -> dict[str, AuditReport]:
-    """One sandbox after the other, each with a mistake, on the ranks of this process group; reports on rank 0."""
-    reports, own = {}, plan(**SETTINGS[setting] | changed)
-    if own.arithmetic == "certified":
-        overrides = (*overrides, 'privacy.arithmetic="certified"')
-    size: dict[str, Any] = {"num_single": 256, "silent_steps": 4, "noisy_steps": steps}
-    for name in names:
-        folder = Path(collectives.on_main(lambda: tempfile.mkdtemp()))
-        with broken(name) as source:
-            side = trainer_side(recipe(*overrides), "local", ROOT / "ds_configs" / machine)
-            side = loop_side("Adam") if setting == "loop" else side
-            report = run_sandbox(own, side, folder, 64, source=source, **size)
-        if report is not None:
-            reports[name] = report
-            shutil.rmtree(folder)
-    return reports
-
-
-def require_found(report: AuditReport, name: str) -> None:
-    assert report.verdict == "violated" and report.exit_code == 5
-    assert MISTAKES[name].found_by <= set(report.failed()), report.to_text()
-
-
-def require_consistent(report: AuditReport) -> None:
-    assert report.verdict == "consistent", report.to_text()
-    assert 0 < report.false_alarm_rate < 1e-3
-
-
-def planted(*settings: str) -> list[Any]:
-    """The names of mistakes in these settings; those that are not quick are left to `make test-all`."""
-    chosen = {name: mistake for name, mistake in MISTAKES.items() if mistake.setting in settings}
-    return [pytest.param(n, marks=[] if m.is_quick else pytest.mark.full) for n, m in chosen.items()]
-
-
-@pytest.mark.parametrize("name", planted("plain", "loop", "adaptive"))
-def test_a_mistake_is_found(one_rank: torch.device, name: str) -> None:
-    require_found(audit(one_rank, (name,), MISTAKES[name].setting)[name], name)
-
-
-def test_a_correct_mechanism_passes_where_the_size_of_a_folder_follows_its_names(
-    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """On tmpfs, XFS and Btrfs a folder shrinks when a temporary name goes; the ledger's own name is durable all the same."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # in memory, where there is room (tests/conftest.py)
-    before = tmp_path.stat().st_size
-    (tmp_path / "name").touch()
-    if tmp_path.stat().st_size == before:
-        pytest.skip(f"on the file system of {tmp_path} a folder keeps its size")
-    require_consistent(audit(one_rank)["none"])
+@pytest.mark.parametrize(("names", "setting"), planted())
+def test_a_mistake_is_found(one_rank: torch.device, tmp_path: Path, names: str, setting: str) -> None:
+    require_found(audit(one_rank, tmp_path, (names,), setting)[names], names)
 
 
 def test_single_precision_shows_in_every_sandbox_and_sums_of_64_in_none() -> None:
@@ -114,39 +56,23 @@ def test_single_precision_shows_in_every_sandbox_and_sums_of_64_in_none() -> Non
         assert (few_ND.astype(np.float32).cumsum(axis=0) == few_ND.cumsum(axis=0)).all()
 
 
-OF_SEVERAL_RANKS = tuple(name for name, m in MISTAKES.items() if m.setting == "several ranks" and m.is_quick)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> dict[str, AuditReport]:
-    """Everything that needs several ranks, in one start of them."""
-    return run_ranks(f"{__name__}:audit", 2, timeout=280, names=("none", *OF_SEVERAL_RANKS))[0]
-
-
-def test_a_correct_mechanism_passes_on_two_ranks(two_ranks: dict[str, AuditReport]) -> None:
-    require_consistent(two_ranks["none"])
-
-
-@pytest.mark.parametrize("name", OF_SEVERAL_RANKS)
-def test_a_mistake_of_several_ranks_is_found(two_ranks: dict[str, AuditReport], name: str) -> None:
-    require_found(two_ranks[name], name)
-
-
-FULL = pytest.mark.full
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("steps", "changed"),
+    "changed",
     [
-        pytest.param(10, {"clipping_function": "automatic"}, id="automatic", marks=FULL),
-        pytest.param(10, {"clipping_function": "per_layer"}, id="per layer", marks=FULL),
-        pytest.param(10, {"clipping_function": "grouped"}, id="grouped", marks=FULL),
-        pytest.param(10, {"noise_multiplier": 0.5, "max_grad_norm": 0.1}, id="small C", marks=FULL),
-        pytest.param(10, {"max_grad_norm": 30.0}, id="large C", marks=FULL),
+        pytest.param({"clipping_function": "automatic"}, id="automatic"),
+        pytest.param({"clipping_function": "per_layer"}, id="per layer"),
+        pytest.param({"clipping_function": "grouped"}, id="grouped"),
+        pytest.param({"noise_multiplier": 0.5, "max_grad_norm": 0.1}, id="small C"),
+        pytest.param({"max_grad_norm": 30.0}, id="large C"),
+        pytest.param({"overrides": ()}, id="a clipping mode of its own choice"),
+        pytest.param({"overrides": ("train.compile=true",)}, id="compiled"),
     ],
 )
-def test_a_correct_mechanism_passes(one_rank: torch.device, steps: int, changed: dict[str, Any]) -> None:
-    require_consistent(audit(one_rank, steps=steps, **changed)["none"])
+def test_a_correct_mechanism_of_another_plan_passes(
+    one_rank: torch.device, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    require_consistent(audit(one_rank, tmp_path, **changed)["none"])
 
 
 @pytest.mark.full
@@ -156,29 +82,28 @@ def test_a_correct_mechanism_passes(one_rank: torch.device, steps: int, changed:
         ("plain", ('privacy.clipping_mode="two_pass"',), ("each_layer_is_clipped_by_itself",)),
         ("plain", ('train.accumulation="sharded"',), ("the_last_micro_batch_replaces_the_others",)),
         ("several ranks", (), ("every_rank_adds_the_whole_noise", "noise_is_divided_by_the_number_of_ranks")),
-        ("certified", (), ("Replayed", "a_retry_has_the_same_members")),  # integers coincide by chance
+        ("certified", (), ("OneSeed", "coins_forget_session_and_attempt")),  # integers coincide by chance
         ("adaptive", (), ("OneSeed", "the_count_has_half_its_noise")),
     ],
 )
-def test_other_settings_on_two_ranks(setting: str, overrides: tuple[str, ...], names: tuple[str, ...]) -> None:
-    arguments = {"names": ("none", *names), "setting": setting, "overrides": overrides}
-    reports = run_ranks(f"{__name__}:audit", 2, timeout=600, **arguments)[0]
+def test_other_settings_on_two_ranks(
+    tmp_path: Path, setting: str, overrides: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    arguments = {"folder": tmp_path, "names": ("none", *names), "setting": setting, "overrides": overrides}
+    reports = run_ranks("tests.trainer.sandboxes:audit", 2, timeout=600, **arguments)[0]
     require_consistent(reports["none"])
     for name in names:
         require_found(reports[name], name)
 
 
 @pytest.mark.full
-def test_compiled_blocks_are_audited_compiled(one_rank: torch.device) -> None:
-    require_consistent(audit(one_rank, overrides=("train.compile=true",))["none"])
-
-
-@pytest.mark.full
 @pytest.mark.timeout(2400)
-def test_no_false_alarm_in_a_hundred_correct_mechanisms(one_rank: torch.device) -> None:
+def test_no_false_alarm_in_a_hundred_correct_mechanisms(one_rank: torch.device, tmp_path: Path) -> None:
     found: dict[str, list[float]] = {}
-    for _ in range(100):
-        report = audit(one_rank)["none"]
+    for number in range(100):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        report = audit(one_rank, folder, steps=10)["none"]
         require_consistent(report)
         for check in report.checks:
             if check.p_value is not None:
