@@ -129,8 +129,8 @@ class Judge:
         if not np.isfinite(after_AD).all():
             sentence = "the weights of the sandbox are not finite: a hostile example reached them"
             return AuditReport("mechanism", [fact("weights", False, sentence)])
-        # The step rule is w -= released sum / public batch size. Weights are stored in fp32, which limits what differences show.
-        apart_AD = np.abs(before_AD - after_AD - self.sums_AD / self.plan.expected_batch_size)
+        # The step rule is w -= what the optimizer got. Weights are stored in fp32, which limits what differences show.
+        apart_AD = np.abs(before_AD - after_AD - self.handed_AD)
         resolution_AD = np.maximum(np.abs(before_AD), np.abs(after_AD)) * 2.0**-23 + 1e-300
         off = float((apart_AD / resolution_AD).max())
         follow = f"the weights move by what the optimizer got, which is off by at most {off:.2g} roundings of a weight"
@@ -163,7 +163,8 @@ class Judge:
             largest = max(largest, float(norms_N.max() / bound))
             mismatches += int(((norms_N > all_N / 2) != included_N)[honest_N].sum())
             furthest = max(furthest, float((norms(apart_D)[honest_N] / all_N[honest_N]).max()))
-            whole = max(whole, float((apart_D[shared_D] / (loose_D[shared_D] + 1e-300)).max()))
+            exact_D = shared_D | ~included_N[self.owner_D]
+            whole = max(whole, float((apart_D[exact_D] / (loose_D[exact_D] + 1e-300)).max()))
         limit = 1 + self.plan.sensitivity_slack + 1e-6
         moves = f"without noise one example moves the sum by at most {largest:.6g} C, and {limit:.6g} C is allowed"
         divided = f"times {self.plan.expected_batch_size}, canaries contribute what clipping leaves, but for {furthest:.2g} of it"
@@ -243,13 +244,12 @@ class Judge:
             return checks
         found = [self.due(*pair) for pair in zip(self.included_AN[noisy], self.bounds_A[noisy], strict=True)]
         due_TD, loose_TD = (np.stack(column) for column in zip(*found, strict=True))
-        drawn_TD, is_hostile_D = draws_AD[noisy], np.bincount(self.at_K[~self.known_K], minlength=self.size) > 0
-        steps_T1 = self.steps_A[noisy, None]
-        # Where one canary is, its contribution was rounded to a step; a crowd's members are whole steps.
-        beyond_TD = (
-            np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / steps_T1) - loose_TD / steps_T1 - (self.owner_D >= 0)
-        )
-        besides = float(beyond_TD[:, ~is_hostile_D].max())
+        drawn_TD, steps_T1 = draws_AD[noisy], self.steps_A[noisy, None]
+        # Where one canary contributes, that was rounded to a step; a crowd's members are whole steps.
+        is_alone_TD = (self.owner_D >= 0) & self.included_AN[noisy][:, self.owner_D]
+        is_known_TD = ~(is_alone_TD & self.canaries.hostile_N[self.owner_D])
+        apart_TD = np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / steps_T1) - loose_TD / steps_T1 - is_alone_TD
+        besides = float(apart_TD[is_known_TD].max())
         reach = f"on every coordinate sums and the numbers drawn are released, and {max(besides, 0.0):.2g} steps besides"
         # Where there is no gradient the optimizer gets noise alone.
         differing = int((self.whole_AD[noisy][:, quiet_D] != drawn_TD[:, quiet_D]).sum())

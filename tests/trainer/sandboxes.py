@@ -95,28 +95,29 @@ class Evidence(NamedTuple):
         return Judge(*self)
 
 
-def recorded(
-    device: torch.device, folder: Path, names: tuple[str, ...], setting: str
-) -> tuple[dict[str, AuditReport], list[Evidence]]:
-    """Reports and, on rank 0, the evidence of each, which another process can judge."""
-    kept = []
+def recorded(device: torch.device, folder: Path, names: tuple[str, ...]) -> dict[str, tuple[AuditReport, Evidence]]:
+    """Reports and, on rank 0, what another process can judge again."""
+    evidence = []
 
     def keep(audited: PrivacyPlan, run: Run, *others: Any) -> Judge:
         engine = run.parts.engine
-        layout = SimpleNamespace(pieces=engine.layout.pieces)
-        parts = SimpleNamespace(
-            engine=SimpleNamespace(compute_dtype=engine.compute_dtype, shapes=engine.shapes, layout=layout)
+        seen = SimpleNamespace(
+            compute_dtype=engine.compute_dtype,
+            shapes=engine.shapes,
+            layout=SimpleNamespace(pieces=engine.layout.pieces),
         )
-        files = SimpleNamespace(ledger=run.folder.ledger, key=run.folder.key)
-        opened = SimpleNamespace(opened=run.ledger.opened)
-        kept.append(
-            Evidence(audited, SimpleNamespace(plan=run.plan, parts=parts, folder=files, ledger=opened), *others)
+        part = SimpleNamespace(
+            plan=run.plan,
+            parts=SimpleNamespace(engine=seen),
+            folder=SimpleNamespace(ledger=run.folder.ledger, key=run.folder.key),
+            ledger=SimpleNamespace(opened=run.ledger.opened),
         )
-        return Judge(audited, run, *others)
+        evidence.append(Evidence(audited, part, *others))
+        return evidence[-1].judge()
 
     with mock.patch.object(sandbox, "Judge", keep):
-        reports = audit(device, folder, names, setting)
-    return reports, kept
+        reports = audit(device, folder, names)
+    return {name: (report, one) for (name, report), one in zip(reports.items(), evidence, strict=True)}
 
 
 def require_consistent(report: AuditReport) -> None:
