@@ -53,6 +53,7 @@ class Judge:
         whole_AD: what the optimizer got, times the public batch size, in steps; `sums_AD` is that times h.
         included_AN: chosen by the sampler and in the data, which `present_N` says.
         owner_D: the canary that alone touches a coordinate, -1 for nobody, and -2 for the crowd.
+        factors: of each C, what clipping multiplies every entry by, and norms of whole gradients.
     """
 
     def __init__(
@@ -92,12 +93,13 @@ class Judge:
             start += length
         self.known_K, self.owner_D = ~canaries.hostile_N[canaries_K], np.full(self.size, -1)
         self.owner_D[self.at_K] = np.where(canaries.crowd_N[canaries_K], -2, canaries_K)
+        self.factors = {bound: self._factors(bound) for bound in set(self.bounds_A.tolist())}
 
     def beside(self, name: str) -> Floats:
         """(A, D): coordinates in the order of their owners."""
         return np.stack([np.concatenate([noted[name] for noted in ranks]) for ranks in self.ranks_A])
 
-    def factors(self, bound: float) -> tuple[Floats, Floats]:
+    def _factors(self, bound: float) -> tuple[Floats, Floats]:
         """(K,) factors of the entries; (N,) norms of whole gradients."""
         names, count = list(self.engine.shapes), self.plan.num_examples
         function = FUNCTIONS[self.plan.clipping_function](names, bound)
@@ -116,7 +118,7 @@ class Judge:
 
         (Rounding to steps comes on top, but for a crowd, whose members are whole steps.)
         """
-        factors_K, _ = self.factors(bound)
+        factors_K, _ = self.factors[bound]
         here = self.known_K & included_N[self.entries.canaries_K]
         values = factors_K[here] * self.entries.gains_K[here]
         loose = np.where(factors_K[here] == 1, 0.0, CLOSE) * np.abs(values)
@@ -231,7 +233,9 @@ class Judge:
         squares, edges = float((z**2).sum()), np.arange(-5, 5.5, 0.5)
         variance_p = 2 * min(stats.chi2.cdf(squares, z.size), stats.chi2.sf(squares, z.size))
         beyond, chances = np.array([(z > edge).sum() for edge in edges]), stats.norm.sf(edges)
-        least_p = np.minimum(stats.binom.cdf(beyond, z.size, chances), stats.binom.sf(beyond - 1, z.size, chances)).min()
+        least_p = np.minimum(
+            stats.binom.cdf(beyond, z.size, chances), stats.binom.sf(beyond - 1, z.size, chances)
+        ).min()
         tails = "as many values lie beyond -5, -4.5 to 5 deviations as a Gaussian has"
         checks = [
             random_check("noise_variance", min(1.0, variance_p), whole, statistic=ratio),
@@ -250,7 +254,9 @@ class Judge:
         is_known_TD = ~(is_alone_TD & self.canaries.hostile_N[self.owner_D])
         apart_TD = np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / steps_T1) - loose_TD / steps_T1 - is_alone_TD
         besides = float(apart_TD[is_known_TD].max())
-        reach = f"on every coordinate sums and the numbers drawn are released, and {max(besides, 0.0):.2g} steps besides"
+        reach = (
+            f"on every coordinate sums and the numbers drawn are released, and {max(besides, 0.0):.2g} steps besides"
+        )
         # Where there is no gradient the optimizer gets noise alone.
         differing = int((self.whole_AD[noisy][:, quiet_D] != drawn_TD[:, quiet_D]).sum())
         exact = (
@@ -288,7 +294,8 @@ class Judge:
             return path.stat().st_dev, path.stat().st_ino
 
         ledger = self.folder.ledger
-        in_ledger = sorted((fsync.at, fsync.size) for fsync in self.fsyncs if fsync.place == place(ledger))
+        of_ledger, of_folder = place(ledger), place(ledger.parent)
+        in_ledger = sorted((fsync.at, fsync.size) for fsync in self.fsyncs if fsync.place == of_ledger)
         # A file that is gone may have had this inode. What is appended to only grows, so it begins after sizes fell.
         falls = (number for number, (one, other) in enumerate(itertools.pairwise(in_ledger), 1) if other[1] < one[1])
         in_ledger = in_ledger[max(falls, default=0) :]
@@ -318,7 +325,7 @@ class Judge:
         )
         # A folder that was made durable before the file was in it does not hold the file's name. Its size says nothing of that:
         # some file systems count names in it, others blocks.
-        in_folder = [fsync for fsync in self.fsyncs if fsync.place == place(ledger.parent)]
+        in_folder = [fsync for fsync in self.fsyncs if fsync.place == of_folder]
         inode = ledger.stat().st_ino
         named = any(fsync.at < min(released_A) and fsync.inodes.get(ledger.name) == inode for fsync in in_folder)
         name = f"the ledger's name is {'' if named else 'not '}durable before the first noise"
@@ -350,7 +357,7 @@ class Judge:
         std, draws, wrong, still = adaptive.unclipped_num_std, [], list[bool](), 0
         for index, (noted, included_N) in enumerate(zip(self.first_A, self.included_AN, strict=True)):
             (count, drawn, fraction, moved), bound = noted["count"], self.bounds_A[index]
-            centred_N = np.clip((1 - self.factors(bound)[1] / bound) / RAMP + 0.5, 0, 1) - 0.5
+            centred_N = np.clip((1 - self.factors[bound][1] / bound) / RAMP + 0.5, 0, 1) - 0.5
             # A hostile example counts -1/2, or 0 if it is not finite.
             noise = std * drawn if index >= self.silent else 0.0
             honest = centred_N[included_N & ~self.canaries.hostile_N].sum() + noise

@@ -1,6 +1,6 @@
 """Deliberate mistakes of a mechanism, each a small change of the product at a named seam, and all checks that see each.
 
-What a tape would show of a mistake is changed in test_every_note.py; here is what it shows only if the recording is right.
+These are what a tape shows only if the recording is right. test_every_field_of_a_tape.py changes what is on a tape.
 """
 
 import dataclasses
@@ -321,7 +321,7 @@ def the_count_has_half_its_noise(add: Any, values: Tensor, deviation: float, sou
 # Mistakes in the source of noise
 
 
-@mistake("draws_are_new", "fresh_entropy", setting="several ranks", is_quick=True)
+@mistake("draws_are_new", "fresh_entropy", setting="several ranks")
 class OneSeed:
     """torch.manual_seed(seed) with the same seed on every rank."""
 
@@ -332,7 +332,7 @@ class OneSeed:
         return torch.from_numpy(self._generator.standard_normal(count) * deviation).round().long()
 
 
-@mistake("fresh_entropy")
+@mistake("fresh_entropy", is_quick=True)
 class EightBytes:
     """Each draw is seeded with eight bytes."""
 

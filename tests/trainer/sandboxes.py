@@ -95,29 +95,26 @@ class Evidence(NamedTuple):
         return Judge(*self)
 
 
-def recorded(device: torch.device, folder: Path, names: tuple[str, ...]) -> dict[str, tuple[AuditReport, Evidence]]:
-    """Reports and, on rank 0, what another process can judge again."""
-    evidence = []
+def recorded(device: torch.device, folder: Path) -> tuple[AuditReport, Evidence] | None:
+    """An honest sandbox's report and what another process can judge again; on rank 0."""
+    kept = []
 
     def keep(audited: PrivacyPlan, run: Run, *others: Any) -> Judge:
         engine = run.parts.engine
-        seen = SimpleNamespace(
-            compute_dtype=engine.compute_dtype,
-            shapes=engine.shapes,
-            layout=SimpleNamespace(pieces=engine.layout.pieces),
-        )
+        layout = SimpleNamespace(pieces=engine.layout.pieces)
+        seen = SimpleNamespace(compute_dtype=engine.compute_dtype, shapes=engine.shapes, layout=layout)
         part = SimpleNamespace(
             plan=run.plan,
             parts=SimpleNamespace(engine=seen),
             folder=SimpleNamespace(ledger=run.folder.ledger, key=run.folder.key),
             ledger=SimpleNamespace(opened=run.ledger.opened),
         )
-        evidence.append(Evidence(audited, part, *others))
-        return evidence[-1].judge()
+        kept.append(Evidence(audited, part, *others))
+        return kept[0].judge()
 
     with mock.patch.object(sandbox, "Judge", keep):
-        reports = audit(device, folder, names)
-    return {name: (report, one) for (name, report), one in zip(reports.items(), evidence, strict=True)}
+        reports = audit(device, folder)
+    return (reports["none"], kept[0]) if kept else None
 
 
 def require_consistent(report: AuditReport) -> None:
