@@ -139,7 +139,7 @@ class Judge:
         # From one step to the next nothing moves them, and a retry begins where the step began before.
         moved, before_step = 0, {1: np.zeros(self.size)}
         for noted, before_D, after_D in zip(self.first_A, before_AD, after_AD, strict=True):
-            moved += not np.array_equal(before_step.get(noted["step"]), before_D)
+            moved += not np.array_equal(before_step.get(noted["step"], np.zeros(0)), before_D)
             before_step |= {noted["step"]: before_D, noted["step"] + 1: after_D}
         rest = f"{moved} attempts began with other weights than the step before them had left"
         checks = [_at_most("weights_follow", off, 4, follow), _at_most("weights_rest", moved, 0, rest)]
