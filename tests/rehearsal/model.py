@@ -65,12 +65,13 @@ class Trained(NamedTuple):
 
 AT_RANDOM = ("init.parts=none",)
 SMALL_DPCAP = (*AT_RANDOM, "data.image_size=32", "data.num_tokens=8")
+SHARDED_DPCAP = (*SMALL_DPCAP, "train.accumulation=sharded")
 SMALL_VIP = (*AT_RANDOM, "data.image_size=64")
 ONE_PATCH = (*AT_RANDOM, "data.image_size=16", "data.num_tokens=3")
 DPCAP, VIP = "recipes/dpcap_large.toml", "recipes/vip_large.toml"
 RUNS = (
     Trained("dpcap_large fp32, 4 patches", DPCAP, "zero1", 1, SMALL_DPCAP, is_exported=True),
-    Trained("dpcap_large ZeRO-3, 4 patches", DPCAP, "zero3", 2, SMALL_DPCAP),
+    Trained("dpcap_large ZeRO-3 and sharded sums, 4 patches", DPCAP, "zero3", 2, SHARDED_DPCAP),
     Trained("vip_large fp32, 16 patches", VIP, "zero1", 1, SMALL_VIP, is_exported=True),
     Trained("dpcap_large bf16, 1 patch", DPCAP, "zero1_bf16", 1, ONE_PATCH),
 )
