@@ -71,7 +71,10 @@ def test_without_noise_a_step_is_the_clipped_mean_of_whom_the_coins_draw(tmp_pat
     model = net()
     twin = copy.deepcopy(model)
     drawn, not_finite = set[int](), [N + list(BROKEN).index(name) for name in ("NaN", "infinity")]
-    with quick(silent=True), make(tmp_path / "run", model, data, expected_batch_size=40, num_steps=4) as loop:
+    with (
+        quick(silent=True),
+        make(tmp_path / "run", model, data, expected_batch_size=40, num_steps=4, unusable_as_zero=True) as loop,
+    ):
         nonce = bytes.fromhex(ledger_of(tmp_path / "run").nonces[-1])
         for step in loop:
             members = members_of(loop, step.number, nonce).tolist()
