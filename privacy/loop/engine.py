@@ -26,14 +26,23 @@ from ..errors import ConfigError, PrivacyConfigError
 from ..step import collectives
 from ..step.engine import GradShard, Piece, ShardState, even_layout
 from ..step.reduction import gather_from_owners
-from ..step.row_shards import RowShards, in_shards, own_part, own_rows
-from .weights import fingerprint, fixed_tensors, require_rows, switch_reduction
+from ..step.row_shards import RowShards, in_shards, own_part, own_rows, set_own_part
+from .weights import (
+    fingerprint,
+    fixed_tensors,
+    is_strided,
+    overlaps,
+    require_comparable,
+    require_rows,
+    switch_reduction,
+)
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
 LOOKED_OVER = 1 << 22
 """Words of frozen weights and buffers that are hashed before each step, in turn, whether torch has seen a write or not."""
+LARGEST_RATE = torch.finfo(torch.float32).max
 OF_TORCH = ("state", "param_groups", "_opt_called", "_need_device_dtype_check_for_fused")
 """Attributes that torch's own optimizers and schedulers change at a step, and that need no place in a checkpoint."""
 
@@ -63,6 +72,7 @@ class OwnEngine:
         self._is_stepping = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._rates, self._is_resumed, self.is_scheduled = list[float](), False, False
+        self._settled = settings(optimizer, with_rates=False)
         self._seen, fixed = fingerprint(trainable), fixed_tensors(model)
         self._fixed = dict(zip(fixed, zip(_marks(fixed).values(), fingerprint(fixed), strict=True), strict=True))
         self._in_turn = deque(fixed)
@@ -77,18 +87,24 @@ class OwnEngine:
         put_away(self.module)
         _clear_gradients(self.module, self.optimizer)
         for name, gradient in self._gradients(shards).items():
-            self._trainable[name].grad = gradient
-        for group in self.optimizer.param_groups:
-            if self.sets_rate:
-                group["lr"] = lr
-            elif not isinstance(group.get("lr", 0.0), int | float | Tensor):  # torch's steps take no other numbers
-                group["lr"] = float(group["lr"])
-        self._rates, self._is_resumed = _rates(self.optimizer), False
+            p = self._trainable[name]  # fused steps take gradient and moments for laid out as it is
+            p.grad = _strided_as(p, gradient)
+            stepped = self.optimizer.state.get(p, {})
+            stepped.update({key: _strided_as(p, x) for key, x in stepped.items() if key in self.moments})
+        given = [group.get("lr") for group in self.optimizer.param_groups]
+        self._rates = [lr] * len(given) if self.sets_rate else _rates(self.optimizer)
+        self._is_resumed = False
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            if self.sets_rate or "lr" in group:
+                group["lr"] = rate  # torch's steps compute with a tensor's own dtype, which may be too narrow
         self._is_stepping = True
         try:
             self.optimizer.step()
         finally:
             self._is_stepping = False
+            for group, value in zip(self.optimizer.param_groups, given, strict=True):
+                if isinstance(value, Tensor) and not self.sets_rate:  # the caller may go on to fill it
+                    group["lr"] = value
         _clear_gradients(self.module, self.optimizer)
         self._seen, self._left = fingerprint(self._trainable), _kept(self.optimizer.state)
 
@@ -177,16 +193,43 @@ class OwnEngine:
                 "loop, a loaded checkpoint), and the ledger would not know what it spent; let the loop alone change them"
             )
         require_settings(self.optimizer, self._refuse_foreign_step)
+        require_held(self._trainable, self.optimizer)
+        require_apart_in_memory(self._trainable, self.optimizer)
         if not self.sets_rate:
-            for number, group in enumerate(self.optimizer.param_groups):
-                rate_of(group.get("lr", 0.0), f"param_groups[{number}]['lr'] of the optimizer")
+            _rates(self.optimizer)
         if (state := _kept(self.optimizer.state)) != self._left:
             place = next(key for key in {**state, **self._left} if state.get(key) != self._left.get(key))
             raise PrivacyConfigError(
                 f"the optimizer's state ({place[-1]}) changed since the loop's last step, and may hold gradients without noise: "
                 "let the loop alone change it; a resume needs no load_state_dict"
             )
+        self._require_steps()
         return now if self.replicated else settings(self.optimizer)
+
+    def _require_steps(self) -> None:
+        """Settings that changed are tried on a copy, before a charge for a step that fails.
+
+        Raises:
+            PrivacyConfigError: the optimizer takes no step with them, or would keep what checkpoints have no place for.
+        """
+        now = settings(self.optimizer, with_rates=False)
+        if now == self._settled:
+            return
+        changed = next(place for place in {**now, **self._settled} if now.get(place) != self._settled.get(place))
+        what = f"{changed} of the optimizer was changed, and {type(self.optimizer).__name__}"
+        try:
+            moments, numbers = _probe(self.optimizer, self._trainable)
+        except PrivacyConfigError as error:
+            why = error.__cause__ or error
+            reason = " ".join(f"{type(why).__name__}: {why}".split())[:200]
+            raise PrivacyConfigError(f"{what} takes no step with it ({reason}): put it back") from error
+        more = {*moments, *numbers} - {*self.moments, *self._numbers}
+        if more:
+            raise PrivacyConfigError(
+                f"{what} keeps {min(more)!r} with it, which it did not when the loop was made: put it back, or set it before "
+                "the loop is made, in another run folder"
+            )
+        self._settled = now
 
     def _refuse_foreign_step(self, *_: object) -> None:
         """Before it changes anything: after the last step no other look at the weights would come."""
@@ -250,7 +293,7 @@ class OwnEngine:
             for piece, tensors in states.items():
                 p = self._trainable[piece.name]
                 for key, values in tensors.items():
-                    own_part(p if key == "param" else self.optimizer.state[p][key], piece).copy_(values)
+                    set_own_part(p if key == "param" else self.optimizer.state[p][key], piece, values)
         self._seen, self._left = fingerprint(self._trainable), _kept(self.optimizer.state)
 
 
@@ -296,6 +339,7 @@ def require_model(model: object) -> None:
             raise PrivacyConfigError(
                 f"{name} was made under torch.inference_mode, and no step can change it: make it outside"
             )
+        require_comparable(name, x)
 
 
 def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -328,6 +372,23 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             raise PrivacyConfigError(
                 f"{name} has another dtype or device than the parameters before it: give all the same"
             )
+    require_held(trainable, optimizer)
+    require_apart_in_memory(trainable, optimizer)
+    require_settings(optimizer)
+    if (kept := _kept(optimizer.state)) and kept != _newly_built(optimizer):
+        raise PrivacyConfigError(
+            f"the optimizer has taken steps already, or holds what a new one does not ({next(iter(kept))[-1]}), and that may be "
+            "gradients without noise: make a new one; the run folder resumes it by itself"
+        )
+    _clear_gradients(model, optimizer)
+    return trainable
+
+
+def require_held(trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        PrivacyConfigError: the optimizer lacks a trainable parameter, or has one besides.
+    """
     names = {id(p): name for name, p in trainable.items()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in held if id(p) not in names and p.requires_grad]
@@ -339,14 +400,27 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             f"the optimizer has to hold the model's trainable parameters, and it {what}: make it of "
             "[p for p in model.parameters() if p.requires_grad]"
         )
-    require_settings(optimizer)
-    if (kept := _kept(optimizer.state)) and kept != _newly_built(optimizer):
-        raise PrivacyConfigError(
-            f"the optimizer has taken steps already, or holds what a new one does not ({next(iter(kept))[-1]}), and that may be "
-            "gradients without noise: make a new one; the run folder resumes it by itself"
-        )
-    _clear_gradients(model, optimizer)
-    return trainable
+
+
+def require_apart_in_memory(trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Each coordinate of a weight has a place of its own, and fused steps find it.
+
+    Raises:
+        PrivacyConfigError: naming the parameter.
+    """
+    fused = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
+    for name, p in trainable.items():
+        rows = own_rows(p)[0]
+        if overlaps(rows):
+            raise PrivacyConfigError(
+                f"{name} is expanded: several of its numbers share one place in memory, and a step writes to each of them; give "
+                "the module a copy, nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))"
+            )
+        if id(p) in fused and torch.empty_like(rows, device="meta").stride() != rows.stride():
+            raise PrivacyConfigError(
+                f"{name} is a part of other memory, with gaps that a fused step of torch does not skip: leave fused=True out, or "
+                "give the module a dense copy"
+            )
 
 
 def require_settings(optimizer: torch.optim.Optimizer, guard: Callable[..., object] | None = None) -> None:
@@ -412,7 +486,8 @@ def _leaves(value: object, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...],
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """What changes when a tensor is exchanged, given other memory, or written to in any way but through `.data`."""
     local = {name: own_rows(x)[0] for name, x in tensors.items()}  # of a detached view the count is that of its tensor
-    return {name: (id(x), local[name].data_ptr(), writes_to(local[name])) for name, x in tensors.items()}
+    places = {name: x.data_ptr() if is_strided(x) else 0 for name, x in local.items()}
+    return {name: (id(x), places[name], writes_to(local[name])) for name, x in tensors.items()}
 
 
 def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -421,9 +496,22 @@ def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         p.grad = None
 
 
+def _strided_as(p: Tensor, values: Any) -> Any:
+    """Returns a tensor laid out in memory as a parameter; anything else as it is."""
+    is_alike = not isinstance(values, Tensor) or values.stride() == p.stride()
+    return values if is_alike else torch.empty_like(p).copy_(values)
+
+
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each group."""
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+    """Returns the learning rate of each group.
+
+    Raises:
+        PrivacyConfigError: see `rate_of`.
+    """
+    return [
+        rate_of(group.get("lr", 0.0), f"param_groups[{number}]['lr'] of the optimizer")
+        for number, group in enumerate(optimizer.param_groups)
+    ]
 
 
 def rate_of(value: Any, what: str) -> float:
@@ -442,12 +530,15 @@ def rate_of(value: Any, what: str) -> float:
         is_number &= not (isinstance(value, Tensor) and value.is_meta)
     else:
         is_number = isinstance(value, Real | Decimal) and not isinstance(value, bool)
-    rate = float(value.detach() if isinstance(value, Tensor) else value) if is_number else math.nan
-    if not 0 <= rate < math.inf:
+    try:
+        rate = float(value.detach() if isinstance(value, Tensor) else value) if is_number else math.nan
+    except (OverflowError, ValueError):  # too large for a float, and even for its own repr, or a NaN that signals
+        rate, value = math.nan, type(value)
+    if not 0 <= rate <= LARGEST_RATE:
         said = " ".join(repr(value).split())[:60]
         raise PrivacyConfigError(
-            f"{what} is {said}, and a learning rate is a finite number from 0 on, or a function of the step that returns one; "
-            "schedulers of torch are for loop.register"
+            f"{what} is {said}, and a learning rate is a finite number from 0 on that fits into float32, or a function of the "
+            "step that returns one; schedulers of torch are for loop.register"
         )
     return rate
 
@@ -479,6 +570,9 @@ def _probe(
         {**group, "params": [twin for (of, _), twin in twins.items() if of == number]}
         for number, group in enumerate(optimizer.param_groups)
     ]
+    for group in probe.param_groups:
+        if "lr" in group:  # as a step will have it
+            group["lr"] = 0.001
 
     def outside() -> dict[str, str]:
         attributes = {f"attribute {key}": repr(value) for key, value in vars(probe).items() if key not in OF_TORCH}
@@ -515,10 +609,18 @@ def _probe(
     return tuple(moments), {key: value for key, value in numbers.items() if key not in moments}
 
 
-def settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """An optimizer's class and what stands in its groups besides parameters, as text."""
+def settings(optimizer: torch.optim.Optimizer, *, with_rates: bool = True) -> dict[str, str]:
+    """Returns an optimizer's class and what stands in its groups besides parameters, as text.
+
+    Args:
+        with_rates: else of rates only which groups have one.
+    """
     return {"class": type(optimizer).__name__} | {
-        f"param_groups[{number}][{key!r}]": repr(value.tolist() if isinstance(value, Tensor) else value)
+        f"param_groups[{number}][{key!r}]": (
+            repr(value.tolist() if isinstance(value, Tensor) and not value.is_meta else value)
+            if with_rates or key != "lr"
+            else "a rate"
+        )
         for number, group in enumerate(getattr(optimizer, "param_groups", []))  # what is no optimizer is refused later
         for key, value in group.items()
         if key != "params"

@@ -223,12 +223,12 @@ class Example:
         return tensors
 
     def _labels(self, values: Mapping[str, Any]) -> dict[str, int]:
-        """The labels of an item, allowed or not: fields of one integer that can be read as one."""
+        """Returns the labels of an item, allowed or not: fields of one integer that can be read as one."""
         labels = {}
         for name, field in self.fields.items():
-            if field.shape == () and field.below is not None:
+            if math.prod(field.shape) == 1 and field.below is not None:
                 with suppress(Exception):  # whatever a foreign object raises
-                    labels[name] = operator.index(values[name])
+                    labels[name] = operator.index(np.array(values[name]).item())
         return labels
 
     def named(self, made_up: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:

@@ -126,9 +126,10 @@ class PrivateLoop:
         made_up: two or more made-up items for the self-check, never private ones; random ones by default.
         fallback: whether parameters that no rule follows are differentiated through the module around them, as a whole for each
             example, which costs time and memory and is said on the console; or the paths of modules that may be.
-        data_version: a name for exactly these data, taken in place of a hash over all items, which is one pass at each start.
-        unusable_as_zero: it is meant that more than 1 % of the items cannot be used for one reason, or that all of those have
-            one label, and count as zero.
+        data_version: a name for exactly these data, taken in place of a hash over all items, which is one pass at each start;
+            then 512 items alone are looked at, spread evenly.
+        unusable_as_zero: it is meant that more than 1 % of the items cannot be used, or so many of one label that it is no
+            chance, and that they count as zero.
         ledger_mirror: a second place for the ledger, best on another file system.
         unit: what one item is, in words for the card.
         starts_from: where the model's weights come from, frozen ones and buffers too: "public" for what no private run has

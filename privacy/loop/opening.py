@@ -20,7 +20,7 @@ from ..clipping.coverage import claims
 from ..clipping.fallback import Fallback, Uncovered, plan_of
 from ..clipping.recorder import Task
 from ..clipping.selfcheck import check_against_autograd, check_at_size
-from ..clipping.sharded import full, is_dtensor, kind_of, put_away
+from ..clipping.sharded import full, kind_of, put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
 from ..ledger.durable import require_apart
@@ -38,7 +38,7 @@ from . import lineage
 from .engine import OwnEngine, rate_of, require_alike, settings
 from .hugging_face import loss_of
 from .reading import LOOKED_AT, LOOKED_AT_TWICE, ItemNotRead, Reader
-from .weights import fixed_tensors
+from .weights import fixed_tensors, in_order, take_from_main
 
 LearningRate = float | Callable[[int], float] | None
 """A number, or a function of the step, from 1 on; None leaves the rates to the caller."""
@@ -165,16 +165,14 @@ class OwnStart:
         """Ranks begin with rank 0's parameters and buffers, as under DistributedDataParallel; shards are a rank's own."""
         put_away(self.model)
         if collectives.world_size() > 1:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                if not is_dtensor(tensor):
-                    dist.broadcast(tensor.detach(), 0)
+            take_from_main(self.model)
         self.engine = OwnEngine(self.model, self.optimizer, sets_rate=self.learning_rate is not None)
         self.undone.callback(self.engine.release)
         # Checkpoints do not hold frozen parameters and buffers, and a resume needs the same.
         digest = hashlib.sha256()
         for name, tensor in fixed_tensors(self.model).items():
             digest.update(name.encode())
-            digest.update(full(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(in_order(full(tensor).cpu()).view(torch.uint8).numpy().tobytes())
         self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": digest.hexdigest()}
 
     def _check_model(self) -> None:

@@ -1,9 +1,11 @@
 """A model's weights: which shards a loop can train, and whether tensors are what they were, to the bit and in place."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..clipping.sharded import is_dtensor, is_unit, put_away, units
@@ -24,6 +26,66 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     return frozen | dict(model.named_buffers())
 
 
+@functools.cache
+def _can_be_compared(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch compares numbers of a dtype, as the self-check does; of some it only holds the bits."""
+    try:
+        zero = torch.zeros(1, dtype=dtype, device=device)
+        return torch.allclose(zero, zero, 0, 0, equal_nan=True)
+    except (RuntimeError, TypeError):
+        return False
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is plain numbers in memory, at strides."""
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def require_comparable(name: object, tensor: Tensor) -> None:
+    """
+    Raises:
+        PrivacyConfigError: nobody could tell whether the tensor is what it was.
+    """
+    if not is_strided(tensor) or not _can_be_compared(tensor.dtype, tensor.device):
+        kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "sparse": tensor.layout != torch.strided}
+        kind = next((kind for kind, is_so in kinds.items() if is_so), f"of {tensor.dtype}")
+        raise PrivacyConfigError(
+            f"{name} is {kind}, and the checks compare dense numbers of ordinary dtypes alone: keep it dense, and convert it in "
+            "the forward"
+        )
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether two coordinates of a strided tensor may lie in the same place, as those of an expanded one do."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """Returns the numbers of a strided tensor in one row of memory: itself where they lie so, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def take_from_main(model: nn.Module) -> None:
+    """Gives all ranks the parameters and buffers of rank 0, as under DistributedDataParallel. Collective.
+
+    Shards are a rank's own.
+    """
+    for x in (*model.parameters(), *model.buffers()):
+        if is_dtensor(x):
+            continue
+        numbers = in_order(x)
+        dist.broadcast(numbers.view(torch.uint8), 0)  # as bytes: not every dtype can be sent
+        if overlaps(x):  # nothing can be written to what is expanded
+            x.data = numbers.view(x.shape)
+        elif numbers.data_ptr() != x.data_ptr():
+            x.detach().copy_(numbers.view(x.shape))
+
+
 @torch.no_grad()
 def fingerprint(tensors: Mapping[Any, Tensor]) -> list[int]:
     """One number for each tensor: changed bits, exchanged values and changes that cancel in a sum give another one.
@@ -32,9 +94,11 @@ def fingerprint(tensors: Mapping[Any, Tensor]) -> list[int]:
     this rank's share of the number.
     """
     totals = []
-    for local, first in map(own_rows, tensors.values()):
+    for name, tensor in tensors.items():
+        require_comparable(name, tensor)
         # A sum over the words of a function of the word and its place, which is `first` for the first one.
-        words, device = local.contiguous().view(-1).view(WORDS[local.element_size()]), local.device
+        local, first = own_rows(tensor)
+        words, device = in_order(local).view(WORDS[local.element_size()]), local.device
         total, piece = torch.zeros((), dtype=torch.int64, device=device), PIECE[device.type]
         for start in range(first, first + len(words), piece):
             mixed = words[start - first :][:piece].to(torch.int64, copy=True)

@@ -55,9 +55,21 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def own_part(tensor: Tensor, piece: Piece) -> Tensor:
-    """A view of the coordinates of a piece that lies in this rank's rows, or in a whole tensor."""
+    """Returns the coordinates of a piece that lies in this rank's rows, or in a whole tensor: never to be written to.
+
+    Coordinates count in the order of a contiguous tensor, whatever the strides; of another one it is a copy.
+    """
     rows, start = own_rows(tensor)
-    return flat_part(rows, piece.offset - start, piece.length)
+    return flat_part(rows.contiguous(), piece.offset - start, piece.length)
+
+
+def set_own_part(tensor: Tensor, piece: Piece, values: Tensor) -> None:
+    """Writes what `own_part` returns, whatever the strides."""
+    rows, start = own_rows(tensor)
+    in_order = rows.contiguous()
+    flat_part(in_order, piece.offset - start, piece.length).copy_(values)
+    if not rows.is_contiguous():
+        rows.copy_(in_order)
 
 
 def in_shards(rows: Tensor, like: Tensor) -> Tensor:

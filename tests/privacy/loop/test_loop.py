@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import nn
 
 from privacy import verify
 from privacy.errors import BudgetSpent, ConfigError, PrivacyConfigError, PrivacyStateRefused
-from privacy.loop import PrivateLoop
-from privacy.loop.reading import ItemNotRead
+from privacy.loop import PrivateLoop, floats, integers
+from privacy.loop.fields import Unusable
+from privacy.loop.reading import ItemNotRead, Losses, chance_of_label
 from privacy.noise import SystemNoise
 from tests.privacy.loop.own import N, Rows, clipped_mean, ledger_of, make, members_of, net, quick, rows, weights
 
@@ -69,7 +71,10 @@ def test_without_noise_a_step_is_the_clipped_mean_of_whom_the_coins_draw(tmp_pat
     model = net()
     twin = copy.deepcopy(model)
     drawn, not_finite = set[int](), [N + list(BROKEN).index(name) for name in ("NaN", "infinity")]
-    with quick(silent=True), make(tmp_path / "run", model, data, expected_batch_size=40, num_steps=4) as loop:
+    with (
+        quick(silent=True),
+        make(tmp_path / "run", model, data, expected_batch_size=40, num_steps=4, unusable_as_zero=True) as loop,
+    ):
         nonce = bytes.fromhex(ledger_of(tmp_path / "run").nonces[-1])
         for step in loop:
             members = members_of(loop, step.number, nonce).tolist()
@@ -349,16 +354,24 @@ def unreadable(number: int) -> Any:
 
 
 GOOD = [(torch.full((6,), 0.01 * i), i % 3) for i in range(1000)]
+RARE = [(x, 2 if i in (5, 300, 600, 900) else i % 2) for i, (x, _) in enumerate(GOOD)]
+KINDS = (
+    *(ValueError, KeyError, TypeError, IndexError, ZeroDivisionError, AttributeError, ArithmeticError, LookupError),
+    *(AssertionError, NotImplementedError, EOFError),
+)
 LOST: dict[str, tuple[list[Any], str | None]] = {
     "labels from 1 on": ([(x, y + 1) for x, y in GOOD], "more than 1 %"),
     "-1 for what has no label": ([*GOOD, *[(torch.ones(6), -1)] * 12], "more than 1 %"),
     "pictures of many sizes": ([*GOOD, *((torch.ones(7 + i), i % 3) for i in range(12))], "more than 1 %"),
     "unreadable files": ([*GOOD, *map(unreadable, range(12))], "more than 1 %"),
-    "a rare class": ([*GOOD, *[(torch.ones(6), 3)] * 3], "all of them have the same item_1"),
-    "a class from another camera": ([*GOOD, *[(torch.ones(9), 2)] * 4], "all of them have the same item_1"),
-    "two rare classes": ([*GOOD, *[(torch.ones(6), 3)] * 3, *[(torch.ones(6), 4)] * 3], "one of the values of item_1"),
+    "a rare class": ([*GOOD, *[(torch.ones(6), 3)] * 3], "3 of the 3 with one value of item_1"),
+    "a class from another camera": ([*RARE, *[(torch.ones(9), 2)] * 6], "6 of the 10 with one value of item_1"),
+    "two rare classes": ([*GOOD, *[(torch.ones(6), 3)] * 3, *[(torch.ones(6), 4)] * 3], "3 of the 3 with one value"),
+    "both of one of three classes": ([*GOOD, *[(torch.ones(9), 2)] * 2], None),
+    "of the class that most have": ([*((x, int(y > 1 and x[0] > 9)) for x, y in GOOD), *[(torch.ones(9), 0)] * 9], None),
     "ten of a thousand": ([*GOOD[:990], *((torch.ones(7), i % 3) for i in range(10))], None),
-    "many reasons": ([*GOOD, *((torch.ones(7), i % 3) for i in range(9)), *map(unreadable, range(9))], None),
+    "many reasons": ([*GOOD, *((torch.ones(7), i % 3) for i in range(9)), *map(unreadable, range(9))], "more than 1 %"),
+    "all for one reason each": ([*GOOD, *(kind("broken") for kind in KINDS)], "more than 1 %"),
     "a single item": ([*GOOD[:30], (torch.ones(7), 1)], None),
     "a single label out of range": ([*GOOD, (torch.ones(6), 3)], None),
 }  # fmt: skip
@@ -384,6 +397,47 @@ def test_losses_that_no_accident_explains_are_refused_before_a_charge_unless_the
             assert not (tmp_path / "run/ledger.jsonl").exists()
         make(tmp_path / "run", dataset=data, unusable_as_zero=why is not None).close()
     assert "items cannot be used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_label_that_is_lost_is_seen_whatever_its_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Nine of nine, by another shape; of two that many have, chance takes both."""
+
+    def labelled(items: list[Any]) -> Rows:
+        return Rows((x, torch.tensor(y).view(shape)) for x, y in items)
+
+    def loss_of(model: Any) -> Any:
+        return lambda x, y: nn.functional.cross_entropy(model(x), y.view(-1), reduction="none")
+
+    example = (floats(6), integers(3, *shape))
+    with quick():
+        model = net()
+        some = labelled([*[(x, y % 2) for x, y in GOOD], *[(torch.ones(7), 2)] * 9])
+        with pytest.raises(PrivacyConfigError, match="9 of the 9 with one value of item_1"):
+            make(tmp_path / "refused", model, some, example=example, loss=loss_of(model))
+        both = labelled([*GOOD, *[(torch.ones(7), 2)] * 2])
+        make(tmp_path / "taken", model, both, example=example, loss=loss_of(model)).close()
+    assert not (tmp_path / "refused/ledger.jsonl").exists()
+
+
+def test_the_chance_that_a_label_is_lost_is_that_of_a_draw_and_no_lower() -> None:
+    """By counting all draws of 4 of 9 items, 3 of which have the label; and never refused where many labels are lost alike."""
+    draws = [sum(i < 3 for i in draw) for draw in itertools.combinations(range(9), 4)]
+    for number in range(4):
+        exact = sum(lost >= number for lost in draws) / len(draws)
+        assert exact <= chance_of_label(9, 3, 4, number) + 1e-12
+    assert chance_of_label(9, 3, 4, 3) == pytest.approx(sum(lost == 3 for lost in draws) / len(draws))
+    generator, refused = torch.Generator().manual_seed(2), 0
+    for _ in range(20):
+        losses = Losses()
+        label_N = torch.randint(2, (100_000,), generator=generator)
+        losses.used["y"].update(Counter(label_N[900:].tolist()))
+        for label in label_N[:900].tolist():
+            error = Unusable("broken")
+            error.labels = {"y": label}
+            losses.add(error)
+        refused += bool(losses.more_than_an_accident(100_000))
+    assert refused == 0
 
 
 def test_losses_are_seen_where_the_data_have_a_version(tmp_path: Path) -> None:

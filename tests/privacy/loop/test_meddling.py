@@ -4,6 +4,7 @@ import itertools
 import math
 import multiprocessing
 import threading
+import warnings
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -18,8 +19,11 @@ from torch import Tensor, nn
 
 from privacy.boundary import Private
 from privacy.errors import PrivacyConfigError
+from privacy.loop import WeightAverage
+from privacy.loop.engine import OwnEngine
 from privacy.loop.weights import fingerprint
-from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows
+from privacy.step.engine import GradShard
+from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows, weights
 
 
 def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:
@@ -67,13 +71,13 @@ WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
     "weights, exchanged": (lambda m: m.head.weight.data.copy_(m.head.weight.flip(0)), "the weights changed"),
     "a gradient of frozen weights": (lambda m: setattr(m.fixed.weight, "grad", torch.ones(D, D)), "not the loop's"),
     "a backward": (lambda m: m(torch.zeros(1, D)).sum().backward(), "a gradient that is not the loop's"),
-    "another optimizer": (lambda m: stepped(m), "the weights changed"),
+    "another optimizer": (lambda m: by_hand(m), "the weights changed"),
     "another mode": (lambda m: m.eval(), "has changed"),
     "less to train": (lambda m: m.head.bias.requires_grad_(False), "frozen, unfrozen or exchanged"),
 }  # fmt: skip
 
 
-def stepped(model: Any) -> None:
+def by_hand(model: Any) -> None:
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, D)).sum().backward()
     other.step()
@@ -104,7 +108,7 @@ def test_a_rate_or_a_scheduler_that_writes_to_the_weights_reaches_no_checkpoint(
 
     def rate(step: int) -> float:
         if step == 3:
-            stepped(model)
+            by_hand(model)
         return 0.1
 
     more = {"learning_rate": rate} if is_a_rate else {}
@@ -140,11 +144,15 @@ NO_RATES: dict[str, Any] = {
     "a truth of torch": torch.tensor(True), "text": "0.1", "a complex one": 0.1j, "a list": [0.1], "a pair": (0.1, 0.2),
     "an array": np.array([0.1]), "a tensor": torch.tensor([0.1]), "a complex tensor": torch.tensor(0.1j),
     "a tensor without numbers": torch.zeros((), device="meta"), "a private value": Private(0.1), "an object": object(),
+    "above float32": 1e39, "above float32, of torch": torch.tensor(1e300, dtype=torch.float64), "above float64": 10**400,
+    "above what Python prints": 10**5000, "a fraction above float64": Fraction(10**400), "a NaN that signals": Decimal("sNaN"),
 }  # fmt: skip
 RATES: dict[str, Any] = {
     "0": 0, "1": 1, "0.25": 0.25, "a fraction": Fraction(1, 4), "a decimal": Decimal("0.25"), "of numpy": np.float32(0.25),
     "an integer of numpy": np.int64(1), "an array": np.array(0.25), "of torch": torch.tensor(0.25),
     "in half precision": torch.tensor(0.25, dtype=torch.bfloat16), "with a gradient": torch.tensor(0.25, requires_grad=True),
+    "in a byte": torch.tensor(1, dtype=torch.uint8), "without a sign": torch.tensor(1, dtype=torch.uint16),
+    "in eight bits": torch.tensor(0.25).to(torch.float8_e4m3fn), "sparse": torch.tensor(0.25).to_sparse(),
 }  # fmt: skip
 
 
@@ -174,6 +182,253 @@ def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(place: str,
             assert (ledger_of(ledger.parent).num_charged == 1) if place != "an argument" else not ledger.exists(), name
         for number, value in enumerate(RATES.values()):
             run(f"yes {number}", value)
+
+
+def stepped(engine: OwnEngine, noised: Tensor) -> None:
+    """One step of an engine from the first of these noised coordinates."""
+    pieces = engine.layout.owned_by(0)
+    values = noised.double()[: engine.layout.count(0)].split([piece.length for piece in pieces])
+    engine.step([GradShard(p.name, p.offset, x.clone()) for p, x in zip(pieces, values, strict=True)], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_rate_is_the_number_that_it_says_whatever_it_is_made_of_and_stays_the_callers(kind: Any) -> None:
+    def ends(rate: Any) -> Tensor:
+        model = net()
+        engine = OwnEngine(model, optimizer := kind(model.parameters(), lr=0.5))
+        optimizer.param_groups[0]["lr"] = rate
+        for _ in range(2):
+            engine.require_untouched()
+            stepped(engine, torch.ones(200))
+        assert not isinstance(rate, Tensor) or optimizer.param_groups[0]["lr"] is rate
+        return weights(model)
+
+    for rate in RATES.values():
+        assert torch.equal(ends(float(rate.detach() if isinstance(rate, Tensor) else rate)), ends(rate))
+
+
+CHANGED: dict[str, tuple[dict[str, Any], str | None]] = {
+    "above float32": ({"weight_decay": 1e39}, "takes no step"),
+    "text": ({"weight_decay": "0.1"}, "takes no step"),
+    "none": ({"eps": None}, "takes no step"),
+    "three of two": ({"betas": (0.9, 0.99, 0.9)}, "takes no step"),
+    "what the state lacks": ({"amsgrad": True}, "takes no step|keeps 'max_exp_avg_sq'"),
+    "for another device": ({"capturable": True}, "takes no step"),
+    "no parameters": ({"params": []}, "has to hold the model's trainable parameters"),
+    "other parameters": ({"params": [nn.Parameter(torch.zeros(2))]}, "has to hold the model's trainable parameters"),
+    "a list of two": ({"betas": [0.8, 0.9]}, None),
+    "an integer": ({"weight_decay": 1}, None),
+    "a tensor": ({"weight_decay": torch.tensor(0.5)}, None),
+    "another kernel": ({"foreach": True}, None),
+    "one kernel": ({"fused": True, "foreach": False}, None),
+    "uphill": ({"maximize": True}, None),
+    "a key of a scheduler": ({"initial_lr": 0.1}, None),
+}  # fmt: skip
+
+
+def test_settings_with_which_a_step_would_fail_are_refused_before_the_charge(tmp_path: Path) -> None:
+    """Before the first step, when the state is empty, and after it; one loop goes on through all of them."""
+    with quick(), make(tmp_path, model := net(), optimizer=torch.optim.Adam(model.parameters()), num_steps=9) as loop:
+        groups = loop._engine.optimizer.param_groups
+        group, taken = groups[0], 0
+        for _ in range(2):
+            for name, (change, said) in CHANGED.items():
+                before = dict(group)
+                group.update(change)
+                if said is None and taken > 0:
+                    taken = loop.step().number
+                elif said is not None:
+                    with pytest.raises(PrivacyConfigError, match=said) as refused:
+                        loop.step()
+                    assert "\n" not in str(refused.value), name
+                group.clear()
+                group.update(before)
+            for break_it, said in ((lambda: group.pop("lr"), "takes no step"), (lambda: groups.clear(), "has to hold")):
+                before = dict(group)
+                break_it()
+                with pytest.raises(PrivacyConfigError, match=said):
+                    loop.step()
+                groups[:] = [group]
+                group.update(before)
+            taken = loop.step().number
+    assert taken == ledger_of(tmp_path).num_charged == 9
+
+
+def test_momentum_that_checkpoints_have_no_place_for_is_refused_before_the_charge(tmp_path: Path) -> None:
+    with quick(), make(tmp_path) as loop:
+        loop._engine.optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(PrivacyConfigError, match="keeps 'momentum_buffer' with it"):
+            loop.step()
+    assert ledger_of(tmp_path).num_charged == 0
+
+
+def transposed(p: Tensor) -> None:
+    p.data = p.data.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def with_gaps(p: Tensor) -> None:
+    p.data = torch.cat([p.data, torch.full_like(p.data, 7.0)], -1)[..., : p.shape[-1]]
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
+    "channels last": lambda model: model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+    "transposed": lambda model: [transposed(p) for p in model.parameters()],
+    "with gaps": lambda model: [with_gaps(p) for p in model.parameters()],
+}
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.1),
+    "fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+}
+
+
+def convolution() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, K))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_noised_sums_reach_weights_moments_and_checkpoints_by_logical_index_whatever_the_strides(
+    layout: str, kind: str
+) -> None:
+    """To the bit, whether the layout is changed before the first step or between two, and from a state to a new engine."""
+    noised = [torch.randn(200, generator=torch.Generator().manual_seed(step)).double() for step in range(3)]
+
+    def run(*, change_at: int | None) -> tuple[Tensor, dict[Any, Any], OwnEngine]:
+        model = convolution()
+        if change_at == 0:
+            LAYOUTS[layout](model)
+        engine = OwnEngine(model, KINDS[kind](model.parameters()))
+        for number in range(3):
+            if number == change_at:
+                LAYOUTS[layout](model)
+            engine.require_untouched()
+            stepped(engine, noised[number])
+        return weights(model), {piece: dict(tensors) for piece, tensors in engine.state()}, engine
+
+    if (layout, kind) == ("with gaps", "fused"):
+        with pytest.raises(PrivacyConfigError, match=r"^0\.weight is a part of other memory, .* leave fused=True out"):
+            run(change_at=0)
+        with pytest.raises(PrivacyConfigError, match="leave fused=True out"):
+            run(change_at=1)
+        return
+    ends, state, _ = run(change_at=None)
+    for change_at in (0, 1):
+        strided_ends, strided_state, engine = run(change_at=change_at)
+        assert not all(p.is_contiguous() for p in engine.module.parameters())
+        assert torch.equal(ends, strided_ends)
+        assert all(torch.equal(x, strided_state[piece][key]) for piece, xs in state.items() for key, x in xs.items())
+    model = convolution()
+    LAYOUTS[layout](model)
+    again = OwnEngine(model, KINDS[kind](model.parameters()))
+    again.load_state(state, num_steps=3)
+    assert torch.equal(weights(model), ends)
+    assert all(torch.equal(x, state[piece][key]) for piece, xs in again.state() for key, x in xs.items())
+
+
+@pytest.mark.parametrize("layout", ["transposed", "with gaps"])
+def test_a_loop_trains_and_resumes_weights_of_any_strides(layout: str, tmp_path: Path) -> None:
+    def run(name: str, *changes_at: int) -> Tensor:
+        for last in (3, 6):
+            model, average = net(), WeightAverage(0.5)
+            if 0 in changes_at:
+                LAYOUTS[layout](model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+            with make(tmp_path / name, model, optimizer=optimizer) as loop:
+                loop.register(average)
+                for step in loop:
+                    if step.number in changes_at:
+                        LAYOUTS[layout](model)
+                    if step.number == last:
+                        break
+                with average.in_use():
+                    averaged = weights(model)
+        return torch.cat([weights(model), averaged])
+
+    with quick(silent=True, same_coins=True):
+        plain = run("plain")
+        assert torch.allclose(plain, run("from the start", 0), atol=1e-6)
+        assert torch.allclose(plain, run("between turns", 2, 5), atol=1e-6)
+
+
+def test_trained_weights_that_share_a_place_in_memory_are_refused_before_a_charge(tmp_path: Path) -> None:
+    def expand(model: Any) -> None:
+        model[2].bias.data = torch.zeros(1).expand(K)
+
+    said = r"^2\.bias is expanded: .* give the module a copy"
+    with quick():
+        model = net()
+        expand(model)
+        with pytest.raises(PrivacyConfigError, match=said):
+            make(tmp_path / "start", model)
+        assert not (tmp_path / "start/ledger.jsonl").exists()
+        model = net()
+        nn.init.zeros_(model[2].bias)  # type: ignore[index]
+        with make(tmp_path / "between", model) as loop:
+            expand(model)
+            with pytest.raises(PrivacyConfigError, match=said):
+                loop.step()
+    assert ledger_of(tmp_path / "between").num_charged == 0
+
+
+def nested() -> Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+FIXED: dict[str, tuple[Callable[[], Tensor], str | None]] = {
+    "sparse": (lambda: torch.eye(3).to_sparse(), "is sparse"),
+    "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), "is sparse"),
+    "nested": (nested, "is nested"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "is quantized"),
+    "bits": (lambda: torch.ones(4, dtype=torch.uint8).view(torch.bits8), "is of torch.bits8"),
+    "conjugate": (lambda: torch.ones(3, dtype=torch.complex64).conj(), None),
+    "negative": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, None),
+    "complex": (lambda: torch.ones(3, dtype=torch.complex128), None),
+    "expanded": (lambda: torch.ones(1).expand(4), None),
+    "transposed": (lambda: torch.ones(2, 3).t(), None),
+    "eight bits": (lambda: torch.ones(3).to(torch.float8_e4m3fn), None),
+    "unsigned": (lambda: torch.ones(3, dtype=torch.uint16), None),
+    "truths": (lambda: torch.ones(3, dtype=torch.bool), None),
+    "nothing": (lambda: torch.zeros(0), None),
+}
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_fixed_tensor_that_nobody_can_compare_is_refused_by_its_name_and_any_other_is_taken(
+    is_buffer: bool, tmp_path: Path
+) -> None:
+    """What torch compares in no way would be a traceback in the self-check, and a quantized one ended Python itself."""
+
+    def give(model: nn.Module, name: str, tensor: Tensor) -> None:
+        if is_buffer:
+            model.register_buffer(name, tensor)
+        else:
+            model.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    refused = {name: case for name, case in FIXED.items() if case[1] is not None}
+    with quick():
+        for name, (make_tensor, said) in refused.items():
+            give(model := net(), "fixed", make_tensor())
+            with pytest.raises(PrivacyConfigError, match=f"^fixed {said}, .* keep it dense") as error:
+                make(tmp_path / "refused", model)
+            assert "\n" not in str(error.value), name
+        model = net()
+        without_norm = set() if is_buffer else {"eight bits"}  # of parameters the self-check takes the norm
+        for number, name in enumerate(FIXED.keys() - refused.keys() - without_norm):
+            give(model, f"fixed_{number}", FIXED[name][0]())
+        give(model, "fixed", dense := torch.ones(3))
+        with make(tmp_path / "run", model, num_steps=2) as loop:
+            loop.step()
+            for make_tensor, said in refused.values() if is_buffer else ():
+                model.fixed = make_tensor()
+                with pytest.raises(PrivacyConfigError, match=f"^fixed {said}"):
+                    loop.step()
+                model.fixed = dense
+            loop.step()
+    assert not (tmp_path / "refused/ledger.jsonl").exists()
+    assert ledger_of(tmp_path / "run").num_charged == 2
 
 
 def test_a_setting_that_is_no_number_is_refused_before_the_charge(tmp_path: Path) -> None:

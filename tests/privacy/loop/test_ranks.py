@@ -16,9 +16,17 @@ from tests.privacy.loop.own import D, K, cross_entropy, net, rows, weights
 
 
 def rank_loop(device: torch.device, run_dir: Path, extra_items: int = 0) -> tuple[Any, float, float] | str:
-    """Weights, epsilon and delta at the end, or the refusal. Ranks begin with different weights: those of rank 0 count."""
+    """Weights, epsilon and delta at the end, or the refusal. Ranks begin with different weights: those of rank 0 count.
+
+    So do their buffers, whatever their dtype and strides.
+    """
     rank = dist.get_rank()
     model, data = net(seed=rank), rows(60 + rank * extra_items)
+    weight = next(model.parameters())
+    weight.data = weight.data.t().contiguous().t()
+    for number, dtype in enumerate((torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64)):
+        model.register_buffer(f"fixed_{number}", torch.full((2, 3), rank).to(dtype).t())
+    model.register_buffer("expanded", torch.full((1,), float(rank)).expand(4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     try:
         with PrivateLoop(
@@ -29,6 +37,7 @@ def rank_loop(device: torch.device, run_dir: Path, extra_items: int = 0) -> tupl
                 pass
     except PrivacyConfigError as error:
         return str(error)
+    assert not any(x.to(torch.complex64).any() for x in model.buffers())
     return weights(model).tolist(), loop.epsilon, loop.delta
 
 
