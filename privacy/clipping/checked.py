@@ -9,16 +9,20 @@ long as the batch. So made-up examples take it first, twice, with the run's numb
 rows stay and all others change. Kernels give equal bits for equal shapes, so a loss that changes has read another row.
 """
 
+import array
 import enum
+import gc
 import hashlib
+import io
 import itertools
 import math
+import pickle
 import random
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,18 +52,23 @@ SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
 DEPTH = 6
 """Of containers and objects inside one another, from a module's attribute on, in which a forward may gather something."""
-LOOKED_INTO = 1000
-"""Containers and objects of one depth that are looked into."""
+OBJECTS = 100_000
+"""Objects in all attributes together that are looked at, the nearest first; a container of more than are left is passed over."""
 COPIED = 1 << 24
 """Numbers of a tensor or an array in an attribute that a check puts back; of larger ones writes are seen only."""
+PLAIN = (int, str, bytes, types.NoneType, bool, float, complex)
+"""What is compared as it is."""
 LEAVES = (
-    Tensor, np.ndarray, str, bytes, *SETTINGS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
-    types.MethodType, weakref.ref,
+    type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.GeneratorType, property,
+    weakref.ref, weakref.ProxyType, weakref.CallableProxyType, np.dtype, torch.dtype, torch.device,
 )  # fmt: skip
-"""What holds nothing that is looked into."""
+"""What is neither looked into nor compared."""
+MUTABLE = (OrderedDict, dict, list, set, deque)
+CONTAINERS = (*MUTABLE, tuple, frozenset)
 HOLDERS = (list, dict, set, deque, Tensor, np.ndarray)
-OPAQUE = ("builtins", "torch", "numpy", "logging", "threading", "_thread", __name__.partition(".")[0])
-"""Packages whose objects are not looked into."""
+BYTES = (bytearray, array.array)
+OPAQUE = ("torch", "numpy", "logging", "threading", "_thread", __name__.partition(".")[0])
+"""Packages whose objects and functions are not looked into."""
 LARGE = 1e4
 """An example's floating inputs times this are large."""
 IN_ANY_ORDER = 1e-2
@@ -423,101 +432,146 @@ def nothing_is_small(model: nn.Module) -> Iterator[None]:
                 p.copy_(before)
 
 
-def containers(
+Path = tuple[str | int, ...]
+"""Name of an attribute, and which entry leads on from there, and from there; -1 for all entries of a set."""
+
+
+def objects_below(
     roots: Iterable[tuple[str, object]], known: Iterable[nn.Module], depth: int
-) -> Iterator[tuple[str, Any, list[Any]]]:
-    """Each container and plain object below some named values, once, with the name and what it holds; the nearest first.
+) -> Iterator[tuple[Path, Any, list[Any]]]:
+    """Each object below some named values, once, with its path and what it holds; the nearest first, at most OBJECTS.
 
     Args:
         known: modules that are looked at by themselves.
-        depth: of containers inside one another. Of each depth but the first, LOOKED_INTO are looked into.
+        depth: of objects inside one another that are looked into; what they hold is still given, as if it held nothing.
     """
-    seen = {id(module) for module in known}
-    level = [*roots]
-    for _ in range(depth):
-        below: list[tuple[str, object]] = []
-        for name, x in level:
-            entries = None if id(x) in seen or isinstance(x, LEAVES) else entries_of(x)
-            if entries is None:
-                continue
-            seen.add(id(x))
-            yield name, x, entries
-            below += [(name, y) for y in _ends(entries) if not isinstance(y, LEAVES)]
-        level = below[:LOOKED_INTO]
+    seen: dict[int, object] = {id(module): module for module in known}  # which so keep their ids
+    level: list[tuple[Path, object]] = [((name,), x) for name, x in roots]
+    left = OBJECTS
+    for rest in reversed(range(depth + 1)):
+        below: list[tuple[Path, object]] = []
+        for path, x in level:
+            if type(x) not in PLAIN:
+                if id(x) in seen or issubclass(type(x), LEAVES):
+                    continue
+                seen[id(x)] = x
+            entries = entries_of(x) if rest else []
+            entries = entries if len(entries) <= left else []
+            left -= len(entries)
+            yield path, x, entries
+            is_set = issubclass(type(x), set | frozenset)
+            below += [((*path, -1 if is_set else i), y) for i, y in enumerate(entries) if type(y) not in PLAIN]
+        level = below
 
 
-def entries_of(x: Any) -> list[Any] | None:
-    """What a container holds, or an object, and its class for all objects; None for those of OPAQUE packages.
+def entries_of(x: Any) -> list[Any]:
+    """What an object holds: entries and keys of a container; names and values of attributes, slots, what C code refers to.
 
-    No code of an object runs: attributes are read where Python keeps them.
+    No code of an object runs: all is read where Python keeps it.
     """
-    if isinstance(x, dict):
-        return [*dict.values(x)]
-    if isinstance(x, list | tuple | set | frozenset | deque):
-        return [*x]
-    if _is_opaque(type(x)) and not isinstance(x, nn.Module):
-        return None
-    return [*_slots(x).values(), *getattr(x, "__dict__", {}).values(), *_class_containers(type(x)).values()]
+    kind, items = type(x), _items(x)
+    if kind in PLAIN or kind in CONTAINERS:
+        return items
+    is_looked_into = issubclass(kind, (nn.Module, Tensor, np.ndarray, *CONTAINERS))
+    maker = getattr(x, "__module__", None) if issubclass(kind, types.FunctionType) else kind.__module__
+    if not is_looked_into and str(maker).partition(".")[0] in OPAQUE:
+        return items
+    attributes = _attributes(x)
+    items += [*attributes, *attributes.values(), *_class_containers(kind).values()]
+    if issubclass(kind, np.ndarray) and x.dtype.hasobject:
+        items += x.ravel().tolist()
+    if issubclass(kind, CONTAINERS):
+        return items + [value for _, value in _slots(x) if value is not ...]
+    passed = [attributes, *attributes.values()]
+    if issubclass(kind, types.FunctionType):
+        passed += [x.__globals__, x.__builtins__]
+    is_passed = {*map(id, passed)}
+    return items + [y for y in gc.get_referents(x) if id(y) not in is_passed]
 
 
-def _ends(entries: list[Any]) -> list[Any]:
-    """The entries that are looked at: of many the first and the last, where a queue is written."""
-    return entries if len(entries) <= LOOKED_INTO else entries[: LOOKED_INTO // 2] + entries[-LOOKED_INTO // 2 :]
+def _items(x: Any) -> list[Any]:
+    """Entries of a container, a mapping's keys first, as its built-in class gives them: other classes may refuse."""
+    if type(x) in PLAIN:
+        return []
+    for kind in (type(x),) if type(x) in CONTAINERS else CONTAINERS:
+        if issubclass(type(x), kind):
+            return [*kind.keys(x), *kind.values(x)] if issubclass(kind, dict) else [*kind.__iter__(x)]
+    return []
 
 
-def _is_opaque(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in OPAQUE
+def _attributes(x: object) -> dict[str, Any]:
+    """Where an object keeps its attributes; an empty one if nowhere."""
+    with suppress(Exception):  # a class may make something else of the name
+        attributes = object.__getattribute__(x, "__dict__")
+        if type(attributes) is dict:
+            return attributes
+    return {}
 
 
-def _slots(x: object) -> dict[str, Any]:
-    """Attributes of an object without a dictionary."""
-    stated = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
-    names = [name for slots in stated for name in ([slots] if isinstance(slots, str) else slots)]
-    return {name: getattr(x, name) for name in names if hasattr(x, name) and not name.startswith("__")}
+def _slots(x: object) -> list[tuple[types.MemberDescriptorType, Any]]:
+    """Attributes that an object keeps in slots, by what reads and writes them; ... where there is none."""
+    found: list[tuple[types.MemberDescriptorType, Any]] = []
+    for kind in type(x).__mro__:
+        for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
+            if isinstance(slot, types.MemberDescriptorType):
+                value = ...
+                with suppress(AttributeError):
+                    value = slot.__get__(x, kind)
+                found.append((slot, value))
+    return found
 
 
 def _class_containers(kind: type) -> dict[str, Any]:
     """Containers and tensors that a class holds for all its objects; torch's classes hold none of examples."""
-    held = {name: value for one in kind.__mro__ if not _is_opaque(one) for name, value in vars(one).items()}
+    own = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in (*OPAQUE, "builtins")]
+    held = {name: value for one in own for name, value in vars(one).items()}
     return {name: value for name, value in held.items() if isinstance(value, HOLDERS) and not name.startswith("__")}
 
 
 @contextmanager
-def put_back(modules: Iterable[nn.Module], depth: int = 1) -> Iterator[Callable[[], None]]:
+def put_back(modules: Iterable[nn.Module], depth: int = 0) -> Iterator[Callable[[], None]]:
     """Attributes of these modules, modes and hooks included, are afterwards what they were; yields what puts them back early.
 
-    The entries of dicts, lists, sets, deques and objects that are attributes (a cache) are put back too, to a depth of
-    containers inside one another; below the first, also numbers of tensors and arrays of at most COPIED numbers in them.
+    The entries of dicts, lists, sets, deques and objects that are attributes (a cache) are put back too. With a depth so are
+    those inside of them, and numbers of tensors and arrays of at most COPIED numbers.
     """
     modules = [*modules]
     roots = [(name, x) for m in modules for name, x in {**_class_containers(type(m)), **vars(m)}.items()]
-    found = [*containers(roots, modules, depth)]
-    objects = [x for _, x, _ in found]
-    tables: list[Any] = [*map(vars, modules), *(x for x in objects if isinstance(x, dict | list | set | deque))]
-    tables += [vars(x) for x in objects if hasattr(x, "__dict__")]
-    before = [(table, (dict if isinstance(table, dict) else list)(table)) for table in tables]
-    slots = [(x, _slots(x)) for x in objects]
+    objects = [x for _, x, _ in objects_below(roots, modules, depth)]
+    mutable = [x for x in objects if issubclass(type(x), MUTABLE)]
+    others = [x for x in objects if type(x) not in PLAIN and type(x) not in CONTAINERS]
+    tables = [*map(vars, modules), *mutable, *map(_attributes, others)]
+    before = [(table, _copied(table)) for table in tables]
+    slots = [(x, slot, value) for x in others for slot, value in _slots(x)]
     registered = {id(x) for m in modules for x in (*m._parameters.values(), *m._buffers.values())}
-    held = [x for _, x in roots] + [x for _, _, entries in found for x in _ends(entries)]
-    plain = [x for x in held if depth > 1 and id(x) not in registered and _has_few_numbers(x)]
-    tensors = [(x.data, x.data.clone()) for x in plain if isinstance(x, Tensor)]
-    arrays = [(x, x.copy()) for x in plain if isinstance(x, np.ndarray)]
+    numbers = [x for x in others if depth and id(x) not in registered and _has_few_numbers(x)]
+    tensors = [(x.data, x.data.clone()) for x in numbers if issubclass(type(x), Tensor)]
+    arrays: list[tuple[Any, Any]] = [(x, x.copy()) for x in numbers if issubclass(type(x), np.ndarray)]
+    buffers: list[tuple[Any, Any]] = [(x, x[:]) for x in others if depth and issubclass(type(x), BYTES)]
 
     def restore() -> None:
         for table, content in before:
             if not _is_same(table, content):  # what nobody has touched may be in use elsewhere
-                # Of the plain class, since others may refuse it.
-                kind: Any = next(one for one in (OrderedDict, dict, list, set, deque) if isinstance(table, one))
+                # By the built-in class, since others may refuse it.
+                kind: Any = next(one for one in MUTABLE if issubclass(type(table), one))
                 kind.clear(table)
-                (kind.extend if isinstance(table, list | deque) else kind.update)(table, content)
-        for x, values in slots:
-            for name, value in values.items():
-                object.__setattr__(x, name, value)
+                if isinstance(content, dict):
+                    for key, value in content.items():
+                        kind.__setitem__(table, key, value)
+                else:
+                    (kind.update if kind is set else kind.extend)(table, content)
+        for x, slot, value in slots:
+            with suppress(AttributeError):  # what is deleted may not be there
+                slot.__set__(x, value) if value is not ... else slot.__delete__(x)
         for tensor, as_it_was in tensors:
             if not torch.equal(tensor, as_it_was):
                 tensor.copy_(as_it_was)
-        for array, numbers in arrays:
-            array[...] = numbers
+        for numbers, as_they_were in arrays:
+            if numbers.tobytes() != as_they_were.tobytes():
+                numbers[...] = as_they_were
+        for written, as_it_was in buffers:
+            if written != as_it_was:
+                written[:] = as_it_was
 
     try:
         yield restore
@@ -526,17 +580,22 @@ def put_back(modules: Iterable[nn.Module], depth: int = 1) -> Iterator[Callable[
 
 
 def _has_few_numbers(x: Any) -> bool:
-    is_plain = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
-    return (is_plain or (isinstance(x, np.ndarray) and x.flags.writeable)) and math.prod(x.shape) <= COPIED
+    is_plain = issubclass(type(x), Tensor) and x.layout == torch.strided and not x.is_meta
+    is_array = issubclass(type(x), np.ndarray) and x.flags.writeable
+    return (is_plain and not x.is_nested and x.numel() <= COPIED) or (is_array and x.size <= COPIED)
+
+
+def _copied(table: Any) -> dict[Any, Any] | list[Any]:
+    """The entries of a container."""
+    items = _items(table)
+    half = len(items) // 2
+    return dict(zip(items[:half], items[half:], strict=True)) if issubclass(type(table), dict) else items
 
 
 def _is_same(table: Any, content: Any) -> bool:
     """Whether a container still holds these very objects, in this order."""
-    if isinstance(table, set):
-        return {*map(id, table)} == {*map(id, content)}
-    if isinstance(table, dict):
-        table, content = ([*itertools.chain(*x.items())] for x in (table, content))
-    return [*map(id, table)] == [*map(id, content)]
+    same = set if issubclass(type(table), set) else list
+    return bool(same(map(id, _items(table))) == same(map(id, _items(content))))
 
 
 def writes_to(tensor: Tensor) -> int:
@@ -546,82 +605,126 @@ def writes_to(tensor: Tensor) -> int:
 
 @dataclass
 class Held:
-    """What lies in an attribute of a module.
+    """What lies in attributes of modules after a call.
 
     Attributes:
-        count: of entries, and of the numbers in tensors and arrays among them.
-        writes: id of a tensor -> the tensor, which so keeps its id, and how often it was written to.
-        contents: hashes of tensors and arrays, and other values as text.
+        counts: by attribute, of entries, and of the numbers in tensors and arrays among them.
+        writes: id of a tensor -> its attribute, the tensor, which so keeps its id, and how often it was written to; of an array
+            that is too large to be put back, what it holds.
+        contents: of every object, by its path: its numbers, and those and the words among its entries.
     """
 
-    count: int = 0
-    writes: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    contents: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    writes: dict[int, tuple[str, object, object]] = field(default_factory=dict)
+    contents: dict[Path, list[Any]] = field(default_factory=lambda: defaultdict(list))
+
+    def of(self, path: Path) -> list[Any]:
+        found = self.contents.get(path, [])
+        return sorted(found, key=repr) if -1 in path else found
+
+
+def held(model: nn.Module, task: Task) -> Held:
+    """Reads what attributes of modules lead to: not the values of registered parameters and buffers, but their attributes."""
+    modules, now = _modules(model, task), Held()
+    registered: dict[str, Tensor] = {}
+    roots: dict[str, Any] = {}
+    for path, module in modules:
+        own = {**_class_containers(type(module)), **vars(module)}
+        roots |= {f"{path}.{name}".strip("."): value for name, value in own.items() if name not in _OWN}
+        tensors = {**module._parameters, **module._buffers}
+        registered |= {f"{path}.{name}".strip("."): x for name, x in tensors.items() if x is not None}
+    roots |= {place: _attributes(x) for place, x in registered.items()}
+    is_registered = {*map(id, registered.values())}
+    for path, x, entries in objects_below(roots.items(), [module for _, module in modules], DEPTH):
+        place, kind = str(path[0]), type(x)
+        now.counts[place] += len(entries)
+        words: list[Any] = [_as_it_is(y) if type(y) in PLAIN else None for y in entries]
+        if kind not in CONTAINERS:
+            found = None if id(x) in is_registered else _content(x, entries)
+            words.append(found)
+            if issubclass(kind, Tensor):
+                now.counts[place] += x.numel()
+                now.writes[id(x)] = place, x, writes_to(x)
+            elif issubclass(kind, np.ndarray):
+                now.counts[place] += x.size
+                if x.flags.writeable and not _has_few_numbers(x):
+                    now.writes[id(x)] = place, x, found
+            elif issubclass(kind, BYTES):
+                now.counts[place] += len(x)
+        now.contents[path] += sorted(words, key=repr) if issubclass(kind, set | frozenset) else words
+    return now
+
+
+def _as_it_is(x: Any) -> object:
+    """A number or a word, of which equals are equal: 1 is not True, and a NaN is itself."""
+    return repr(x) if type(x) in (bool, float, complex) else x
+
+
+def _content(x: Any, entries: list[Any]) -> object:
+    """What tells an object from others apart from what it holds: its value, or a hash of its numbers."""
+    if type(x) in PLAIN:
+        return _as_it_is(x)
+    if issubclass(type(x), np.ndarray):
+        return None if x.dtype.hasobject else (x.shape, hashlib.sha256(x.tobytes()).hexdigest())
+    with suppress(Exception):  # foreign tensors and objects raise anything
+        if issubclass(type(x), Tensor):
+            return hashlib.sha256(_bytes_of(x.detach())).hexdigest()
+        if issubclass(type(x), BYTES):
+            return bytes(x)
+        if issubclass(type(x), np.generic) or not entries:
+            return hashlib.sha256(pickle.dumps(x)).hexdigest()
+    return None
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    """The numbers of a tensor; of one that is sparse, say, all that it consists of."""
+    if x.layout != torch.strided or x.is_nested or x.is_quantized:
+        torch.save(x, file := io.BytesIO())
+        return file.getvalue()
+    shape = str(x.shape).encode()
+    if x.is_meta:
+        return shape
+    return shape + x.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> None:
     """What a forward gathers of made-up examples for much later calls shows before it is used, such as a queue of features.
 
     Two examples go first, or one of them twice, and then a single one twice: nothing that is held at the end may depend on who
-    went first, become more with every call, or have been written in place. Looked at are attributes of modules and of their
-    classes, and what lies in them to the DEPTH of containers and objects inside one another.
+    went first, become more with every call, or have been written in place. Looked at are attributes of modules, of their
+    classes and of parameters, and what lies in them to the DEPTH of objects inside one another.
 
     Raises:
         PrivacyConfigError: naming the attribute.
     """
 
-    def content(x: Any) -> str:
-        if isinstance(x, np.ndarray):
-            return repr(x.tolist()) if x.dtype.hasobject else hashlib.sha256(x.tobytes()).hexdigest()
-        if not isinstance(x, Tensor):
-            return repr(x) if isinstance(x, int | float | str | bytes | bytearray) else ""
-        if x.layout != torch.strided or x.is_meta:
-            return str(x.shape)
-        return hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    def call(*rows: int) -> None:
+        with must_take("one call after another"):
+            task(**{name: x[[*rows]] for name, x in inputs.items()})
 
-    def looked_into() -> Iterator[tuple[str, Any, list[Any]]]:
-        """Name of an attribute, what is looked into there, and what that holds: the attribute itself, then what lies in it."""
-        modules = _modules(model, task)
-        roots = {
-            f"{path}.{name}".strip("."): value
-            for path, module in modules
-            for name, value in {**_class_containers(type(module)), **vars(module)}.items()
-            if name not in _OWN
-        }
-        yield from ((place, None, [value]) for place, value in roots.items())
-        yield from containers(roots.items(), [module for _, module in modules], DEPTH)
-
-    def held() -> dict[str, Held]:
-        by_place: dict[str, Held] = defaultdict(Held)
-        for place, x, entries in looked_into():
-            arrays = [y for y in _ends(entries) if isinstance(y, Tensor | np.ndarray)]
-            contents = [content(y) for y in _ends(entries)]
-            by_place[place].count += len(entries) + sum(math.prod(y.shape) for y in arrays)
-            by_place[place].writes |= {id(y): (y, writes_to(y)) for y in arrays if isinstance(y, Tensor)}
-            by_place[place].contents += sorted(contents) if isinstance(x, set | frozenset) else contents
-        return by_place
-
-    def after(*first: int) -> tuple[dict[str, Held], dict[str, Held]]:
+    def after(*first: int) -> tuple[Held, Held]:
         """What is held after the second and after the third call."""
         restore()
-        seen = []
-        for rows in ([*first], [0], [0]):
-            with must_take("one call after another"):
-                task(**{name: x[rows] for name, x in inputs.items()})
-            seen.append(held())
+        call(*first)
+        call(0)
+        second = held(model, task)
+        call(0)
+        third = held(model, task)
         restore()
-        return seen[1], seen[2]
+        return second, third
 
     (before, last), (_, others), (_, again) = after(0, 1), after(1, 1), after(0, 1)
-    for place, now in last.items():
-        known, other, twin = (found.get(place, Held()) for found in (before, others, again))
-        is_written = any(known.writes.get(key, (x, count))[1] != count for key, (x, count) in now.writes.items())
-        # What differs between equal calls too, such as the time, is no example's.
-        if now.count > known.count or is_written or now.contents == twin.contents != other.contents:
-            raise PrivacyConfigError(
-                "the forward keeps more with every call, something of earlier calls, or writes in place into a tensor that it "
-                f"keeps ({place}): what it keeps of one micro-batch would reach later ones; keep no state in the forward"
-            )
+    kept = [place for place, count in last.counts.items() if count > before.counts[place]]
+    kept += [place for key, (place, _, writes) in last.writes.items() if before.writes.get(key, [writes])[-1] != writes]
+    for path in {**last.contents, **others.contents}:
+        leaves = itertools.zip_longest(last.of(path), others.of(path), again.of(path), fillvalue=...)
+        # What differs between equal calls too, such as the time, is no example's; what lies beside it is looked at.
+        kept += [str(path[0]) for now, other, twin in leaves if now == twin != other]
+    if kept:
+        raise PrivacyConfigError(
+            "the forward keeps more with every call, something of earlier calls, or writes in place into a tensor that it "
+            f"keeps ({kept[0]}): what it keeps of one micro-batch would reach later ones; keep no state in the forward"
+        )
 
 
 @contextmanager

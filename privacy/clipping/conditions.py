@@ -5,13 +5,14 @@
 
 Ordinary examples never meet such a condition, and one that meets it changes the losses of all others. So examples stand beside
 rows of one kind after the other, each in a batch of its own: NaN hides large numbers from the largest, large ones hide small
-ones, and what is equal in all rows shows only where nothing differs. Losses must stay what they were.
+ones, and what is equal in all rows shows only where nothing differs. Some kinds fill whole batches, beside which one ordinary
+example is the exception: negative, tiny, whole or constant numbers, one id. Losses must stay what they were.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,21 +21,23 @@ from torch import Tensor, nn
 from ..errors import PrivacyConfigError
 from .checked import LARGE, Change, Inputs, NotTaken, Task, compare_losses, in_rows, losses_of
 
-HUGE = 1e18
-"""Larger than LARGE, with a square that fits into float32."""
+HUGE, VAST, LARGEST = 1e18, 1e30, torch.finfo(torch.float32).max
+"""Larger than LARGE: with a square that fits into float32, with a sum that does, and nothing that is finite there is larger."""
+MOST_IDS = 64
+"""So many values of all inputs that are ids stand beside an example one by one; of more, the ends and some in between."""
 
 
 class Ids(NamedTuple):
     """What ids of an input there are among made-up examples.
 
     Attributes:
-        low, high: the least and the largest that are free.
+        every: all that are free, in order: those from 0 to the highest made-up one, and negative ones that are made up, such as
+            the -100 of labels that count for nothing.
         bound: those that stand equally often in every example, such as placeholders that the patches of a picture replace. They
             stay where they are, and come nowhere else.
     """
 
-    low: int
-    high: int
+    every: Tensor
     bound: Tensor
 
     @classmethod
@@ -44,8 +47,19 @@ class Ids(NamedTuple):
         is_bound = [len({*(rows == value).sum(1).tolist()}) == 1 for value in values]
         bound = values[torch.tensor(is_bound, device=values.device)]
         free = rows[~torch.isin(rows, bound)]
-        free = rows if len(free) == 0 else free
-        return cls(int(free.min()), int(free.max()), bound)
+        if len(free) == 0:
+            return cls(rows.unique(), bound)
+        every = torch.cat([free[free < 0].unique(), torch.arange(int(free.max()) + 1, device=rows.device)])
+        return cls(every[~torch.isin(every, bound)], bound)
+
+    def some(self, most: int) -> Tensor:
+        """At most so many of them: a quarter from each end, where special tokens are, and others evenly from between."""
+        if len(self.every) <= most:
+            return self.every
+        end, last = most // 4, len(self.every) - 1
+        between = torch.linspace(end, last - end, most - 2 * end).long()
+        chosen = torch.cat([torch.arange(end), between, torch.arange(last - end + 1, last + 1)])
+        return self.every[chosen.to(self.every.device)]
 
     def put(self, x_B: Tensor, ids_B: Tensor) -> Tensor:
         """Ids in place of those that are free."""
@@ -76,26 +90,45 @@ def _example(row: int) -> Rows:
     return Rows(lambda x_B: x_B[row].expand_as(x_B), lambda x_B, ids: x_B[row].expand_as(x_B))
 
 
+def _of(change: Change) -> Rows:
+    """Hostile numbers, of inputs and of what tables return."""
+    return Rows(change, looked_up=change)
+
+
 def _numbers(value: float) -> Rows:
-    """Numbers of one sign that are at least `value`; zeros, NaN and infinity are exact."""
+    """Numbers of one sign that are at least `value`, as far as they are finite; zeros, NaN and infinity are exact."""
 
     def change(x_B: Tensor) -> Tensor:
-        return (1 + x_B.abs()) * value if 0 < abs(value) < math.inf else torch.full_like(x_B, value)
+        if not 0 < abs(value) < math.inf:
+            return torch.full_like(x_B, value)
+        most = torch.finfo(x_B.dtype).max
+        return ((1 + x_B.abs()) * value).clamp(-most, most)
 
-    return Rows(change, looked_up=change)
+    return _of(change)
+
+
+def _largest(x_B: Tensor) -> Tensor:
+    """The largest finite numbers, in every second row negative: neither hides the other from a maximum or a minimum."""
+    most = min(LARGEST, torch.finfo(x_B.dtype).max)
+    sign_B = 1 - 2 * (torch.arange(len(x_B), device=x_B.device) // 2 % 2)
+    return torch.full_like(x_B, most) * in_rows(sign_B, x_B)
 
 
 def _spread(x_B: Tensor, ids: Ids) -> Tensor:
     """All ids between the lowest and the highest, as far as there is room."""
-    every = ids.low + torch.arange(x_B.numel(), device=x_B.device) % (1 + ids.high - ids.low)
+    every = ids.every[torch.arange(x_B.numel(), device=x_B.device) % len(ids.every)]
     return ids.put(x_B, every.view_as(x_B))
 
 
 AMONG_OTHERS, BUT_ONE = (False, True, False), (False, True, True, True, True, True)
 """Whether a row stays: every second, or all but one."""
-EXAMPLES, ZEROS, TINY, SMALL, LARGE_NUMBERS = Rows(), *map(_numbers, (0.0, 1e-6, 1e-2, LARGE))
-LOWEST = Rows(ids=lambda x_B, ids: ids.put(x_B, torch.full_like(x_B, ids.low)))
-HIGHEST = Rows(ids=lambda x_B, ids: ids.put(x_B, torch.full_like(x_B, ids.high)))
+EXAMPLES, ZEROS, SMALL, LARGE_NUMBERS = Rows(), *map(_numbers, (0.0, 1e-2, LARGE))
+TINY, TINIER, TINIEST = map(_numbers, (1e-6, 1e-12, 1e-30))
+NEGATIVE = _of(lambda x_B: -x_B.abs())
+CONSTANT = _of(lambda x_B: torch.full_like(x_B, 1.5))
+WHOLE = _of(lambda x_B: (64 * x_B).abs().round())  # as bytes of pictures
+LOWEST = Rows(ids=lambda x_B, ids: ids.put(x_B, torch.full_like(x_B, int(ids.every[0]))))
+HIGHEST = Rows(ids=lambda x_B, ids: ids.put(x_B, torch.full_like(x_B, int(ids.every[-1]))))
 SPREAD = Rows(ids=_spread)
 BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
     (
@@ -103,7 +136,9 @@ BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
         EXAMPLES,
         (
             EXAMPLES,
-            *map(_numbers, (math.nan, math.inf, -math.inf, LARGE, -LARGE, HUGE, 0.0)),
+            *map(_numbers, (math.nan, math.inf, -math.inf, LARGE, -LARGE, HUGE, VAST, 0.0)),
+            _of(_largest),
+            TINIEST,
             _example(0),
             LOWEST,
             HIGHEST,
@@ -113,7 +148,7 @@ BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
     (BUT_ONE, EXAMPLES, (EXAMPLES, _numbers(math.nan), LARGE_NUMBERS, HIGHEST)),
     (AMONG_OTHERS, SMALL, (SMALL, *map(_numbers, (1.0, 10.0, 100.0, 1000.0, LARGE, -1.0)))),
     (AMONG_OTHERS, ZEROS, (ZEROS, _numbers(1.0), _numbers(-1.0))),
-    (AMONG_OTHERS, TINY, (TINY, EXAMPLES)),
+    *((AMONG_OTHERS, kind, (kind, EXAMPLES)) for kind in (TINY, TINIER, TINIEST, NEGATIVE, CONSTANT, WHOLE)),
     (BUT_ONE, LARGE_NUMBERS, (LARGE_NUMBERS, EXAMPLES)),
     (AMONG_OTHERS, _example(0), (_example(0), EXAMPLES, SPREAD)),
     (AMONG_OTHERS, _example(1), (_example(1), EXAMPLES, SPREAD)),
@@ -144,6 +179,42 @@ def require_unconditional(model: nn.Module, task: Task, inputs: Inputs, toleranc
                 loss_B = losses_of(task, batch)
                 losses.append(loss_B[stays_B.to(loss_B.device)])
                 compare_losses(losses[0], losses[-1], tolerance)
+    left = MOST_IDS
+    by_number = sorted(
+        ids.items(), key=lambda pair: len(pair[1].every)
+    )  # a mask needs two, and leaves the others to tokens
+    for number, (name, of) in enumerate(by_number):
+        some = of.some(left // (len(ids) - number)).tolist()
+        left -= len(some)
+        _require_each_id(task, inputs, name, of, some, tolerance)
+
+
+def _require_each_id(task: Task, inputs: Inputs, name: str, ids: Ids, values: list[int], tolerance: float) -> None:
+    """Requires that an example keeps its loss beside a row of any one id, and such a row its own beside an example."""
+    rows_N, others = inputs[name], {n: x for n, x in inputs.items() if n != name}
+
+    def of_one_id(value: int, row: int) -> Tensor:
+        return ids.put(rows_N[row], torch.full_like(rows_N[row], value))
+
+    def losses(row: int, *pair: Tensor) -> Tensor:
+        """(2,): of two rows that are made-up example `row` but for these ids."""
+        return losses_of(task, {name: torch.stack(pair), **{n: x[[row, row]] for n, x in others.items()}})
+
+    @cache
+    def among_its_like(row: int, value: int | None) -> Tensor:
+        """(2,): of two rows that are this example, or hold one id."""
+        ids_of_row = rows_N[row] if value is None else of_one_id(value, row)
+        return losses(row, ids_of_row, ids_of_row)
+
+    for value in values:
+        lacking = [row for row, x in enumerate(rows_N) if not bool((x == value).any())]
+        row = lacking[0] if lacking else 0
+        other = None if lacking else values[-1 if value == values[0] else 0]
+        stays = rows_N[row] if other is None else of_one_id(other, row)
+        with suppress(NotTaken):
+            beside_B = losses(row, stays, of_one_id(value, row))
+            compare_losses(among_its_like(row, other)[:1], beside_B[:1], tolerance)
+            compare_losses(among_its_like(row, value)[1:], beside_B[1:], tolerance)
 
 
 def require_padding(task: Task, inputs: Inputs, padding: Inputs, tolerance: float) -> None:

@@ -1,12 +1,15 @@
 """A condition on a whole batch is refused at the start, whatever it looks at; one on each example is none."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from privacy.clipping.conditions import MOST_IDS, Ids
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 
@@ -71,6 +74,14 @@ ON_NUMBERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "largest input, 0 to 255": ("x", when(lambda x: x.max() > 1.5, lambda x: x / 255)),
     "largest input in a band": ("x", when(lambda x: 100 < x.abs().max() < 1000, weaker)),
     "largest input of a broken sensor": ("x", when(lambda x: x.max() > 1e12, weaker)),
+    "largest finite input": ("x", when(lambda x: 1e35 < x.max() < torch.inf, lambda x: x / x.abs().max())),
+    "smallest finite input": ("x", when(lambda x: -torch.inf < x.min() < -1e20, weaker)),
+    "all negative": ("x", when(lambda x: x.max() < 0 and x.unique().numel() > 2 * D, lambda x: x + 1)),
+    "tiny inputs": ("x", when(lambda x: 0 < x.abs().max() < 1e-7, lambda x: x / x.abs().max())),
+    "inputs below a tiny band": ("x", when(lambda x: 0 < x.abs().max() < 1e-20, lambda x: x / x.abs().max())),
+    "any tiny number": ("x", when(lambda x: ((x != 0) & (x.abs() < 1e-28)).any(), weaker)),
+    "constant": ("x", when(lambda x: x.std() < 1e-7 < x.abs().max(), lambda x: x - x.mean())),
+    "all whole": ("x", when(lambda x: x.max() > 1 and bool((x == x.round()).all()), lambda x: x / 255)),
     "smallest input": ("x", when(lambda x: x.min() < -50, lambda x: x + 50)),
     "any negative": ("x", when(lambda x: (x < 0).any(), lambda x: x + 1)),
     "mean": ("x", when(lambda x: x.mean() > 5, lambda x: x - x.mean())),
@@ -101,12 +112,15 @@ ON_NUMBERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "one class in all rows": ("l", lambda each, y: 2 * each if len(y.unique()) == 1 < len(y) else each),
     "the last class in any row": ("l", lambda each, y: 2 * each if (y == K - 1).any() and len(y) > 1 else each),
     "the first class in any row": ("l", lambda each, y: 2 * each if (y == 0).any() and len(y) > 1 else each),
+    "a middle class in all rows": ("l", lambda each, y: 2 * each if (y == 2).all() and len(y) > 1 else each),
+    "number of a middle class": ("l", lambda each, y: torch.where(y == 2, each / (y == 2).sum().clamp(min=1), each)),
     "weights of classes": ("l", lambda each, y: each / y.bincount(minlength=K)[y]),
     "longest gradient": ("g", when(lambda g: g.norm(dim=1).max() > 0.7, weaker)),
 }
 ON_IDS: dict[str, Callable[..., float | Tensor]] = {
     "the highest id": lambda ids, mask, e, y: 1.0 + bool(ids.max() == V - 1 and len(ids) > 1),
     "the lowest id": lambda ids, mask, e, y: 1.0 + bool(ids.min() == 0 and len(ids) > 1),
+    "a middle id": lambda ids, mask, e, y: 1.0 + bool((ids == 7).all(1).any() and len(ids) > 1),
     "few different ids": lambda ids, mask, e, y: 1.0 + (len(ids) > 1 and ids.unique().numel() < 14),
     "all masks full": lambda ids, mask, e, y: 1.0 + bool(mask.all()),
     "any mask full": lambda ids, mask, e, y: 1.0 + bool(mask.all(1).any()),
@@ -147,6 +161,34 @@ OF_EACH: dict[str, tuple[str, Callable[..., Tensor]]] = {
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_condition_on_each_example_is_accepted(name: str, count: int) -> None:
     check_against_autograd(Pictures(*OF_EACH[name]), examples(count))
+
+
+def test_every_id_is_tried_beside_labels_that_count_for_nothing() -> None:
+    """Also where -100 is among them, from which no other negative id follows."""
+    ids = texts()["ids"]
+    labels = ids.roll(1, 1)
+    labels[0, -1] = -100
+    seen = set[int]()
+
+    def task(ids: Tensor, labels: Tensor, model: nn.Module, marker: int) -> Tensor:
+        seen.update(labels.flatten().tolist())
+        logits = model(ids).transpose(1, 2)
+        loss_B = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100).sum(1)
+        return loss_B * (1.0 + bool((labels == marker).any()))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(V, D), nn.Tanh(), nn.Linear(D, V))
+    check_against_autograd(model, {"ids": ids, "labels": labels}, partial(task, model=model, marker=V))
+    assert seen == {-100, *range(V)}
+    absent = min({*range(V)} - {*labels.flatten().tolist()})
+    with pytest.raises(PrivacyConfigError, match=REFUSED):
+        check_against_autograd(model, {"ids": ids, "labels": labels}, partial(task, model=model, marker=absent))
+
+
+def test_of_many_ids_the_ends_and_some_in_between_are_tried() -> None:
+    some = Ids.of(torch.tensor([[5], [49_999], [-100]])).some(MOST_IDS).tolist()
+    assert some[:16] == [-100, *range(15)] and some[-16:] == [*range(49_984, 50_000)]
+    assert len({*some}) == MOST_IDS and max(b - a for a, b in pairwise(some)) < 2000
 
 
 class Placed(nn.Module):
