@@ -18,6 +18,7 @@ import itertools
 import math
 import pickle
 import random
+import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -448,14 +449,14 @@ def objects_below(
     seen: dict[int, object] = {id(module): module for module in known}  # which so keep their ids
     level: list[tuple[Path, object]] = [((name,), x) for name, x in roots]
     left = OBJECTS
-    for rest in reversed(range(depth + 1)):
+    for levels_below in reversed(range(depth + 1)):
         below: list[tuple[Path, object]] = []
         for path, x in level:
             if type(x) not in PLAIN:
                 if id(x) in seen or issubclass(type(x), LEAVES):
                     continue
                 seen[id(x)] = x
-            entries = entries_of(x) if rest else []
+            entries = entries_of(x) if levels_below else []
             entries = entries if len(entries) <= left else []
             left -= len(entries)
             yield path, x, entries
@@ -472,28 +473,35 @@ def entries_of(x: Any) -> list[Any]:
     kind, items = type(x), _items(x)
     if kind in PLAIN or kind in CONTAINERS:
         return items
-    is_looked_into = issubclass(kind, (nn.Module, Tensor, np.ndarray, *CONTAINERS))
-    maker = getattr(x, "__module__", None) if issubclass(kind, types.FunctionType) else kind.__module__
-    if not is_looked_into and str(maker).partition(".")[0] in OPAQUE:
-        return items
+    if _is_opaque(x):
+        return []
     attributes = _attributes(x)
     items += [*attributes, *attributes.values(), *_class_containers(kind).values()]
     if issubclass(kind, np.ndarray) and x.dtype.hasobject:
         items += x.ravel().tolist()
     if issubclass(kind, CONTAINERS):
         return items + [value for _, value in _slots(x) if value is not ...]
-    passed = [attributes, *attributes.values()]
+    listed = [attributes, *attributes.values()]
     if issubclass(kind, types.FunctionType):
-        passed += [x.__globals__, x.__builtins__]
-    is_passed = {*map(id, passed)}
-    return items + [y for y in gc.get_referents(x) if id(y) not in is_passed]
+        listed += [x.__globals__, x.__builtins__]
+    ids = {*map(id, listed)}
+    return items + [y for y in gc.get_referents(x) if id(y) not in ids]
+
+
+def _is_opaque(x: Any) -> bool:
+    """Whether an object or a function is of a package whose objects are left alone."""
+    if issubclass(type(x), (nn.Module, Tensor, np.ndarray, *CONTAINERS)):
+        return False
+    maker = x.__module__ if issubclass(type(x), types.FunctionType) else type(x).__module__
+    return str(maker).partition(".")[0] in OPAQUE
 
 
 def _items(x: Any) -> list[Any]:
     """Entries of a container, a mapping's keys first, as its built-in class gives them: other classes may refuse."""
     if type(x) in PLAIN:
         return []
-    for kind in (type(x),) if type(x) in CONTAINERS else CONTAINERS:
+    kinds: tuple[Any, ...] = (type(x),) if type(x) in CONTAINERS else CONTAINERS
+    for kind in kinds:
         if issubclass(type(x), kind):
             return [*kind.keys(x), *kind.values(x)] if issubclass(kind, dict) else [*kind.__iter__(x)]
     return []
@@ -510,22 +518,26 @@ def _attributes(x: object) -> dict[str, Any]:
 
 def _slots(x: object) -> list[tuple[types.MemberDescriptorType, Any]]:
     """Attributes that an object keeps in slots, by what reads and writes them; ... where there is none."""
-    found: list[tuple[types.MemberDescriptorType, Any]] = []
+    slots: list[tuple[types.MemberDescriptorType, Any]] = []
     for kind in type(x).__mro__:
         for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
-            if isinstance(slot, types.MemberDescriptorType):
+            if type(slot) is types.MemberDescriptorType:
                 value = ...
                 with suppress(AttributeError):
                     value = slot.__get__(x, kind)
-                found.append((slot, value))
-    return found
+                slots.append((slot, value))
+    return slots
 
 
 def _class_containers(kind: type) -> dict[str, Any]:
     """Containers and tensors that a class holds for all its objects; torch's classes hold none of examples."""
-    own = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in (*OPAQUE, "builtins")]
-    held = {name: value for one in own for name, value in vars(one).items()}
-    return {name: value for name, value in held.items() if isinstance(value, HOLDERS) and not name.startswith("__")}
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in (*OPAQUE, "builtins")]
+    attributes = {name: value for base in bases for name, value in vars(base).items()}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if issubclass(type(value), HOLDERS) and not name.startswith("__")
+    }
 
 
 @contextmanager
@@ -539,7 +551,7 @@ def put_back(modules: Iterable[nn.Module], depth: int = 0) -> Iterator[Callable[
     roots = [(name, x) for m in modules for name, x in {**_class_containers(type(m)), **vars(m)}.items()]
     objects = [x for _, x, _ in objects_below(roots, modules, depth)]
     mutable = [x for x in objects if issubclass(type(x), MUTABLE)]
-    others = [x for x in objects if type(x) not in PLAIN and type(x) not in CONTAINERS]
+    others = [x for x in objects if type(x) not in PLAIN and type(x) not in CONTAINERS and not _is_opaque(x)]
     tables = [*map(vars, modules), *mutable, *map(_attributes, others)]
     before = [(table, _copied(table)) for table in tables]
     slots = [(x, slot, value) for x in others for slot, value in _slots(x)]
@@ -553,7 +565,7 @@ def put_back(modules: Iterable[nn.Module], depth: int = 0) -> Iterator[Callable[
         for table, content in before:
             if not _is_same(table, content):  # what nobody has touched may be in use elsewhere
                 # By the built-in class, since others may refuse it.
-                kind: Any = next(one for one in MUTABLE if issubclass(type(table), one))
+                kind: Any = next(kind for kind in MUTABLE if issubclass(type(table), kind))
                 kind.clear(table)
                 if isinstance(content, dict):
                     for key, value in content.items():
@@ -566,12 +578,12 @@ def put_back(modules: Iterable[nn.Module], depth: int = 0) -> Iterator[Callable[
         for tensor, as_it_was in tensors:
             if not torch.equal(tensor, as_it_was):
                 tensor.copy_(as_it_was)
-        for numbers, as_they_were in arrays:
-            if numbers.tobytes() != as_they_were.tobytes():
-                numbers[...] = as_they_were
-        for written, as_it_was in buffers:
-            if written != as_it_was:
-                written[:] = as_it_was
+        for array_, as_it_was in arrays:
+            if array_.tobytes() != as_it_was.tobytes():
+                array_[...] = as_it_was
+        for buffer, as_it_was in buffers:
+            if buffer != as_it_was:
+                buffer[:] = as_it_was
 
     try:
         yield restore
@@ -619,43 +631,44 @@ class Held:
     contents: dict[Path, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def of(self, path: Path) -> list[Any]:
-        found = self.contents.get(path, [])
-        return sorted(found, key=repr) if -1 in path else found
+        """What lies at a path, in an order that is the same for the same entries of a set."""
+        contents = self.contents.get(path, [])
+        return sorted(contents, key=repr) if -1 in path else contents
 
 
 def held(model: nn.Module, task: Task) -> Held:
     """Reads what attributes of modules lead to: not the values of registered parameters and buffers, but their attributes."""
-    modules, now = _modules(model, task), Held()
+    modules, state = _modules(model, task), Held()
     registered: dict[str, Tensor] = {}
     roots: dict[str, Any] = {}
-    for path, module in modules:
-        own = {**_class_containers(type(module)), **vars(module)}
-        roots |= {f"{path}.{name}".strip("."): value for name, value in own.items() if name not in _OWN}
+    for prefix, module in modules:
+        attributes = {**_class_containers(type(module)), **vars(module)}
+        roots |= {f"{prefix}.{name}".strip("."): value for name, value in attributes.items() if name not in _OWN}
         tensors = {**module._parameters, **module._buffers}
-        registered |= {f"{path}.{name}".strip("."): x for name, x in tensors.items() if x is not None}
+        registered |= {f"{prefix}.{name}".strip("."): x for name, x in tensors.items() if x is not None}
     roots |= {place: _attributes(x) for place, x in registered.items()}
-    is_registered = {*map(id, registered.values())}
+    registered_ids = {*map(id, registered.values())}
     for path, x, entries in objects_below(roots.items(), [module for _, module in modules], DEPTH):
         place, kind = str(path[0]), type(x)
-        now.counts[place] += len(entries)
-        words: list[Any] = [_as_it_is(y) if type(y) in PLAIN else None for y in entries]
+        state.counts[place] += len(entries)
+        words: list[Any] = [_word(y) if type(y) in PLAIN else None for y in entries]
         if kind not in CONTAINERS:
-            found = None if id(x) in is_registered else _content(x, entries)
-            words.append(found)
+            digest = None if id(x) in registered_ids else _content(x, entries)
+            words.append(digest)
             if issubclass(kind, Tensor):
-                now.counts[place] += x.numel()
-                now.writes[id(x)] = place, x, writes_to(x)
+                state.counts[place] += x.numel()
+                state.writes[id(x)] = place, x, writes_to(x)
             elif issubclass(kind, np.ndarray):
-                now.counts[place] += x.size
+                state.counts[place] += x.size
                 if x.flags.writeable and not _has_few_numbers(x):
-                    now.writes[id(x)] = place, x, found
+                    state.writes[id(x)] = place, x, digest
             elif issubclass(kind, BYTES):
-                now.counts[place] += len(x)
-        now.contents[path] += sorted(words, key=repr) if issubclass(kind, set | frozenset) else words
-    return now
+                state.counts[place] += len(x)
+        state.contents[path] += sorted(words, key=repr) if issubclass(kind, set | frozenset) else words
+    return state
 
 
-def _as_it_is(x: Any) -> object:
+def _word(x: Any) -> object:
     """A number or a word, of which equals are equal: 1 is not True, and a NaN is itself."""
     return repr(x) if type(x) in (bool, float, complex) else x
 
@@ -663,15 +676,18 @@ def _as_it_is(x: Any) -> object:
 def _content(x: Any, entries: list[Any]) -> object:
     """What tells an object from others apart from what it holds: its value, or a hash of its numbers."""
     if type(x) in PLAIN:
-        return _as_it_is(x)
-    if issubclass(type(x), np.ndarray):
-        return None if x.dtype.hasobject else (x.shape, hashlib.sha256(x.tobytes()).hexdigest())
+        return _word(x)
     with suppress(Exception):  # foreign tensors and objects raise anything
         if issubclass(type(x), Tensor):
             return hashlib.sha256(_bytes_of(x.detach())).hexdigest()
+        if issubclass(type(x), np.ndarray):
+            is_large_file = x.size > COPIED and not x.flags.writeable
+            numbers = np.empty(0) if is_large_file or x.dtype.hasobject else np.ascontiguousarray(x)
+            return x.shape, hashlib.sha256(numbers.reshape(-1).view(np.uint8).data).hexdigest()
         if issubclass(type(x), BYTES):
             return bytes(x)
-        if issubclass(type(x), np.generic) or not entries:
+        is_value = type(x).__module__ in sys.stdlib_module_names and not entries and not entries_of(x)
+        if issubclass(type(x), np.generic) or is_value:
             return hashlib.sha256(pickle.dumps(x)).hexdigest()
     return None
 

@@ -183,10 +183,10 @@ def require_unconditional(model: nn.Module, task: Task, inputs: Inputs, toleranc
     by_number = sorted(
         ids.items(), key=lambda pair: len(pair[1].every)
     )  # a mask needs two, and leaves the others to tokens
-    for number, (name, of) in enumerate(by_number):
-        some = of.some(left // (len(ids) - number)).tolist()
-        left -= len(some)
-        _require_each_id(task, inputs, name, of, some, tolerance)
+    for number, (name, allowed) in enumerate(by_number):
+        values = allowed.some(left // (len(ids) - number)).tolist()
+        left -= len(values)
+        _require_each_id(task, inputs, name, allowed, values, tolerance)
 
 
 def _require_each_id(task: Task, inputs: Inputs, name: str, ids: Ids, values: list[int], tolerance: float) -> None:
