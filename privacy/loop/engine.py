@@ -61,6 +61,7 @@ class OwnEngine:
         put_away(model)
         trainable = require_plain(model, optimizer)
         self.replicated = not require_rows(model)
+        require_apart_in_memory(trainable, optimizer)
         self.module, self.optimizer, self._trainable, self.sets_rate = model, optimizer, trainable, sets_rate
         self.shapes = {name: p.shape for name, p in trainable.items()}
         first = next(iter(trainable.values()))
@@ -373,7 +374,6 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
                 f"{name} has another dtype or device than the parameters before it: give all the same"
             )
     require_held(trainable, optimizer)
-    require_apart_in_memory(trainable, optimizer)
     require_settings(optimizer)
     if (kept := _kept(optimizer.state)) and kept != _newly_built(optimizer):
         raise PrivacyConfigError(
