@@ -533,7 +533,10 @@ def rate_of(value: Any, what: str) -> float:
     try:
         rate = float(value.detach() if isinstance(value, Tensor) else value) if is_number else math.nan
     except (OverflowError, ValueError):  # too large for a float, and even for its own repr, or a NaN that signals
-        rate, value = math.nan, type(value)
+        raise PrivacyConfigError(
+            f"{what} is a {type(value).__name__} that no float holds, and a learning rate is a finite number from 0 on that fits "
+            "into float32"
+        ) from None
     if not 0 <= rate <= LARGEST_RATE:
         said = " ".join(repr(value).split())[:60]
         raise PrivacyConfigError(
