@@ -10,9 +10,10 @@ example is the exception: negative, tiny, whole or constant numbers, one id. Los
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from .checked import LARGE, Change, Inputs, NotTaken, Task, compare_losses, in_r
 
 HUGE, VAST, LARGEST = 1e18, 1e30, torch.finfo(torch.float32).max
 """Larger than LARGE: with a square that fits into float32, with a sum that does, and nothing that is finite there is larger."""
+NO_IDS: Mapping[str, Tensor] = MappingProxyType({})
 MOST_IDS = 64
 """So many values of all inputs that are ids stand beside an example one by one; of more, the ends and some in between."""
 
@@ -31,8 +33,8 @@ class Ids(NamedTuple):
     """What ids of an input there are among made-up examples.
 
     Attributes:
-        every: all that are free, in order: those from 0 to the highest made-up one, and negative ones that are made up, such as
-            the -100 of labels that count for nothing.
+        every: all that are free, in order: those that are allowed; where nobody says which are, those from 0 to the highest
+            made-up one, and negative ones that are made up, such as the -100 of labels that count for nothing.
         bound: those that stand equally often in every example, such as placeholders that the patches of a picture replace. They
             stay where they are, and come nowhere else.
     """
@@ -41,7 +43,7 @@ class Ids(NamedTuple):
     bound: Tensor
 
     @classmethod
-    def of(cls, x_N: Tensor) -> "Ids":
+    def of(cls, x_N: Tensor, allowed: Tensor | None = None) -> "Ids":
         rows = x_N.reshape(len(x_N), -1).long()
         values = rows[0].unique()
         is_bound = [len({*(rows == value).sum(1).tolist()}) == 1 for value in values]
@@ -49,7 +51,10 @@ class Ids(NamedTuple):
         free = rows[~torch.isin(rows, bound)]
         if len(free) == 0:
             return cls(rows.unique(), bound)
-        every = torch.cat([free[free < 0].unique(), torch.arange(int(free.max()) + 1, device=rows.device)])
+        if allowed is None:
+            every = torch.cat([free[free < 0].unique(), torch.arange(int(free.max()) + 1, device=rows.device)])
+        else:
+            every = allowed.to(rows.device).unique()
         return cls(every[~torch.isin(every, bound)], bound)
 
     def some(self, most: int) -> Tensor:
@@ -158,13 +163,22 @@ BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
 """Which rows stay, what they hold, and what stands beside them: one kind to a batch."""
 
 
-def require_unconditional(model: nn.Module, task: Task, inputs: Inputs, tolerance: float) -> None:
+def require_unconditional(
+    model: nn.Module, task: Task, inputs: Inputs, tolerance: float, allowed_ids: Mapping[str, Tensor] = NO_IDS
+) -> None:
     """Requires that examples keep their losses whatever stands beside them; a kind that the model refuses is left out.
+
+    Args:
+        allowed_ids: the values of each input that is ids, where it is known which there may be.
 
     Raises:
         PrivacyConfigError: the loss of an example changes with the rows beside it.
     """
-    ids = {name: Ids.of(x) for name, x in inputs.items() if not (x.is_floating_point() or x.is_complex())}
+    ids = {
+        name: Ids.of(x, allowed_ids.get(name))
+        for name, x in inputs.items()
+        if not (x.is_floating_point() or x.is_complex())
+    }
 
     def held(rows: Rows, name: str, x_B: Tensor) -> Tensor:
         return rows.ids(x_B, ids[name]) if name in ids else rows.numbers(x_B)

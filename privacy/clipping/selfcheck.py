@@ -60,7 +60,7 @@ from .checked import (
 )
 from .clipped_sum import ClippedSum, Mode
 from .compiled import compiled_weights
-from .conditions import require_padding, require_unconditional, returning, tables_of
+from .conditions import NO_IDS, require_padding, require_unconditional, returning, tables_of
 from .coverage import rule_of
 from .fallback import Fallback, Places, Uncovered, places_of, plan_of
 from .functions import ClippingFunction
@@ -107,6 +107,7 @@ def check_against_autograd(
     unreached: Collection[str] = (),
     fallback: Fallback = True,
     padding: Mapping[str, Tensor] | None = None,
+    allowed_ids: Mapping[str, Tensor] = NO_IDS,
 ) -> None:
     """Compares, on made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
 
@@ -125,6 +126,8 @@ def check_against_autograd(
         fallback: whether parameters that no rule follows may be differentiated through the module around them, per example and
             as a whole (fallback.py), which `plan_of(model).sentences(model)` names; or the paths of modules that may be.
         padding: what stands in a row without an example, (1, ...) in each input; by default that is not tried.
+        allowed_ids: the values that an input of integers may have; by default those from 0 to the highest made-up one, and
+            negative ones that are made up.
 
     Raises:
         PrivacyConfigError: naming the parameter whose gradient differs most, or that no example reaches; or the loss of an
@@ -160,7 +163,7 @@ def check_against_autograd(
                     require_nothing_gathered(model, task, wide, restore)
                     restore()
                     allowed = NEIGHBOURS_TOLERANCE if precision == torch.float64 else ATOMICS_TOLERANCE
-                    require_unconditional(model, task, wide, allowed)
+                    require_unconditional(model, task, wide, allowed, allowed_ids)
                     if padding is not None:
                         require_padding(task, wide, dict(padding), allowed)
             if precision is not None:

@@ -186,6 +186,14 @@ class Example:
         """What stands in a row without an item."""
         return {name: field.padding() for name, field in self.fields.items()}
 
+    def allowed_ids(self) -> dict[str, Tensor]:
+        """Returns the values of each field of integers."""
+        return {
+            name: torch.cat([torch.arange(field.below), torch.tensor(field.also, dtype=torch.int64)])
+            for name, field in self.fields.items()
+            if field.below is not None
+        }
+
     def made_up(self, count: int) -> dict[str, Tensor]:
         """Random items, the same in every process."""
         generator = torch.Generator().manual_seed(count)

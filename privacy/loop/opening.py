@@ -186,7 +186,9 @@ class OwnStart:
         made_up = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
         items = to_device(made_up, self.engine)
         padding = {name: row[None] for name, row in example.padding().items()}
-        check_against_autograd(self.model, items, self.task, fallback=self.fallback, padding=padding)
+        check_against_autograd(
+            self.model, items, self.task, fallback=self.fallback, padding=padding, allowed_ids=example.allowed_ids()
+        )
         for line in plan_of(self.model).sentences(self.model):
             collectives.say(line)
         check_at_size(self.model, items, size, self.task)

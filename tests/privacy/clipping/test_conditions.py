@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from privacy.clipping.conditions import MOST_IDS, Ids
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.loop import floats, integers
+from privacy.loop.fields import Example
 
 D, K, L, V = 6, 5, 8, 30
 
@@ -183,6 +185,23 @@ def test_every_id_is_tried_beside_labels_that_count_for_nothing() -> None:
     absent = min({*range(V)} - {*labels.flatten().tolist()})
     with pytest.raises(PrivacyConfigError, match=REFUSED):
         check_against_autograd(model, {"ids": ids, "labels": labels}, partial(task, model=model, marker=absent))
+
+
+def test_only_ids_that_are_allowed_are_tried() -> None:
+    """Others may end a process, as labels out of range do on an accelerator."""
+    allowed, seen = [*range(K), 255], set[int]()
+
+    def task(x: Tensor, y: Tensor) -> Tensor:
+        seen.update(y.tolist())
+        return F.cross_entropy(model(x), y, reduction="none", ignore_index=255)
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(D, K), torch.randn(4, D)
+    check_against_autograd(
+        model, {"x": x, "y": torch.tensor([0, 255, 1, K - 1])}, task, allowed_ids={"y": torch.tensor(allowed)}
+    )
+    assert seen == {*allowed}
+    assert Example((floats(D), integers(K, also=[255]))).allowed_ids()["item_1"].tolist() == allowed
 
 
 def test_of_many_ids_the_ends_and_some_in_between_are_tried() -> None:
