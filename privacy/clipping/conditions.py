@@ -25,6 +25,8 @@ from .checked import LARGE, Change, Inputs, NotTaken, Task, compare_losses, in_r
 HUGE, VAST, LARGEST = 1e18, 1e30, torch.finfo(torch.float32).max
 """Larger than LARGE: with a square that fits into float32, with a sum that does, and nothing that is finite there is larger."""
 NO_IDS: Mapping[str, Tensor] = MappingProxyType({})
+LISTED = 1 << 24
+"""So many ids are listed; of an input with larger ones those are tried that its made-up examples hold."""
 MOST_IDS = 64
 """So many values of all inputs that are ids stand beside an example one by one; of more, the ends and some in between."""
 
@@ -51,7 +53,9 @@ class Ids(NamedTuple):
         free = rows[~torch.isin(rows, bound)]
         if len(free) == 0:
             return cls(rows.unique(), bound)
-        if allowed is None:
+        if allowed is None and int(free.max()) >= LISTED:  # hashes and the like
+            every = free.unique()
+        elif allowed is None:
             every = torch.cat([free[free < 0].unique(), torch.arange(int(free.max()) + 1, device=rows.device)])
         else:
             every = allowed.to(rows.device).unique()

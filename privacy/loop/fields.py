@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..clipping.conditions import LISTED
 from ..errors import PrivacyConfigError
 
 
@@ -187,11 +188,11 @@ class Example:
         return {name: field.padding() for name, field in self.fields.items()}
 
     def allowed_ids(self) -> dict[str, Tensor]:
-        """Returns the values of each field of integers."""
+        """Returns the values of each field of integers, as far as they can be listed."""
         return {
             name: torch.cat([torch.arange(field.below), torch.tensor(field.also, dtype=torch.int64)])
             for name, field in self.fields.items()
-            if field.below is not None
+            if field.below is not None and field.below <= LISTED
         }
 
     def made_up(self, count: int) -> dict[str, Tensor]:

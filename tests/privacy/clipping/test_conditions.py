@@ -204,6 +204,12 @@ def test_only_ids_that_are_allowed_are_tried() -> None:
     assert Example((floats(D), integers(K, also=[255]))).allowed_ids()["item_1"].tolist() == allowed
 
 
+def test_ids_that_are_too_many_to_be_listed_are_those_of_the_made_up_examples() -> None:
+    keys = torch.tensor([0, 5, 2**62, 2**63 - 1])
+    assert Ids.of(keys).every.tolist() == keys.tolist()
+    assert Example((integers(2**63), integers(2))).allowed_ids().keys() == {"item_1"}
+
+
 def test_of_many_ids_the_ends_and_some_in_between_are_tried() -> None:
     some = Ids.of(torch.tensor([[5], [49_999], [-100]])).some(MOST_IDS).tolist()
     assert some[:16] == [-100, *range(15)] and some[-16:] == [*range(49_984, 50_000)]
