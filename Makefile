@@ -33,7 +33,7 @@ test: $(STAMP)
 	$(PYTEST) -m "$(QUICK)"; tests=$$?; \
 	wait $$lint; lint=$$?; echo "lint and types:"; cat $(VENV)/lint.log; exit $$((tests ? tests : lint))
 
-# The full counts, in eight parts of about a quarter of an hour: make test-all [PART=3]; their record is tests/records/test-all.md
+# The full counts, in eight parts: make test-all [PART=3]; their record is tests/records/test-all.md
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
 	@for optional in evaluation captions examples docs; do \

@@ -33,7 +33,7 @@ DEVIATIONS = (2.0**12, 0.7 * 2.0**34, 2.0**50)
 
 
 def nanoseconds() -> dict[str, dict[str, float]]:
-    """Of a coordinate, by deviation: processor time of the one thread that draws, and time on the wall; medians."""
+    """Returns what a coordinate takes, by deviation: processor time of the thread that draws, and time on the wall; medians."""
     found = {}
     for deviation in DEVIATIONS:
         rounds = []

@@ -1,7 +1,6 @@
 """The full counts in eight parts, and the record of which part passed on which commit.
 
-Every test but those of a GPU or a cluster is in one part. Neighbours in a file lie in different parts, so that parts take about
-equally long. A part takes the place of its last run in the record, tests/records/test-all.json and .md.
+Every test but those of a GPU or a cluster is in one part. Neighbours in a file lie in different parts. A part takes the place of its last run in the record, tests/records/test-all.json and .md.
 """
 
 import json
@@ -19,8 +18,8 @@ JSON_RECORD = ROOT / "tests" / "records" / "test-all.json"
 OUTCOMES = ("passed", "failed", "error", "skipped")
 TITLE = """# The full counts
 
-Written by `make test-all` from `test-all.json`: the last run of each of the eight parts. Continuous integration runs one of them
-behind the daily tests, another one with each commit. A `+` behind a commit: files differed from it.
+Written by `make test-all` from `test-all.json`: the last run of each of the eight parts. A `+` behind a commit: files differed
+from it.
 """
 
 

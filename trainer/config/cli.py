@@ -17,7 +17,7 @@ MAX_NUMBER = 2**63
 """No option of any command has a use for a larger one; NaN is below nothing."""
 
 OPEN_FILES, FILES_OF_A_RANK = 128, 4
-"""Of any process, and for each rank of a job: rank 0 holds two sockets of gloo's groups and two of the rendezvous."""
+"""Files that any process needs, and more for each rank of a job: rank 0 holds two sockets of gloo and two of the rendezvous."""
 
 
 class Parser(argparse.ArgumentParser):
