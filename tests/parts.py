@@ -1,6 +1,7 @@
 """The full counts in eight parts, and the record of which part passed on which commit.
 
-Every test but those of a GPU or a cluster is in one part. Neighbours in a file lie in different parts. A part takes the place of its last run in the record, tests/records/test-all.json and .md.
+Every test but those of a GPU or a cluster is in one part; neighbours in a file lie in different parts. A part takes the place of
+its last run in the record, tests/records/test-all.json and .md.
 """
 
 import json

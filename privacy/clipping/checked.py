@@ -52,7 +52,7 @@ _OWN = vars(nn.Module()).keys()
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
 DEPTH = 6
-"""Of containers and objects inside one another, from a module's attribute on, in which a forward may gather something."""
+"""Levels of containers and objects inside one another, below a module's attribute, in which a forward may gather something."""
 OBJECTS = 100_000
 """Objects in all attributes together that are looked at, the nearest first; a container of more than are left is passed over."""
 COPIED = 1 << 24
