@@ -419,7 +419,7 @@ def must_take(what: str) -> Iterator[None]:
 def nothing_is_small(model: nn.Module) -> Iterator[None]:
     """Weights near zero are random inside: one that starts at zero hides the gradients of the layers before it."""
     floating = [p for p in model.parameters() if p.is_floating_point()]
-    small = {p: p.detach().clone() for p in floating if float(p.detach().norm()) < SMALL * math.sqrt(p.numel())}
+    small = {p: p.detach().clone() for p in floating if float(p.detach().float().norm()) < SMALL * math.sqrt(p.numel())}
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():

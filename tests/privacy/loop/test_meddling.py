@@ -415,8 +415,7 @@ def test_a_fixed_tensor_that_nobody_can_compare_is_refused_by_its_name_and_any_o
                 make(tmp_path / "refused", model)
             assert "\n" not in str(error.value), name
         model = net()
-        without_norm = set() if is_buffer else {"eight bits"}  # of parameters the self-check takes the norm
-        for number, name in enumerate(FIXED.keys() - refused.keys() - without_norm):
+        for number, name in enumerate(FIXED.keys() - refused.keys()):
             give(model, f"fixed_{number}", FIXED[name][0]())
         give(model, "fixed", dense := torch.ones(3))
         with make(tmp_path / "run", model, num_steps=2) as loop:
