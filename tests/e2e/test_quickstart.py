@@ -60,14 +60,16 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     Only the command itself is forked: what it starts, launcher, ranks, report and verifier, is as a newcomer has it.
     """
     run_dir, recipe = tmp_path / "run", tmp_path / "quickstart.toml"
+    fashion = unpack_fashion(tmp_path)
     text = (ROOT / "recipes/quickstart.toml").read_text().replace("target_epsilon = 8.0", "noise_multiplier = 2.0")
     with (
-        tarfile.open(unpack_fashion(ROOT) / "test-00000.tar") as whole,
+        tarfile.open(fashion / "test-00000.tar") as whole,
         tarfile.open(tmp_path / "test.tar", "w") as few,
     ):
         for member in whole.getmembers()[: 2 * 64]:  # of all of them captions would take longer than the run
             few.addfile(member, whole.extractfile(member))
-    recipe.write_text(text.replace("runs/fashion/test-*.tar", str(tmp_path / "test.tar")))
+    text = text.replace("runs/fashion/test-*.tar", str(tmp_path / "test.tar"))
+    recipe.write_text(text.replace("runs/fashion", str(fashion)))
     small = ("privacy.expected_batch_size=100", "heldout.num_captions=1", "privacy.clipping_mode=bookkeeping")
     short = ("--recipe", str(recipe), "train.num_steps=2", "heldout.every_steps=2")
     said, stdout = quickstart(run_python, run_dir, *short, *small)
