@@ -418,7 +418,7 @@ def must_take(what: str) -> Iterator[None]:
 @contextmanager
 def nothing_is_small(model: nn.Module) -> Iterator[None]:
     """Weights near zero are random inside: one that starts at zero hides the gradients of the layers before it."""
-    floating = [p for p in model.parameters() if p.is_floating_point()]
+    floating = [_memory(p) for p in model.parameters() if p.is_floating_point()]
     small = {p: p.detach().clone() for p in floating if float(p.detach().float().norm()) < SMALL * math.sqrt(p.numel())}
     generator = torch.Generator().manual_seed(0)
     try:
@@ -431,6 +431,12 @@ def nothing_is_small(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for p, before in small.items():
                 p.copy_(before)
+
+
+def _memory(parameter: nn.Parameter) -> Tensor:
+    """A view of each number that a parameter holds, once: one that is expanded repeats them and cannot be written itself."""
+    repeated = slice(0, 1)
+    return parameter.detach()[tuple(slice(None) if stride else repeated for stride in parameter.stride())]
 
 
 Path = tuple[str | int, ...]

@@ -387,6 +387,7 @@ FIXED: dict[str, tuple[Callable[[], Tensor], str | None]] = {
     "negative": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, None),
     "complex": (lambda: torch.ones(3, dtype=torch.complex128), None),
     "expanded": (lambda: torch.ones(1).expand(4), None),
+    "expanded zeros": (lambda: torch.zeros(3, 1).expand(3, 4), None),
     "transposed": (lambda: torch.ones(2, 3).t(), None),
     "eight bits": (lambda: torch.ones(3).to(torch.float8_e4m3fn), None),
     "unsigned": (lambda: torch.ones(3, dtype=torch.uint16), None),
