@@ -34,13 +34,16 @@ MOST_DEVIATION = 2.0**50
 """In units of what is drawn: beyond it 64 bits of T would often not tell the integer."""
 REJECTED, UNDECIDED = -1, -2
 """What `decide` says when there is no integer (yet)."""
-_PIECE = 1 << 15
-"""Proposals decided at a time: their arrays stay in the cache."""
+_PIECE = 1 << 14
+"""Proposals that are decided quickly at a time: their arrays stay in the cache."""
+_BLOCK = 1 << 19
+"""Proposals of which those that are not told quickly are looked at together."""
 _M_BITS = 6
 _M = 1 << _M_BITS
 """Cells per standard deviation."""
 _U_BITS, _T_BITS, _V_BITS = 32, 64, 31
 """First bits of the three numbers; with the sign they fill two words."""
+_V_MASK = (1 << _V_BITS) - 1
 _PREFIX_BITS = 16
 """First bits of U that mostly tell the cell."""
 _MOST_LOOKS = 16
@@ -81,8 +84,8 @@ def draw_rounded_normal(deviation: float, count: int, source: WordSource) -> np.
     Raises:
         ValueError: the deviation is negative, not a number or above 2^50, or the count is negative.
         RuntimeError: the source's bits decide nothing, which has a probability below 2^-900 a draw for uniform bits; or they
-            reject more than half of all proposals and 128 besides. Uniform bits reject less than 1 in 100, and more than
-            n + 128 of 2 n + 128 with a probability below 2^(2 n + 128) 100^-(n + 128) < 2^-600.
+            reject more than half of the proposals of a block of n draws and 128 besides. Uniform bits reject less than 1 in 100,
+            and more than n + 128 of 2 n + 128 with a probability below 2^(2 n + 128) 100^-(n + 128) < 2^-600.
     """
     if not 0 <= deviation <= MOST_DEVIATION:
         raise ValueError(
@@ -91,39 +94,71 @@ def draw_rounded_normal(deviation: float, count: int, source: WordSource) -> np.
     if count < 0:
         raise ValueError(f"{count} values of noise are asked for; the number must be 0 or larger")
     out = np.zeros(count, dtype=np.int64)
-    done, proposed = (0 if deviation > 0 else count), 0
-    while done < count:
-        if proposed > 2 * count + 128:
-            raise RuntimeError(
-                f"the source of entropy is broken: of {proposed:,} proposals it kept {done:,}, where 99 in 100 are kept"
-            )
-        proposals = min(_PIECE, count - done + 8)
-        proposed += proposals
-        kept = _keep(deviation, source.uniform_words(2 * proposals), source)[: count - done]
-        out[done : done + len(kept)] = kept
-        done += len(kept)
+    if deviation > 0:
+        for start in range(0, count, _BLOCK):
+            _fill(out[start : start + _BLOCK], deviation, source)
     return out
 
 
-def _keep(deviation: float, words: np.ndarray, source: WordSource) -> np.ndarray:
-    """The signed integers of the proposals that are kept, in their order.
+def _fill(out: np.ndarray, deviation: float, source: WordSource) -> None:
+    """Proposes an integer for each place of `out`, and another one where it is rejected, until all are kept."""
+    vacant = _propose(out, deviation, source)
+    proposed = len(out)
+    while len(vacant) > 0:
+        if proposed > 2 * len(out) + 128:
+            raise RuntimeError(
+                f"the source of entropy is broken: of {proposed:,} proposals {len(out) - len(vacant):,} were kept, where "
+                "99 in 100 are"
+            )
+        replacements = np.empty(len(vacant), np.int64)
+        rejected = _propose(replacements, deviation, source)
+        out[vacant] = replacements
+        proposed += len(vacant)
+        vacant = vacant[rejected]
+
+
+def _propose(out: np.ndarray, deviation: float, source: WordSource) -> np.ndarray:
+    """Fills `out` with one signed proposal a place, and returns the places whose proposal is rejected.
 
     Args:
-        words: (2 n,) uint64; the first n hold 32 bits of U, the sign and 31 bits of V, the others 64 bits of T.
-        source: more bits where these do not tell.
+        out: (n,) int64.
+        source: for each piece of n first n words, of which each holds 32 bits of U, the sign and 31 bits of V, then n words of
+            64 bits of T; more where these do not tell.
+
+    Returns:
+        Ascending int64; `out` holds no draw there.
     """
-    first, t = words.reshape(2, -1)
-    cells, lattice = _cells(), _lattice(deviation)
-    v = first & (1 << _V_BITS) - 1
-    cell = cells.of_prefix[first >> 64 - _PREFIX_BITS]
-    values, told = _round(lattice, cell, t)
+    untold = []
+    for start in range(0, len(out), _PIECE):
+        piece = out[start : start + _PIECE]
+        first, t = source.uniform_words(2 * len(piece)).reshape(2, -1)
+        sizes, is_told = _decide_quickly(deviation, first, t)
+        piece[:] = _signed(sizes, first)
+        places = np.flatnonzero(~is_told)
+        untold.append((start + places, first[places], t[places]))
+    places, first, t = map(np.concatenate, zip(*untold, strict=True))
+    sizes = _look_closer(deviation, first >> 64 - _U_BITS, t, first & _V_MASK, source)
+    out[places] = _signed(sizes, first)
+    rejected: np.ndarray = places[sizes == REJECTED]
+    return rejected
+
+
+def _decide_quickly(deviation: float, first: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(round(deviation Y) as int64, whether these bits tell that it is this integer and kept). Few bits tell most of them."""
+    cells = _cells()
+    prefix = (first >> 64 - _PREFIX_BITS).view(np.int64)  # signed, as indices are: others are converted one by one
+    cell = cells.of_prefix[prefix].astype(np.int64)
+    sizes, is_told = _round(_lattice(deviation), cell, t)
     # 1 - exp(-g) <= g < (2 j + 1) T' / (2 m^2) with T' = the first 16 bits of T, and one more, over 2^16.
-    told &= v >= cells.slope[cell] * ((t >> 48) + 1)
-    rest = np.flatnonzero(~told)
-    values[rest] = _look_closer(deviation, first[rest] >> 64 - _U_BITS, t[rest], v[rest], source)
-    negative = -(first >> _V_BITS & 1).view(np.int64)
-    accepted: np.ndarray = ((values ^ negative) - negative)[values != REJECTED]
-    return accepted
+    is_told &= first & _V_MASK >= cells.slope[cell] * ((t >> 48) + 1)
+    return sizes, is_told
+
+
+def _signed(sizes: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """The integers, negative where the sign's bit is set."""
+    mask = -(first >> _V_BITS & 1).view(np.int64)
+    negated: np.ndarray = (sizes ^ mask) - mask
+    return negated
 
 
 def _look_closer(deviation: float, u: np.ndarray, t: np.ndarray, v: np.ndarray, source: WordSource) -> np.ndarray:
@@ -231,7 +266,7 @@ class _Cells(NamedTuple):
     above: np.ndarray
     """(cells,) uint64: 2^32 F_j or a little more."""
     of_prefix: np.ndarray
-    """(2^16,) the cell of every U that begins with these 16 bits, or `cells` where there are several."""
+    """(2^16,) int16: the cell of every U that begins with these 16 bits, or `cells` where there are several."""
     slope: np.ndarray
     """(cells + 1,) uint64: 4 (2 j + 1); the last is above every V."""
 
@@ -245,7 +280,8 @@ def _cells() -> _Cells:
     cell = np.searchsorted(above, prefixes << _U_BITS - _PREFIX_BITS, side="right") - 1
     known = prefixes + 1 << _U_BITS - _PREFIX_BITS <= below[cell + 1]
     slope = np.append(8 * np.arange(len(above)) + 4, 1 << _V_BITS).astype(np.uint64)
-    return _Cells(below, above, np.where(known, cell, len(above)), slope)
+    of_prefix = np.where(known, cell, len(above)).astype(np.int16)  # a table that stays in the cache
+    return _Cells(below, above, of_prefix, slope)
 
 
 @functools.lru_cache(maxsize=32)

@@ -51,6 +51,26 @@ class Repeated:
         return np.full(count, self._word, np.uint64)
 
 
+class Given:
+    """Two words for each proposal, in the order of the proposals, and then those of another source."""
+
+    def __init__(self, words, then):
+        self._left, self._then = words.reshape(2, -1), then
+
+    def uniform_words(self, count):
+        if self._left.size == 0:
+            return self._then.uniform_words(count)
+        piece, self._left = np.split(self._left, [count // 2], axis=1)
+        return piece.reshape(-1)
+
+
+def proposals_of(deviation, words, then):
+    """The integers that words for proposals give, in their order, without those that are rejected."""
+    proposals = np.empty(len(words) // 2, np.int64)
+    rejected = rounded_normal._propose(proposals, deviation, Given(words, then))
+    return np.delete(proposals, rejected)
+
+
 def true_cell(u):
     return bisect.bisect_right(FIRST_OF_CELL, u) - 1
 
@@ -132,7 +152,7 @@ def test_pieces_are_decided_as_one_proposal_is(deviation):
         assert decision != UNDECIDED
         if decision != REJECTED:
             expected.append(-decision if case & 1 else decision)
-    kept = rounded_normal._keep(deviation, np.array(words, np.uint64).T.reshape(-1), Repeated(continued))
+    kept = proposals_of(deviation, np.array(words, np.uint64).T.reshape(-1), Repeated(continued))
     assert kept.dtype == np.int64 and kept.tolist() == expected
 
 
@@ -225,7 +245,7 @@ def test_the_last_of_all_first_bits_give_the_tail():
     u = np.arange(2**32 - size, 2**32, dtype=np.uint64) << np.uint64(32)
     # V near 1 keeps every proposal, T near 1/4 and a deviation of 64 tell its cell.
     words = np.concatenate([u | np.uint64((1 << 31) - 1), np.full(size, 1 << 62, np.uint64)])
-    cells = np.concatenate([rounded_normal._keep(64.0, words, source) for _ in range(4)])
+    cells = np.concatenate([proposals_of(64.0, words, source) for _ in range(4)])
     assert len(cells) == 4 * size
     for far in (300, 320, 340, 352, 384):
         expected = 2**32 * float(1 - FIRST_OF_CELL[far])
@@ -234,7 +254,7 @@ def test_the_last_of_all_first_bits_give_the_tail():
     for _ in range(rounds):
         words = source.uniform_words(2 * size)
         words[:size] = u | words[:size] & np.uint64(2**32 - 1)
-        sizes = np.abs(rounded_normal._keep(2.0**40, words, source))
+        sizes = np.abs(proposals_of(2.0**40, words, source))
         beyond.update({far: int((sizes > far * 2**40).sum()) for far in (5.0, 5.5, 6.0)})
     for far, seen in beyond.items():
         mean = rounds * 2**32 * 2 * stats.norm.sf(far) * math.sqrt(math.pi / 2) * M / float(_TOTAL)
