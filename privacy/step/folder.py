@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -196,8 +197,9 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def environment() -> dict[str, Any]:
-    """Versions and the commit of the code. The file is public: arguments, paths and names of hosts and users stay out."""
+@functools.cache  # a process keeps the code that it has imported
+def environment() -> Mapping[str, Any]:
+    """Returns versions and the commit of the code. The file is public: arguments, paths and names of hosts and users stay out."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # the library needs less than the trainer

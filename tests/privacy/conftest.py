@@ -1,12 +1,6 @@
-import functools
 import os
 
 import pytest
-
-from privacy.step import folder
-
-for name in ("_git", "version"):  # every start asks thrice, by processes of git
-    setattr(folder, name, functools.cache(getattr(folder, name)))
 
 
 @pytest.fixture

@@ -124,7 +124,9 @@ def test_a_run_is_resumed_by_another_version(
     before = (folder / "ledger.jsonl").read_bytes()
     there = run_folder.version
     monkeypatch.setattr(run_folder, "version", lambda package: "99.0" if package == "torch" else there(package))
+    run_folder.environment.cache_clear()
     assert start(folder, folder / "config.toml") == 0
+    run_folder.environment.cache_clear()
     ledger = (folder / "ledger.jsonl").read_bytes()
     assert ledger.startswith(before)
     sessions = [line for line in map(json.loads, ledger.splitlines()) if line["type"] == "session"]
