@@ -29,7 +29,8 @@ def give_back_freed_memory() -> None:
     """Returns what is free to the system, where glibc's malloc keeps it.
 
     Called once per logical batch, after its last micro-batch: activations lie in the heap, and the gradient, whose tensors are
-    mapped each by itself, would come on top of them.
+    mapped each by itself, would come on top of them. And once after the self-check of a start, which holds several copies of the
+    whole model.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

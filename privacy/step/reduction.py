@@ -36,11 +36,11 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         raise PrivacyStateRefused(
             "ranks add clipped sums in different units: their bounds C differ; start again from a checkpoint"
         )
+    if sums.device.type == "cpu":
+        give_back_freed_memory()
     if isinstance(sums, ShardedSums):
         return sums.to_owners(layout)
     assert isinstance(sums, LocalSums)
-    if sums.device.type == "cpu":
-        give_back_freed_memory()
     world_size, rank = collectives.world_size(), collectives.rank()
     counts = [layout.count(r) for r in range(world_size)]
     left = dict.fromkeys(sums.names, 0)

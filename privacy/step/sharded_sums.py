@@ -122,7 +122,7 @@ class ShardedSums(Accumulator):
                 send_counts=[sum(s.stop - s.start for s in spans) for spans in outgoing],
                 receive_counts=[sum(s.stop - s.start for s in spans) for spans in incoming],
             )
-            self._kept[i] = received[:0]
+            self._kept[i] = received.new_empty(0)  # no view, which would keep all of it
             position = 0
             for span in itertools.chain.from_iterable(incoming):
                 length = span.stop - span.start

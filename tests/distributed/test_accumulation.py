@@ -191,6 +191,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
         sums.finish()
     exact = {name: sum(parts[name] for parts in collectives.gather_objects(mine)) for name in shapes}
     shards = sums.to_owners(layout)
+    assert not any(kept.untyped_storage().nbytes() for kept in sums._kept), "what has gone to its owner is freed"
     if sums.unit is not None:
         shards = [shard._replace(values=real(shard.values, sums.unit.exponent)) for shard in shards]
     assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(rank))

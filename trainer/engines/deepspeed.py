@@ -84,17 +84,20 @@ class DeepSpeedEngine:
     def step(self, shards: list[GradShard], *, lr: float) -> None:
         if self._stage == 3:
             values = {shard.name: shard.values for shard in shards}
+            shards.clear()  # so that each is freed once its values are taken
             self._zero.independent_gradient_partition_epilogue()
             for name, parameter in self._parameters.items():
                 padded = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32, device=self.device)
                 if name in values:
                     padded[: values[name].numel()] = values[name]
+                    del values[name]
                 safe_set_local_grad(parameter, padded)
         else:
             # Offloaded partitions have a gradient buffer of their own in host memory; the others take a new one.
             flats = [torch.zeros_like(p) if p.grad is None else p.grad.zero_() for p in self._flat_partitions()]
-            for span, shard in zip(self._spans, shards, strict=True):
-                flats[span.group][span.start : span.start + span.piece.length] = shard.values
+            for span in reversed(self._spans):
+                flats[span.group][span.start : span.start + span.piece.length] = shards.pop().values
+            assert not shards, "each shard has a span"
             for group, flat in enumerate(flats):
                 self._zero.averaged_gradients[group] = [flat]
         set_rate(self._zero.param_groups, lr)

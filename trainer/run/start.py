@@ -29,7 +29,7 @@ from privacy.plan import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
 from privacy.step import collectives
-from privacy.step.allocator import keep_freed_memory
+from privacy.step.allocator import give_back_freed_memory, keep_freed_memory
 from privacy.step.averaging import WeightAverage
 from privacy.step.batches import Dealt
 from privacy.step.collectives import first_on_main, on_main, refuse_together
@@ -245,7 +245,9 @@ class TrainerStart:
         self._on_each_host(check)
 
     def _on_each_host(self, check: Callable[[], None]) -> None:
+        """Checks in one process a host, whose memory then takes the run as that of the others does."""
         refuse_together(check if self.ranks.local_rank == 0 else lambda: None)
+        give_back_freed_memory()
 
     def open_heldout(self) -> None:
         """Held-out data are there, and no training shards that are declared public; before the hours of the next check."""
