@@ -41,7 +41,7 @@ from trainer.weights.open_model import open_model
 from trainer.weights.start import ledgers_of
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("trusted_models", "one_rank")
 SAME, OTHER = "data/demo/train-00000.tar", "data/demo/train-00001.tar"
 
 

@@ -42,7 +42,7 @@ RECIPE = ROOT / "tests/trainer/classification.toml"
 MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
 NUM_HELDOUT = 300
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("trusted_models", "one_rank")
 
 
 @pytest.fixture(scope="module")

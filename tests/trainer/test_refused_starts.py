@@ -31,7 +31,7 @@ from trainer.ranks.discovery import Ranks
 from trainer.run.start import TrainerStart, train
 from trainer.weights.open_model import open_model
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("trusted_models", "one_rank")
 LINES = "ledger.jsonl"
 OPTIONS = ("train.keep_checkpoints=3", "privacy.reserved_attempts=9")
 

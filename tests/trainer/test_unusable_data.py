@@ -24,7 +24,7 @@ from trainer.run.datasets import require_usable
 from trainer.run.start import train
 from trainer.tasks import make_task
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("trusted_models", "one_rank")
 
 MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
 RECIPES = {
