@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from tests import loss_distributions
+from tests import loss_distributions, self_check
 from tests.parts import NUM_PARTS, note, of_part
 from tests.processes import end_server
 
@@ -134,3 +135,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for name, total in seconds.most_common(SLOWEST):
         terminalreporter.write_line(f"{total:7.1f}s {name}")
     terminalreporter.write_line(f"{seconds.total():7.1f}s all, on all workers together")
+
+
+@pytest.fixture(scope="module")
+def trusted_models() -> Iterator[None]:
+    """For modules about something else than the self-check."""
+    with self_check.trusted_models():
+        yield

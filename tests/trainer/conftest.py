@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import self_check
 from tests.processes import ROOT, Forked, kill_group, quiet_environment
 from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
@@ -24,13 +23,6 @@ def one_rank() -> Iterator[torch.device]:
         device = distributed.start(Ranks())
         yield device
         dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def trusted_models() -> Iterator[None]:
-    """For modules about something else than the self-check."""
-    with self_check.trusted_models():
-        yield
 
 
 @pytest.fixture

@@ -32,6 +32,8 @@ from trainer.report import build_card
 from trainer.run import clipping_mode
 from trainer.run.start import train
 
+pytestmark = pytest.mark.usefixtures("trusted_models")
+
 MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
 SMALL = ["data.num_workers=0", "privacy.expected_batch_size=6", "train.micro_batch_size=3", "heldout.num_examples=4"]
 STOPPED_AT = 2

@@ -11,6 +11,8 @@ from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, train_arguments
 from trainer.config.recipe import load_config, resolved
 
+pytestmark = pytest.mark.usefixtures("trusted_models")
+
 DECLARING = """
 name = "declaring"
 model = { size = "pico" }

@@ -20,6 +20,8 @@ from tests.e2e.launch import train_arguments, train_together
 from tests.trainer.test_chains import run
 from tests.trainer.test_refused_starts import OPTIONS, image, stop_after
 
+pytestmark = pytest.mark.usefixtures("trusted_models")
+
 SHARED = "privacy.shared_ledger={here}/shared.jsonl"
 MIRROR = "privacy.ledger_mirror={here}/mirror.jsonl"
 

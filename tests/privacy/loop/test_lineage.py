@@ -15,6 +15,8 @@ from privacy.loop import lineage
 from tests.privacy.loop.own import cross_entropy, ledger_of, make, net, quick
 from tests.privacy.published import rewrite, sentences
 
+pytestmark = pytest.mark.usefixtures("trusted_models")
+
 
 @pytest.fixture(autouse=True)
 def new_program(monkeypatch: pytest.MonkeyPatch) -> None:

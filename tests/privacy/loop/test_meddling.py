@@ -24,6 +24,7 @@ from privacy.loop.engine import OwnEngine
 from privacy.loop.weights import fingerprint
 from privacy.step.engine import GradShard
 from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows, weights
+from tests.self_check import trusted_models
 
 
 def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:
@@ -171,7 +172,7 @@ def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(place: str,
                 optimizer.param_groups[0]["lr"] = value
             assert loop.step().lr == float(value.detach() if isinstance(value, Tensor) else value)
 
-    with quick():
+    with quick(), trusted_models():
         for number, (name, value) in enumerate(NO_RATES.items()):
             if place == "an argument" and value is None:
                 continue

@@ -16,6 +16,8 @@ from privacy.loop import WeightAverage
 from privacy.loop.engine import require_plain
 from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, weights
 
+pytestmark = pytest.mark.usefixtures("trusted_models")
+
 OF_TORCH = sorted(
     (kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer),
     key=lambda kind: kind.__name__,
