@@ -23,6 +23,7 @@ SMALL = PlanRequest(
 TO_ONE = replace(SMALL, noise_multiplier=None, target_epsilon=0.2)
 
 
+@pytest.mark.full
 def test_two_small_plans(tmp_path: Path) -> None:
     part = Part("budget", tmp_path / "budget")
     budget.rehearse(part, {SMALL: ["a plan"], TO_ONE: ["a plan to calibrate", "another plan"]})

@@ -40,7 +40,8 @@ def count_of(config: RunConfig) -> int:
     return sum(p.numel() for p in make_task(config, ROOT).skeleton().parameters())
 
 
-@pytest.mark.parametrize("is_exported", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("is_exported", [False, True])
 def test_the_part_starts_resumes_exports_and_imports(
     is_exported: bool, commands: list[list[str]], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ FLEET = Fleet(
 )
 
 
+@pytest.mark.full
 def test_the_part_measures_what_rank_0_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "sockets_of_gloo", lambda: {"beside_one_a_rank": 2})
     part = Part("ranks", tmp_path)

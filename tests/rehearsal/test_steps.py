@@ -18,6 +18,7 @@ def run_command(python: str, *words: object) -> str:
     return ended.stdout
 
 
+@pytest.mark.full
 def test_a_few_steps_and_two_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "launch", lambda words, log: Forked(words, stdout=log))
     monkeypatch.setattr(steps, "command", run_command)
