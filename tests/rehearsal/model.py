@@ -294,8 +294,8 @@ def main() -> None:
         save(run)
         run.folder.stop.touch()
 
-    Run.save = save_and_stop  # type: ignore[method-assign]
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":  # another rank would ask once more, behind the stop
+        Run.save = save_and_stop  # type: ignore[method-assign]
         start_clock(Path(os.environ[CLOCK]))
     train.main(sys.argv[1:])
 
