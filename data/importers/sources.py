@@ -28,6 +28,7 @@ TABLES = ("metadata.csv", "captions.csv")
 PARQUET = ".parquet"
 _MAX_FIELD = 1 << 20
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
+_LATE_QUOTE = re.compile(r'\s+"')
 _FILE_NAME = re.compile(r"\S+\.[^\W\d]\w{1,4}")
 """A text that may be the name of a file, of a picture that is not there or is of another kind too."""
 _COLUMN_NAME = re.compile(r"(?:[^\W\d][\w -]{0,39})?")
@@ -348,14 +349,19 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
     def items() -> Iterator[Item]:
         for row in itertools.chain([header], rows):
             if row.last > row.first:
-                lines = _LINE_BREAK.split(separator.join(row.fields))
-                if sum(map(is_like_a_row, lines)) > sum(map(names_file, row.fields[place : place + 1])):
+                lines = _LINE_BREAK.split(separator.join(row.fields))  # as they stand in the file, without quotes
+                is_swallower = sum(map(is_like_a_row, lines)) > sum(map(names_file, row.fields[place : place + 1]))
+                if row is header:  # its own width counts what it swallowed
+                    is_swallower |= any(separator in name and _LINE_BREAK.search(name) for name in names)
+                else:  # one line has the fields of a row where a text with line breaks is in the first or last column
+                    is_swallower |= sum(line.count(separator) + 1 >= width for line in lines) > 1
+                if is_swallower:
                     raise DataError(
                         f"{path}, line {row.first}: a quoted text that ends in line {row.last} holds whole rows; correct its "
                         "quotes, or replace its line breaks by blanks"
                     )
             is_blank = len(row.fields) <= 1 and not "".join(row.fields).strip()
-            if row is header or is_blank:
+            if is_blank:
                 continue
             if len(row.fields) > width:  # otherwise a caption with a comma and without quotes would be cut there
                 raise DataError(
@@ -366,6 +372,13 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
                     f"{path}, line {row.first} has fewer fields than the header; correct its quotes, quote texts that hold line "
                     "breaks, and write empty fields too"
                 )
+            if any(_LATE_QUOTE.match(field) and field.count('"') % 2 for field in row.fields):
+                raise DataError(
+                    f"{path}, line {row.first} has a blank before a quote: it does not count as one, and the next separator "
+                    "would cut the text; remove the blank"
+                )
+            if row is header:
+                continue
             yield columns.item(dict(zip(names, row.fields, strict=True)), root, f"{path.name}, line {row.first}")
 
     return Source.of(join_records(items()))

@@ -55,9 +55,10 @@ SOUND: dict[str, tuple[str, Pairs]] = {
     "separators": ('image,caption\na.png,"a cat, a dog, a cow"\n', [("a.png", ("a cat, a dog, a cow",))]),
     "a line break": ('image,caption\na.png,"a cat\nsits"\nb.png,a dog\n', [("a.png", ("a cat\nsits",)), B]),
     "a CRLF inside": ('image,caption\na.png,"a cat\r\nsits"\r\nb.png,a dog\r\n', [("a.png", ("a cat\r\nsits",)), B]),
-    "a poem": ('image,caption\na.png,"roses, red\nviolets, blue\nsugar"\n', [("a.png", ("roses, red\nviolets, blue\nsugar",))]),
-    "a poem first": ('caption,image\n"roses, red\nviolets, blue",a.png\n', [("a.png", ("roses, red\nviolets, blue",))]),
-    "a poem between": ('x,caption,image\n1,"a, b\nc, d\ne, f",a.png\n', [("a.png", ("a, b\nc, d\ne, f",))]),
+    "a separator in the first line": ('image,caption\na.png,"a cat, a dog\na cow"\n', [("a.png", ("a cat, a dog\na cow",))]),
+    "a separator in the last line": ('caption,image\n"a cat\na dog, a cow",a.png\n', [("a.png", ("a cat\na dog, a cow",))]),
+    "a poem": ('id,image,caption,by\n7,a.png,"a, b\nc, d\ne, f",me\n', [("a.png", ("a, b\nc, d\ne, f",))]),
+    "a poem first": ('caption,image,by\n"roses, red\nviolets, blue\nsugar",a.png,me\n', [("a.png", ("roses, red\nviolets, blue\nsugar",))]),
     "words of pandas": ("image,caption\na.png,NA\nb.png,null\n", [("a.png", ("NA",)), ("b.png", ("null",))]),
     "a blank and quotes": ('image,caption\na.png, "a cat"\n', [("a.png", (' "a cat"',))]),
     "other line separators": ("image,caption\na.png,a\u2028cat\x0band\x85dog\n", [("a.png", ("a\u2028cat\x0band\x85dog",))]),
@@ -113,6 +114,20 @@ MALFORMED: dict[str, tuple[str, int, str]] = {
         rows(9, _3='3.tif,"thing 3,web', _4="4.heic,thing 4,web", _6='6.tif,thing 6",web'), 5, "whole rows",
     ),
     "folders": ('caption,image\nx,"d/0.png\ny,d/1.png"\n', 2, "holds whole rows"),
+    "names that are like no file's": ('image,caption\npic a,"thing 1\npic b,thing 2\npic c,thing 3"\n', 2, "holds whole rows"),
+    "such names, one row": ('image,caption\npic a,"thing 1\npic b,thing 2"\n', 2, "holds whole rows"),
+    "such names, captions first": ('caption,image\n"thing 1,pic a\nthing 2",pic b\n', 2, "holds whole rows"),
+    "such names, more columns": ('x,caption,image\n1,"thing 1,pic a\n2,thing 2,pic b\n3,thing 3",pic c\n', 2, "holds whole rows"),
+    "such names, rows with blanks": ('image,caption\npic a,"thing 1\npic b, thing 2\npic c, thing 3"\n', 2, "holds whole rows"),
+    "such names, a short row too": ('image,caption\npic a,"thing 1\npic b,thing 2\nthing 3"\n', 2, "holds whole rows"),
+    "such names, behind the header": ('image,caption,"x\npic a,thing 1,web"\npic b,thing 2,web\n', 1, "holds whole rows"),
+    "addresses": ('image,caption\na.png,"thing 1\nhttp://x.org/1?a=b ,thing 2\nhttp://x.org/2 ,thing 3"\n', 2, "holds whole rows"),
+    "numbers": ('caption,image\n"thing 1,17\nthing 2,18\nthing 3",19\n', 2, "holds whole rows"),
+    "a blank before a quote": (rows(9, _3='3.png, "thing 3, red"'), 5, "blank before a quote"),
+    "two blanks of other kinds before a quote": (rows(9, _3='3.png,\u3000\xa0"thing 3, red"'), 5, "blank before a quote"),
+    "a blank before a quote with quotes inside": (rows(9, _3='3.png, "thing ""3"", red"'), 5, "blank before a quote"),
+    "a blank before the first column's quote": (rows(9, _3=' "3, red.png",thing'), 5, "blank before a quote"),
+    "a blank before a quote in the header": ('image,caption, "a, b"\na.png,thing,x,y\n', 1, "blank before a quote"),
 }  # fmt: skip
 
 
@@ -139,6 +154,9 @@ def test_random_tables_are_read_as_python_reads_them_strictly(tmp_path: Path) ->
     for style, count in ((csv.QUOTE_MINIMAL, 5000), (csv.QUOTE_ALL, 500), (csv.QUOTE_NONNUMERIC, 500)):
         ids, lengths = rng.integers(0, len(pieces), (count, 2, 8)), rng.integers(0, 9, (count, 2))
         texts = [["".join(pieces[i] for i in ids[n, c, : lengths[n, c]]) for c in range(2)] for n in range(count)]
+        # Line breaks and separators in one text can look like rows, and a quote behind leading blanks like a wrong one.
+        left_out = [",", r"[\r\n]"]
+        texts = [[re.sub(left_out[n % 2], "", text).lstrip() for text in row] for n, row in enumerate(texts)]
         table = [[*texts[number], f"{number}.png", "x y", '"'] for number in range(count)]
         buffer = io.StringIO(newline="")
         csv.writer(buffer, quoting=style).writerows([names, *table])
@@ -152,8 +170,9 @@ def test_a_stray_quote_never_puts_another_row_into_an_example(seed: int, tmp_pat
     """Quotes put before or behind fields of random rows: refused, or every row is there with its own text alone."""
     rng = np.random.default_rng(seed)
     outcomes = set()
-    for _ in range(100):
-        fields = [[f"{number}.png", f"thing {number}", "web"] for number in range(8)]
+    for trial in range(200):
+        name = ("{}.png", "pic {}", "http://x.org/{}?a=b", "{}")[trial % 4]
+        fields = [[name.format(number), f"thing {number}", "web"] for number in range(8)]
         for row, column, side in zip(rng.integers(0, 8, 2), rng.integers(0, 3, 2), rng.integers(0, 2, 2), strict=True):
             fields[row][column] = '"' + fields[row][column] if side else fields[row][column] + '"'
         order = rng.permutation(3)
