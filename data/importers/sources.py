@@ -31,11 +31,6 @@ _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 _LATE_QUOTE = re.compile(r'\s+"')
 _FILE_NAME = re.compile(r"\S+\.[^\W\d]\w{1,4}")
 """A text that may be the name of a file, of a picture that is not there or is of another kind too."""
-_COLUMN_NAME = re.compile(r"(?:[^\W\d][\w -]{0,39})?")
-_USUAL_COLUMN = re.compile(
-    "(image|img|picture|file)([ _-]?(name|path|file))?s?|path|url|key|id|captions?|text|title|alt|description|labels?|class|owner"
-)
-"""A first line of words, one of which is among these, is a header; another may be data, and is not shown."""
 _PROBLEMS = {"unexpected": "a quote is never closed", "field": f"a text has more than {_MAX_FIELD:,} characters"}
 """The first word of what the csv module says of a malformed line, in plain words."""
 _NAME_BYTES = 255
@@ -257,22 +252,19 @@ def open_source(
     return {"csv": table_source, "coco": coco_source, "parquet": parquet_source}[source_format](path, columns, root)
 
 
-def require_columns(present: Sequence[str], columns: Columns, where: Path, *, is_shown: bool = True) -> None:
+def require_columns(present: Sequence[str], columns: Columns, where: Path) -> None:
     """Refuses a table without the columns that are asked for, or with two of one name. With labels captions are not needed.
 
-    Args:
-        is_shown: whether a message may say which columns there are.
-
     Raises:
-        DataError: a column is missing, or two have one name.
+        DataError: a column is missing, or two have one name. It does not say which columns there are, since they are a row of
+            the data where a file has no header.
     """
     for name in columns:
         is_needed = name is not None and (columns.label is None or name != columns.caption)
         if is_needed and name not in present:
-            listed = ", ".join(map(repr, present[:20])) if is_shown else "a first line that does not look like a header"
             raise DataError(
-                f"{where} has no column {name}; it has {listed or 'none'}. See --image_column, --caption_column, --label_column, "
-                "--owner_field"
+                f"{where} has no column {name} among its {len(present)}; its header must name it so, or say its name: "
+                "--image_column, --caption_column, --label_column, --owner_field"
             )
         if name is not None and present.count(name) > 1:
             raise DataError(f"{where} has two columns {name}; rename or remove one of them")
@@ -339,10 +331,7 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
         places = {place, place - width + len(fields)}
         return len(fields) >= least and any(0 <= at < len(fields) and names_file(fields[at]) for at in places)
 
-    plain = [name.strip().lower() for name in names]
-    is_header = all(map(_COLUMN_NAME.fullmatch, plain)) and any(map(_USUAL_COLUMN.fullmatch, plain))
-    is_header &= not any(name and names_image(name) for name in names)
-    require_columns(names, columns, path, is_shown=is_header)
+    require_columns(names, columns, path)
     least = 1 + max(names.index(name) for name in columns if name in names)
     place = names.index(columns.image)
 
@@ -394,11 +383,19 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
         DataError: it is no such file, an image id occurs twice, or an annotation names no image of the file.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+        tree = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    except json.JSONDecodeError as error:  # its words, and those of the others, may hold a letter of the file
+        raise DataError(f"{path}, line {error.lineno}, column {error.colno}: no JSON") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
+        raise DataError(
+            f"{path} is not read as JSON: a number has too many digits, or lists are nested too deep"
+        ) from error
     lists: list[Any] = [tree.get(name) for name in ("images", "annotations")] if isinstance(tree, dict) else [None]
     if any(not isinstance(part, list) or any(not isinstance(entry, dict) for entry in part) for part in lists):
         raise DataError(f"{path} is no COCO captions file: it needs the lists images and annotations")
@@ -408,8 +405,8 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
     for name, field, entries in (("images", "id", images), ("annotations", "image_id", annotations)):
         for place, entry in enumerate(entries):
             identity, where = entry.get(field), f"{path}: {name}[{place}]"
-            if isinstance(identity, list | dict):
-                raise DataError(f"{where} has a list or an object as {field}; it must be a number or a text")
+            if type(identity) not in (int, str):  # True and 1.0 would be taken for 1, and two that are missing for one
+                raise DataError(f"{where} has no {field} that is a whole number or a text")
             if name == "images" and places.setdefault(identity, place) != place:
                 raise DataError(f"{where} has the id of images[{places[identity]}]: an image id occurs twice")
             if name == "annotations":
@@ -432,11 +429,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of a JSON file.
 
     Raises:
-        ValueError: two of its values have one name, of which Python would take the last.
+        DataError: two of its values have one name, of which Python would take the last.
     """
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("an object in it has two values of one name")
+        raise DataError("an object in it has two values of one name")
     return made
 
 
@@ -577,5 +574,5 @@ def _open(path: Path) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"cannot read {path} as Parquet: {error}") from error
+    except (OSError, pyarrow.ArrowException) as error:  # their words may hold bytes of the file
+        raise DataError(f"cannot read {path} as Parquet: {type(error).__name__}") from error

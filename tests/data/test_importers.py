@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -347,26 +348,29 @@ def test_workers_change_nothing_and_other_content_in_the_folder_is_refused(tmp_p
 
 BAD = {
     "t.csv": {
-        b"image,text\na.jpg,x\n": "no column caption; it has 'image', 'text'",
-        b"image, caption\na.jpg,x\n": "no column caption; it has 'image', ' caption'",
+        b"image,text\na.jpg,x\n": "no column caption among its 2",
+        b"image, caption\na.jpg,x\n": "no column caption among its 2",
         b"image,caption,caption\na.jpg,x,y\n": "two columns caption",
-        b"a.jpg,x\nb.jpg,y\n": "no column image; it has a first line that does not look like a header",
+        b"a.jpg,x\nb.jpg,y\n": "no column image among its 2",
         b"": "no column image",
         b'image,caption\n"a.jpg,x' + b"y" * (1 << 21): "line",
         b"image,caption\n\xff.jpg,x\n": "not UTF-8",
     },
     "coco.json": {
         b"[]": "no COCO",
-        b"{": "no JSON",
+        b"{": "line 1, column 2: no JSON",
+        b'{"images": [],\n "annotations": x}': "line 2, column 17: no JSON",
+        b'{"images": [], "annotations": [{"caption": "Zo\xe9"}]}': "not UTF-8 .byte 46.",
+        b'{"images": [{"id": ' + b"9" * 5000 + b'}], "annotations": []}': "not read as JSON",
+        b"[" * 100_000: "not read as JSON",
         b'{"images": [{"id": 1}, {"id": 1}], "annotations": []}': r"images\[1\] has the id of images\[0\].* occurs twice",
         b'{"images": [], "annotations": [{"image_id": 3, "caption": "x"}]}': r"annotations\[0\] is of no image",
-        b'{"images": [{"id": 1}], "annotations": [{"image_id": [1], "caption": "x"}]}': r"annotations\[0\] has a list or an obj",
+        b'{"images": [{"id": 1}], "annotations": [{"image_id": [1], "caption": "x"}]}': r"annotations\[0\] has no image_id that",
         b'{"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": ["x"]}]}': r"annotations\[0\] has a caption that",
         b'{"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": 7}]}': r"annotations\[0\] has a caption that",
         b'{"images": [], "annotations": [{"image_id": 3, "caption": null}]}': r"annotations\[0\] is of no image",
         b'{"images": [{"id": 1}], "images": [{"id": 2}], "annotations": []}': "two values of one name",
         b'{"images": [{"id": 1, "id": 2}], "annotations": []}': "two values of one name",
-        b'{"images": [{"id": {"a": 1}}], "annotations": []}': r"images\[0\] has a list or an object as id",
     },
     "t.parquet": {b"PAR1 no": "as Parquet"},
     "metadata.jsonl": {
@@ -384,8 +388,49 @@ def test_bad_sources(name: str, tmp_path: Path) -> None:
     }
     for content, message in BAD[name].items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=message) as caught:
             readers.get(name.rpartition(".")[2], table_source)(tmp_path / name, COLUMNS, tmp_path)
+        assert "0x" not in str(caught.value) and "codec" not in str(caught.value)
+
+
+USABLE = "that is a whole number or a text"
+IDS = {
+    "{}": f"images[1] has no id {USABLE}",
+    '{"ID": 1}': f"images[1] has no id {USABLE}",
+    '{"id": null}': f"images[1] has no id {USABLE}",
+    '{"id": true}': f"images[1] has no id {USABLE}",
+    '{"id": 2.0}': f"images[1] has no id {USABLE}",
+    '{"id": NaN}': f"images[1] has no id {USABLE}",
+    '{"id": {"a": 1}}': f"images[1] has no id {USABLE}",
+    '{"caption": "x"}': f"annotations[0] has no image_id {USABLE}",
+    '{"image_id": null, "caption": "x"}': f"annotations[0] has no image_id {USABLE}",
+    '{"image_id": true, "caption": "x"}': f"annotations[0] has no image_id {USABLE}",
+    '{"image_id": 1.0, "caption": "x"}': f"annotations[0] has no image_id {USABLE}",
+    '{"image_id": 9007199254740993.0, "caption": "x"}': f"annotations[0] has no image_id {USABLE}",
+    '{"image_id": 1e0, "caption": "x"}': f"annotations[0] has no image_id {USABLE}",
+    '{"image_id": 9007199254740993, "caption": "x"}': "annotations[0] is of no image",
+    '{"image_id": "1", "caption": "x"}': "annotations[0] is of no image",
+    '{"image_id": "", "caption": "x"}': "annotations[0] is of no image",
+}
+"""An entry of a COCO file -> what is said of it."""
+
+
+@pytest.mark.parametrize("entry", IDS)
+def test_a_coco_caption_goes_to_the_image_of_exactly_its_id(entry: str, tmp_path: Path) -> None:
+    """Of the same type: in Python True equals 1, and a float equals whole numbers near it."""
+    first, second, notes = '{"id": 1}', '{"id": 9007199254740992}', ""
+    if IDS[entry].startswith("images"):
+        second = entry
+    else:
+        notes = entry
+    (tmp_path / "c.json").write_text(f'{{"images": [{first}, {second}], "annotations": [{notes}]}}')
+    with pytest.raises(DataError, match=re.escape(IDS[entry])):
+        coco_source(tmp_path / "c.json", COLUMNS, tmp_path)
+    images = [{"id": number, "file_name": f"{number!r}.png"} for number in (1, "1", 2**53, 2**53 + 1, "")]
+    notes = [{"image_id": image["id"], "caption": image["file_name"]} for image in reversed(images)]
+    (tmp_path / "c.json").write_text(json.dumps({"images": images, "annotations": notes}))
+    [items] = coco_source(tmp_path / "c.json", COLUMNS, tmp_path).parts
+    assert [item.captions for item in items] == [(image["file_name"],) for image in images]
 
 
 def test_the_next_command_is_said_with_the_number_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

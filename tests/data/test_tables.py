@@ -58,7 +58,7 @@ SOUND: dict[str, tuple[str, Pairs]] = {
     "a separator in the first line": ('image,caption\na.png,"a cat, a dog\na cow"\n', [("a.png", ("a cat, a dog\na cow",))]),
     "a separator in the last line": ('caption,image\n"a cat\na dog, a cow",a.png\n', [("a.png", ("a cat\na dog, a cow",))]),
     "a poem": ('id,image,caption,by\n7,a.png,"a, b\nc, d\ne, f",me\n', [("a.png", ("a, b\nc, d\ne, f",))]),
-    "a poem first": ('caption,image,by\n"roses, red\nviolets, blue\nsugar",a.png,me\n', [("a.png", ("roses, red\nviolets, blue\nsugar",))]),
+    "a poem first": ('caption,image,by\n"a, b\nc, d\ne",a.png,me\n', [("a.png", ("a, b\nc, d\ne",))]),
     "words of pandas": ("image,caption\na.png,NA\nb.png,null\n", [("a.png", ("NA",)), ("b.png", ("null",))]),
     "a blank and quotes": ('image,caption\na.png, "a cat"\n', [("a.png", (' "a cat"',))]),
     "other line separators": ("image,caption\na.png,a\u2028cat\x0band\x85dog\n", [("a.png", ("a\u2028cat\x0band\x85dog",))]),
@@ -121,7 +121,7 @@ MALFORMED: dict[str, tuple[str, int, str]] = {
     "such names, rows with blanks": ('image,caption\npic a,"thing 1\npic b, thing 2\npic c, thing 3"\n', 2, "holds whole rows"),
     "such names, a short row too": ('image,caption\npic a,"thing 1\npic b,thing 2\nthing 3"\n', 2, "holds whole rows"),
     "such names, behind the header": ('image,caption,"x\npic a,thing 1,web"\npic b,thing 2,web\n', 1, "holds whole rows"),
-    "addresses": ('image,caption\na.png,"thing 1\nhttp://x.org/1?a=b ,thing 2\nhttp://x.org/2 ,thing 3"\n', 2, "holds whole rows"),
+    "addresses": ('image,caption\na.png,"thing 1\nhttp://x.org/1?a=b,thing 2\nhttp://x.org/2,thing 3"\n', 2, "holds whole rows"),
     "numbers": ('caption,image\n"thing 1,17\nthing 2,18\nthing 3",19\n', 2, "holds whole rows"),
     "a blank before a quote": (rows(9, _3='3.png, "thing 3, red"'), 5, "blank before a quote"),
     "two blanks of other kinds before a quote": (rows(9, _3='3.png,\u3000\xa0"thing 3, red"'), 5, "blank before a quote"),
@@ -376,6 +376,9 @@ def leaks(folder: Path) -> dict[str, list[str]]:
     texts = {
         "headerless.csv": "SECRET.png,SECRET one\nSECRET2.png,SECRET two\n",
         "headerless.tsv": "SECRET1\tSECRET of a cat on a mat\n",
+        "a usual word.csv": "SECRET Jones,picture\na.png,x\n",
+        "usual words.csv": "url,text,SECRET\nid,caption,x\n",
+        "a word of a header.tsv": "image\tSECRET\na.png\tx\n",
         "words.csv": "img,SECRET of a cat on a mat and more than a column\nx,y\n",
         "lines.csv": '{"image": "SECRET.png", "caption": "SECRET"}\n{"image": "SECRET.png", "caption": "SECRET"}\n',
         "missing.csv": "image,caption\nSECRET/gone.png?token=SECRET,SECRET\nhttps://h/SECRET?sig=SECRET,x\n",
@@ -399,6 +402,7 @@ def leaks(folder: Path) -> dict[str, list[str]]:
         "lists.parquet": [{"image": ["SECRET"], "caption": "SECRET"}],
         "structs.parquet": [{"image": {"url": "SECRET"}, "caption": "SECRET"}],
         "names.parquet": [{"image": "SECRET-gone.png", "caption": "SECRET"}],
+        "first row.parquet": [{"SECRET": "a.png", "text": "x"}],
         "label.parquet": [{"image": "SECRET.png", "label": "SECRET", "caption": None}],
     }
     for name, records in tables.items():
