@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from data.errors import DataError, ReadError
 from data.index.tar_format import MACOS_PREFIX
-from data.reading.reader import json_record, whole_number
+from data.reading.reader import whole_number
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 TEXT_SUFFIXES = (".txt", ".json", ".cls")
@@ -41,6 +41,7 @@ _PART = 500
 """Items that one worker converts at a time."""
 REASONS = {
     "unsafe_path": "the image's path leaves the folder, or goes through a symbolic link",
+    "unusable_value": "the label is no whole number of at most nine digits, or a caption is no text",
     "missing_image": "there is no image, or no such file",
     "undecodable_image": "the image cannot be decoded, or has more than 34 million pixels",
     "small_image": "the image's shorter side has fewer than 16 pixels",
@@ -89,8 +90,8 @@ class Columns(NamedTuple):
         """The item of a record.
 
         The image is the name of a file below `root` (a resolved folder), its bytes, or both in a dictionary; a name that leads
-        elsewhere is a problem. The caption is a text or a list of texts, anything else is none; an owner is a non-empty text, or
-        a number as text.
+        elsewhere is a problem, and so is a caption that is neither a text nor a list of texts, and a label that is neither empty
+        nor a whole number. An owner is a non-empty text, or a number as text.
 
         Args:
             key: the place of the record.
@@ -100,11 +101,13 @@ class Columns(NamedTuple):
         """
         texts, image = record.get(self.caption), record.get(self.image)
         owner = None if self.owner is None else record.get(self.owner)
-        captions = tuple(
-            text for text in (texts if isinstance(texts, list | tuple) else [texts]) if isinstance(text, str)
-        )
+        texts = [text for text in (texts if isinstance(texts, list | tuple) else [texts]) if text is not None]
+        captions = tuple(text for text in texts if isinstance(text, str))
         named = str(owner).strip() if isinstance(owner, str | int) and not isinstance(owner, bool) else ""
-        label = None if self.label is None else whole_number(record.get(self.label))
+        written = None if self.label is None else record.get(self.label)
+        label = whole_number(written)
+        is_lost = label is None and written is not None and bool(str(written).strip())
+        unusable = "unusable_value" if is_lost or len(captions) < len(texts) else None
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
         if isinstance(image, list):
@@ -113,7 +116,8 @@ class Columns(NamedTuple):
                 "{bytes, path}"
             )
         if not isinstance(image, str):
-            return Item(key, image if isinstance(image, bytes) else None, captions, named or None, label=label)
+            stored = image if isinstance(image, bytes) and not unusable else None
+            return Item(key, stored, captions, named or None, unusable, label)
         if _is_no_name(image) and not os.path.isfile(root / image):
             raise DataError(
                 f"{key}: column {self.image} holds no file names (base64?); write its pictures to files, or as bytes to "
@@ -121,7 +125,7 @@ class Columns(NamedTuple):
             )
         path = root / image
         unsafe = "\0" in image or os.path.isabs(image) or ".." in Path(image).parts or _is_linked(path)
-        problem = ("unsafe_path" if unsafe else None) if image else "missing_image"
+        problem = ("unsafe_path" if unsafe else unusable) if image else "missing_image"
         return Item(key, None if problem else path, captions, named or None, problem, label)
 
 
@@ -440,7 +444,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = False) -> Source:
     """All images below a folder; where it has one of TABLES, that table says which.
 
-    Files that are neither pictures nor texts of one are counted by their suffix. Symbolic links are never followed: linked images
+    Files of which nothing is used are counted by their suffix, also a text beside a picture that cannot be read, and JSON whose
+    caption is another than that of the .txt. Symbolic links are never followed: linked images
     are counted as unsafe, linked texts by their suffix, linked folders named. Of several images of one name (a.jpg, a.png) the
     first counts; suffixes are of any case, and of a.txt and a.TXT the first is read.
 
@@ -466,33 +471,33 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
     for path in sorted(files, reverse=True):  # small letters come last when sorted, and are preferred
         if path.suffix.lower() in TEXT_SUFFIXES and path.with_suffix("") in pictured and not path.is_symlink():
             texts.setdefault(path.with_suffix(path.suffix.lower()), path)
-    text_files = set(texts.values())
 
     def text_of(path: Path, suffix: str) -> str | None:
         text = texts.get(path.with_suffix(suffix))
         return None if text is None else _text(text)
 
-    items, seen, suffixes = list[Item](), set[Path](), Counter[str]()
-    for path in sorted(files):
+    items, seen, used = list[Item](), set[Path](), set[Path | None]()
+    for path in (path for path in sorted(files) if path.suffix.lower() in IMAGE_SUFFIXES):
         name, stem = path.relative_to(root).as_posix(), path.with_suffix("")
-        if path.suffix.lower() not in IMAGE_SUFFIXES:
-            if path not in text_files:
-                suffixes[path.suffix.lower() or "none"] += 1
-        elif stem in seen and not path.is_symlink():
+        used.add(path)
+        if stem in seen and not path.is_symlink():
             items.append(Item(name, None, (), None, "duplicate_key"))
-        else:
-            record = json_record((text_of(path, ".json") or "").encode())
-            if text := text_of(path, ".txt"):
-                record[columns.caption] = text.splitlines() if lines_are_captions else text
-            item = columns.item({**record, columns.image: name}, root, name)
-            if item.problem is None:
-                seen.add(stem)
-            if columns.label is None:
-                item = item._replace(label=whole_number(text_of(path, ".cls")))
-            items.append(item)
+            continue
+        record, text = _record(text_of(path, ".json") or ""), text_of(path, ".txt")
+        label = whole_number(text_of(path, ".cls")) if columns.label is None else None
+        is_record_used = bool(record) and (not text or record.get(columns.caption) in (None, text, [text]))
+        for suffix, is_used in ((".json", is_record_used), (".txt", text is not None), (".cls", label is not None)):
+            used.add(texts.get(path.with_suffix(suffix)) if is_used else None)
+        if text:
+            record[columns.caption] = text.splitlines() if lines_are_captions else text
+        item = columns.item({**record, columns.image: name}, root, name)
+        if item.problem is None:
+            seen.add(stem)
+        items.append(item if columns.label is not None else item._replace(label=label))
     if not pictured:
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {' or '.join(TABLES)}")
-    return Source.of(items)._replace(other_files=suffixes, other_folders=links)
+    others = Counter(path.suffix.lower() or "none" for path in files if path not in used)
+    return Source.of(items)._replace(other_files=others, other_folders=links)
 
 
 def _walk(root: Path) -> tuple[list[Path], list[str]]:
@@ -514,13 +519,23 @@ def _walk(root: Path) -> tuple[list[Path], list[str]]:
 
 
 def _text(path: Path) -> str | None:
-    """The text next to an image; what is no UTF-8, no file or too long counts as none."""
+    """The text next to an image; what is no UTF-8, has zero bytes, is no file or too long counts as none."""
     if not path.is_file() or path.stat().st_size > _MAX_FIELD:
         return None
     try:
-        return path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
         return None
+    return None if "\0" in text else text
+
+
+def _record(text: str) -> dict[str, Any]:
+    """The object in the JSON next to an image; one that is broken, or has two values of one name, counts as empty."""
+    try:
+        record = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
@@ -529,7 +544,7 @@ def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
     Raises:
         DataError: no such file or column, or no Parquet.
     """
-    files, suffixes, folders = [path], Counter[str](), list[str]()
+    files, others, folders = [path], list[Path](), list[str]()
     if path.is_dir():
         entries = sorted(path.iterdir())
         tables = [entry for entry in entries if entry.suffix.lower() == PARQUET and not entry.is_dir()]
@@ -537,8 +552,8 @@ def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
         for entry in entries:
             if entry.is_dir():
                 folders += [entry.name] * any(inner.suffix.lower() == PARQUET for inner in entry.rglob("*"))
-            elif entry not in files and entry.suffix.lower() not in IMAGE_SUFFIXES:
-                suffixes[entry.suffix.lower() or "none"] += 1
+            elif entry not in files:
+                others.append(entry)
     if not files:
         raise DataError(f"{path} holds no .parquet files")
     groups, hold_names = list[RowGroup](), True
@@ -548,10 +563,13 @@ def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
         hold_names &= _holds_names(opened, columns.image)
         groups += [RowGroup(file, number, columns, root) for number in range(opened.num_row_groups)]
     parts: Sequence[Iterable[Item]] = groups
+    pictures = set[Path | bytes | None]()
     if hold_names:
         listed = [[*group] for group in groups]
+        pictures = {item.image for items in listed for item in items}
         by_place = {item.key: item for item in join_records(itertools.chain.from_iterable(listed))}
         parts = [[by_place[item.key] for item in items if item.key in by_place] for items in listed]
+    suffixes = Counter(entry.suffix.lower() or "none" for entry in others if entry.resolve() not in pictures)
     return Source(parts, suffixes, folders)
 
 

@@ -286,6 +286,102 @@ def test_suffixes_of_any_case_are_read(tmp_path: Path) -> None:
     assert report["other_files"] == {".txt": 2} and report["dropped"] == {}
 
 
+TEXTS: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {
+    "all of use": ({"000.txt": b"a cat", "000.cls": b" 7\n", "000.json": b'{"owner": "x"}'}, {}),
+    "byte order marks": ({"000.txt": b"\xef\xbb\xbfa cat", "000.cls": b"\xef\xbb\xbf7"}, {}),
+    "the same caption in both": ({"000.txt": b"a cat", "000.json": b'{"caption": "a cat"}'}, {}),
+    "a caption in Latin-1": ({"000.txt": b"Zo\xe9", "000.cls": b"7"}, {".txt": 1}),
+    "a caption in UTF-16": ({"000.txt": "a cat".encode("utf-16"), "000.cls": b"7"}, {".txt": 1}),
+    "a caption without end": ({"000.txt": b"x" * (1 + (1 << 20)), "000.cls": b"7"}, {".txt": 1}),
+    "a caption of two bytes that end nowhere": ({"000.txt": b"a \xc3", "000.json": b'{"caption": "b"}'}, {".txt": 1}),
+    "a caption with zero bytes": ({"000.txt": "a cat".encode("utf-16-le"), "000.cls": b"7"}, {".txt": 1}),
+    "JSON with two captions": ({"000.json": b'{"caption": "a", "caption": "b"}'}, {".json": 1}),
+    "a label that is no number": ({"000.txt": b"a cat", "000.cls": b"cat"}, {".cls": 1}),
+    "a label of ten digits": ({"000.txt": b"a cat", "000.cls": b"1234567890"}, {".cls": 1}),
+    "an empty label": ({"000.txt": b"a cat", "000.cls": b""}, {".cls": 1}),
+    "a label in UTF-16": ({"000.txt": b"a cat", "000.cls": "7".encode("utf-16")}, {".cls": 1}),
+    "JSON that is broken": ({"000.txt": b"a cat", "000.json": b'{"caption": "b'}, {".json": 1}),
+    "JSON that is a list": ({"000.txt": b"a cat", "000.json": b'["b"]'}, {".json": 1}),
+    "JSON in Latin-1": ({"000.txt": b"a cat", "000.json": b'{"caption": "Zo\xe9"}'}, {".json": 1}),
+    "JSON with another caption": ({"000.txt": b"a cat", "000.json": b'{"caption": "b"}'}, {".json": 1}),
+    "everything at once": (
+        {"000.txt": b"\xff", "000.cls": b"x", "000.json": b"x", "001.TXT": b"a"},
+        {".cls": 1, ".json": 1, ".txt": 2},
+    ),
+}
+"""Files beside a picture -> those that are counted as not read."""
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_a_text_beside_a_picture_is_used_or_counted(what: str, tmp_path: Path) -> None:
+    texts, counted = TEXTS[what]
+    pictures(folder := tmp_path / "in", 1)
+    for name, content in texts.items():
+        (folder / name).write_bytes(content)
+    source = folder_source(folder, COLUMNS)
+    assert source.other_files == counted
+    [[item]] = source.parts
+    used = {f"000.{kind}" for kind, value in (("txt", item.captions), ("cls", item.label)) if value not in ((), None)}
+    assert used >= {name for name in texts if name in ("000.txt", "000.cls") and Path(name).suffix not in counted}
+
+
+def test_labels_beside_pictures_are_counted_where_a_field_has_the_labels(tmp_path: Path) -> None:
+    pictures(folder := tmp_path / "in", 2, with_texts=True)
+    for number in range(2):
+        (folder / f"00{number}.cls").write_text("1")
+        (folder / f"00{number}.json").write_text('{"fine": 5}')
+    source = folder_source(folder, Columns(label="fine"))
+    assert source.other_files == {".cls": 2} and [item.label for item in source.parts[0]] == [5, 5]
+
+
+UNUSABLE = ("cat", "1.5", "-1", "1234567890", "one", "７")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "folder"])
+def test_a_cell_that_is_neither_used_nor_empty_drops_its_record(kind: str, tmp_path: Path) -> None:
+    """A label that is no whole number, and in Parquet and JSON a caption that is no text."""
+    names = pictures(folder := tmp_path / "in", 4 + len(UNUSABLE))
+    labels = ["", " ", "3", " 4 ", *UNUSABLE]
+    rows = [
+        {"image": name, "caption": f"thing {name}", "fine": label} for name, label in zip(names, labels, strict=True)
+    ]
+    wrong = len(UNUSABLE)
+    columns = Columns(label="fine")
+    if kind == "csv":
+        source = from_rows(folder, rows, columns)
+    elif kind == "parquet":
+        source = from_parquet(folder, rows, columns)  # type: ignore[arg-type]
+    else:
+        for row in rows:
+            (folder / row["image"]).with_suffix(".json").write_text(
+                json.dumps({**row, "caption": [row["caption"], None]})
+            )
+        (folder / "010.jpg").write_bytes(picture(10))
+        (folder / "010.json").write_text('{"caption": ["text", 7], "fine": 1}')
+        source, wrong = folder_source(folder, columns), wrong + 1
+    report = import_examples(source, tmp_path / "out", Settings(kind))
+    assert report["dropped"] == {"unusable_value": wrong} and report["written"] == 4
+    found = members(tmp_path / "out")
+    assert [body for name, body in found.items() if name.endswith(".cls")] == [b"3", b"4"]
+    assert captions(tmp_path / "out") == [f"thing {name}" for name in names[:4]]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": ["000.jpg"], "caption": [7], "fine": [2]}), folder / "n.parquet"
+    )
+    [[item]] = parquet_source(folder / "n.parquet", columns, folder.resolve()).parts
+    assert item.problem == "unusable_value"
+
+
+def test_pictures_beside_tables_are_counted_where_no_row_names_them(tmp_path: Path) -> None:
+    names = pictures(folder := tmp_path / "in", 4)
+    named, stored = tmp_path / "in/a.parquet", tmp_path / "b"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows_of(names[:3])), named)  # type: ignore[arg-type]
+    assert parquet_source(folder, COLUMNS, folder.resolve()).other_files == {".jpg": 1}
+    pictures(stored, 2)
+    row = {"image": picture(7), "caption": "x"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), stored / "b.parquet")
+    assert parquet_source(stored, COLUMNS, stored.resolve()).other_files == {".jpg": 2}
+
+
 def test_what_a_folder_of_tables_has_beside_them_is_counted(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     names = pictures(folder, 4)
