@@ -7,6 +7,11 @@ Ordinary examples never meet such a condition, and one that meets it changes the
 rows of one kind after the other, each in a batch of its own: NaN hides large numbers from the largest, large ones hide small
 ones, and what is equal in all rows shows only where nothing differs. Some kinds fill whole batches, beside which one ordinary
 example is the exception: negative, tiny, whole or constant numbers, one id. Losses must stay what they were.
+
+    x = torch.where(x.isnan(), x.nanmean(0), x)
+
+Here the example that has the NaN reads the others. So examples with unusual numbers, in all places or in one, stay too, beside
+rows like them and beside ordinary ones.
 """
 
 import math
@@ -27,6 +32,10 @@ HUGE, VAST, LARGEST = 1e18, 1e30, torch.finfo(torch.float32).max
 NO_IDS: Mapping[str, Tensor] = MappingProxyType({})
 LISTED = 1 << 24
 """So many ids are listed; of an input with larger ones those are tried that its made-up examples hold."""
+UNUSUAL = (math.nan, math.inf, -math.inf, *(sign * size for size in (10.0, 1e3, 1e6) for sign in (1, -1)))
+"""Numbers of an example that a model may replace by what other examples have, one kind to a batch; squares fit into float32."""
+COLUMNS = 16
+"""An input of so many numbers is a row of a table: each of its numbers is tried alone, and of a larger one only the first."""
 MOST_IDS = 64
 """So many values of all inputs that are ids stand beside an example one by one; of more, the ends and some in between."""
 
@@ -197,6 +206,9 @@ def require_unconditional(
                 loss_B = losses_of(task, batch)
                 losses.append(loss_B[stays_B.to(loss_B.device)])
                 compare_losses(losses[0], losses[-1], tolerance)
+    for name, x in inputs.items():
+        if x.is_floating_point():
+            _require_own_numbers(task, inputs, name, tolerance)
     left = MOST_IDS
     by_number = sorted(
         ids.items(), key=lambda pair: len(pair[1].every)
@@ -205,6 +217,31 @@ def require_unconditional(
         values = allowed.some(left // (len(ids) - number)).tolist()
         left -= len(values)
         _require_each_id(task, inputs, name, allowed, values, tolerance)
+
+
+def _require_own_numbers(task: Task, inputs: Inputs, name: str, tolerance: float) -> None:
+    """Requires that an example with unusual numbers in one input keeps its loss beside its like and beside ordinary examples.
+
+    The ordinary rows hold the highest numbers of the made-up examples but for one row of the lowest, and are more than the rows
+    that stay, which hold numbers in between: so the mean, the extremes and the median of a column all change.
+    """
+    lowest, highest = inputs[name].amin(0), inputs[name].amax(0)
+    middle = (lowest + highest) / 2
+    size = middle.numel()
+    one_each = torch.eye(size if size <= COLUMNS else 1, size, dtype=torch.bool, device=middle.device)
+    is_unusual_S = torch.cat([torch.ones_like(middle, dtype=torch.bool)[None], one_each.view(-1, *middle.shape)])
+    count = len(is_unusual_S)
+    ordinary = torch.cat([highest.expand(count + 1, *middle.shape), lowest[None]])
+    others = {n: x[[0] * (count + len(ordinary))] for n, x in inputs.items() if n != name}
+    for value in UNUSUAL:
+        unusual = _numbers(value).numbers(middle)
+        here = torch.where(is_unusual_S, unusual, middle)
+        losses: list[Tensor] = []
+        for beside in (unusual.expand_as(ordinary), ordinary):
+            with suppress(NotTaken):
+                losses.append(losses_of(task, {name: torch.cat([here, beside]), **others})[:count])
+                compare_losses(losses[0][1:], losses[-1][1:], tolerance)  # the first may be much larger
+                compare_losses(losses[0], losses[-1], tolerance)
 
 
 def _require_each_id(task: Task, inputs: Inputs, name: str, ids: Ids, values: list[int], tolerance: float) -> None:

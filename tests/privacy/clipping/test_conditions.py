@@ -119,6 +119,61 @@ ON_NUMBERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "weights of classes": ("l", lambda each, y: each / y.bincount(minlength=K)[y]),
     "longest gradient": ("g", when(lambda g: g.norm(dim=1).max() > 0.7, weaker)),
 }
+
+
+def imputed(
+    is_unusual: Callable[[Tensor], Tensor], of_others: Callable[[Tensor], Tensor]
+) -> tuple[str, Callable[..., Tensor]]:
+    """Numbers that are unusual become a number of the examples, which is NaN where theirs are unusual, too."""
+
+    def change(x: Tensor) -> Tensor:
+        unusual = is_unusual(x)
+        return torch.where(unusual, of_others(torch.where(unusual, torch.nan, x)).nan_to_num(), x)
+
+    return "x", change
+
+
+def column(number: int, is_unusual: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: is_unusual(x) & (torch.arange(x.shape[1]) == number)
+
+
+def largest(x: Tensor) -> Tensor:
+    return x.nan_to_num(-9, -9, -9).amax(0)
+
+
+def scaled_by_all(x: Tensor) -> Tensor:
+    return (x - x.mean(0)) / (1 + x.std(0))
+
+
+OF_OTHERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "NaN, by the mean": imputed(torch.isnan, lambda x: x.nanmean(0)),
+    "NaN, by the median": imputed(torch.isnan, lambda x: x.nanmedian(0).values),
+    "NaN, by the mean of all numbers": imputed(torch.isnan, lambda x: x.nanmean()),
+    "NaN of a column, by the mean": imputed(column(3, torch.isnan), lambda x: x.nanmean(0)),
+    "NaN of a column, by the median": imputed(column(0, torch.isnan), lambda x: x.nanmedian(0).values),
+    "NaN of a column, by the largest": imputed(column(D - 1, torch.isnan), largest),
+    "rows that are partly NaN": imputed(
+        lambda x: x.isnan() & ~x.isnan().all(1, keepdim=True), lambda x: x.nanmean(0)
+    ),
+    "rows of NaN": imputed(lambda x: x.isnan().all(1, keepdim=True), lambda x: x.nanmean(0)),
+    "number of rows with NaN": ("x", lambda x: x.nan_to_num() / (1 + x.isnan().any(1).sum() * x.isnan().any(1))[:, None]),
+    "NaN left where all are": ("x", lambda x: torch.where(x.isnan(), x.nanmean(0), x)),
+    "infinity, by the largest finite": imputed(torch.isposinf, largest),
+    "minus infinity, by the smallest finite": imputed(torch.isneginf, lambda x: -largest(-x)),
+    "infinity of a column": imputed(column(2, torch.isinf), lambda x: x.nanmean(0)),
+    "below -10": imputed(lambda x: x < -10, lambda x: x.nanmean(0)),
+    "below -10, in a column": imputed(column(1, lambda x: x < -10), lambda x: x.nanmean(0)),
+    "above 1e5": imputed(lambda x: x > 1e5, lambda x: x.nanmean(0)),
+    "from 100 to 10,000": imputed(lambda x: (x > 100) & (x < 1e4), lambda x: x.nanmean(0)),
+    "from -50 to -9": imputed(lambda x: (x < -9) & (x > -50), largest),
+    "rows above 1e5, standardised": (
+        "x", lambda x: torch.where((x > 1e5).any(1, keepdim=True), scaled_by_all(x), x)
+    ),
+    "rows below -10, standardised": (
+        "x", lambda x: torch.where((x < -10).any(1, keepdim=True), scaled_by_all(x), x)
+    ),
+}  # fmt: skip
+"""An example with such numbers takes others; one without them reaches nobody and is reached by nobody."""
 ON_IDS: dict[str, Callable[..., float | Tensor]] = {
     "the highest id": lambda ids, mask, e, y: 1.0 + bool(ids.max() == V - 1 and len(ids) > 1),
     "the lowest id": lambda ids, mask, e, y: 1.0 + bool(ids.min() == 0 and len(ids) > 1),
@@ -143,13 +198,49 @@ def test_a_condition_on_numbers_of_a_batch_is_refused(name: str) -> None:
         check_against_autograd(Pictures(*ON_NUMBERS[name]), examples())
 
 
+@pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_example_that_takes_what_others_have_for_its_own_unusual_numbers_is_refused(name: str, count: int) -> None:
+    with pytest.raises(PrivacyConfigError, match=REFUSED):
+        check_against_autograd(Pictures(*OF_OTHERS[name]), examples(count))
+
+
+def test_numbers_of_each_input_are_unusual_by_themselves() -> None:
+    """Beside an input that is NaN throughout, what another one is replaced by would not be seen."""
+
+    def task(x: Tensor, age: Tensor, y: Tensor) -> Tensor:
+        age = torch.where(age.isnan(), age.nanmean().nan_to_num(), age)
+        return F.cross_entropy(model(torch.cat([x, age[:, None]], 1)), y, reduction="none")
+
+    torch.manual_seed(0)
+    model = nn.Linear(D + 1, K)
+    with pytest.raises(PrivacyConfigError, match=REFUSED):
+        check_against_autograd(model, {**examples(), "age": torch.tensor([0.1, 2.0, -0.3, 1.0])}, task)
+
+
 @pytest.mark.parametrize("name", ON_IDS)
 def test_a_condition_on_ids_masks_and_what_tables_return_is_refused(name: str) -> None:
     with pytest.raises(PrivacyConfigError, match=REFUSED):
         check_against_autograd(Texts(ON_IDS[name]), texts())
 
 
+def reciprocal_spread(x: Tensor) -> Tensor:
+    return x / x.float().square().square().mean(1, keepdim=True).sqrt().to(x.dtype)  # overflows at 1e10
+
+
 OF_EACH: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "no NaN": ("x", lambda x: x.nan_to_num(0, 10, -10)),
+    "largest of the dtype for infinity": ("x", torch.nan_to_num),
+    "own mean for NaN": ("x", lambda x: torch.where(x.isnan(), x.nanmean(1, keepdim=True), x)),
+    "a fixed mean for NaN": ("x", lambda x: torch.where(x.isnan(), torch.arange(6.0), x).to(x.dtype)),
+    "layer norm": ("x", lambda x: F.layer_norm(x, x.shape[1:])),
+    "softmax": ("x", lambda x: x.softmax(1)),
+    "own numbers clamped": ("x", lambda x: x.clamp(-3, 3)),
+    "what overflows": ("x", reciprocal_spread),
+    "in float32": ("x", lambda x: F.layer_norm(x.float().exp(), x.shape[1:]).to(x.dtype)),
+    "in half precision": ("x", lambda x: (x.half() * 3).to(x.dtype)),
+    "logarithm": ("x", lambda x: x.abs().log1p().sin()),
+    "another way where something is not finite": ("z", lambda z: z * 3 if bool(z.isfinite().all()) else z + 2 * z),
     "own largest": ("x", lambda x: x / x.abs().amax(1, keepdim=True).clamp(min=100)),
     "own NaN": ("x", lambda x: torch.where(x.isfinite().all(1, keepdim=True), x, torch.zeros_like(x))),
     "clamped": ("z", lambda z: z.clamp(-30, 30)),
