@@ -75,6 +75,8 @@ NEIGHBOURS_TOLERANCE = 1e-12
 """The same where only padding differs between two batches of one size: then kernels give equal bits, in float32 too."""
 ATOMICS_TOLERANCE = 1e-5
 """The same in float32 on accelerators, some of whose kernels add up in no fixed order."""
+WIDE = (torch.float64, torch.complex128)
+"""What a float64 check computes in, as far as the forward narrows nothing itself."""
 FLOOR = 0.01
 """Differences below FLOOR * tolerance of the largest gradient count as rounding, whatever the parameter's own gradient is."""
 MOST_EXAMPLES = 16
@@ -431,9 +433,9 @@ class _Narrowing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
-        if isinstance(y, Tensor) and y.is_floating_point() and y.dtype != torch.float64:
-            self.narrowest = min(self.narrowest, torch.finfo(y.dtype).bits)
-            self.seen |= any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
+        if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex()) and y.dtype not in WIDE:
+            self.narrowest = min(self.narrowest, torch.finfo(y.dtype.to_real()).bits)
+            self.seen |= any(isinstance(x, Tensor) and x.dtype in WIDE for x in args)
         return y
 
 

@@ -228,6 +228,12 @@ def reciprocal_spread(x: Tensor) -> Tensor:
     return x / x.float().square().square().mean(1, keepdim=True).sqrt().to(x.dtype)  # overflows at 1e10
 
 
+def spectrum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product with fixed complex numbers; in complex64 it rounds what float64 would not."""
+    waves = torch.exp(1j * torch.arange(float(D)).outer(torch.arange(float(D)))).to(dtype)
+    return (x.to(dtype) @ waves).abs().to(x.dtype)
+
+
 OF_EACH: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "no NaN": ("x", lambda x: x.nan_to_num(0, 10, -10)),
     "largest of the dtype for infinity": ("x", torch.nan_to_num),
@@ -239,6 +245,8 @@ OF_EACH: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "what overflows": ("x", reciprocal_spread),
     "in float32": ("x", lambda x: F.layer_norm(x.float().exp(), x.shape[1:]).to(x.dtype)),
     "in half precision": ("x", lambda x: (x.half() * 3).to(x.dtype)),
+    "in complex64": ("x", partial(spectrum, dtype=torch.complex64)),
+    "in complex128": ("x", partial(spectrum, dtype=torch.complex128)),
     "logarithm": ("x", lambda x: x.abs().log1p().sin()),
     "another way where something is not finite": ("z", lambda z: z * 3 if bool(z.isfinite().all()) else z + 2 * z),
     "own largest": ("x", lambda x: x / x.abs().amax(1, keepdim=True).clamp(min=100)),
