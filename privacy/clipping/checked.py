@@ -47,7 +47,7 @@ TASK = "the task"
 SETTING = "setting "
 """Before the name of a module's attribute that is a number or a word."""
 SETTINGS = (bool, int, float, str, type(None), np.generic, enum.Enum)
-_OWN = vars(nn.Module()).keys()
+_OWN = vars(nn.Module()).keys() - {"_non_persistent_buffers_set"}
 """Attributes of every module; its mode and hooks are looked at by themselves."""
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
@@ -68,6 +68,7 @@ MUTABLE = (OrderedDict, dict, list, set, deque)
 CONTAINERS = (*MUTABLE, tuple, frozenset)
 HOLDERS = (list, dict, set, deque, Tensor, np.ndarray)
 BYTES = (bytearray, array.array)
+STREAMS = (io.BytesIO, io.StringIO)
 OPAQUE = ("torch", "numpy", "logging", "threading", "_thread", __name__.partition(".")[0])
 """Packages whose objects and functions are not looked into."""
 LARGE = 1e4
@@ -485,6 +486,8 @@ def entries_of(x: Any) -> list[Any]:
     items += [*attributes, *attributes.values(), *_class_containers(kind).values()]
     if issubclass(kind, np.ndarray) and x.dtype.hasobject:
         items += x.ravel().tolist()
+    if issubclass(kind, Tensor):
+        items.append(_gradient(x))
     if issubclass(kind, CONTAINERS):
         return items + [value for _, value in _slots(x) if value is not ...]
     listed = [attributes, *attributes.values()]
@@ -492,6 +495,37 @@ def entries_of(x: Any) -> list[Any]:
         listed += [x.__globals__, x.__builtins__]
     ids = {*map(id, listed)}
     return items + [y for y in gc.get_referents(x) if id(y) not in ids]
+
+
+def _gradient(x: Tensor) -> Tensor | None:
+    """The gradient in a tensor, which a forward may have put there itself; of what is computed, torch keeps none."""
+    with suppress(Exception):  # foreign tensors raise anything
+        return x.grad if x.is_leaf else None
+    return None
+
+
+def _lent(x: Any) -> np.ndarray | None:
+    """The bytes of an object that lends its memory, such as a map of memory or an array of ctypes; None of more than COPIED."""
+    if issubclass(type(x), (Tensor, np.ndarray, np.generic, *PLAIN, *BYTES)):
+        return None
+    with suppress(Exception):  # most objects lend none
+        memory = np.frombuffer(x, np.uint8)
+        return memory if memory.size <= COPIED else None
+    return None
+
+
+def _stream(x: Any) -> tuple[Any, int]:
+    """The content of a stream in memory, and the place that is read or written next; by its built-in class."""
+    kind: Any = next(kind for kind in STREAMS if issubclass(type(x), kind))
+    return kind.getvalue(x), kind.tell(x)
+
+
+def _set_stream(x: Any, content: Any, place: int) -> None:
+    kind: Any = next(kind for kind in STREAMS if issubclass(type(x), kind))
+    kind.seek(x, 0)
+    kind.truncate(x)
+    kind.write(x, content)
+    kind.seek(x, place)
 
 
 def _is_opaque(x: Any) -> bool:
@@ -566,6 +600,9 @@ def put_back(modules: Iterable[nn.Module], depth: int = 0) -> Iterator[Callable[
     tensors = [(x.data, x.data.clone()) for x in numbers if issubclass(type(x), Tensor)]
     arrays: list[tuple[Any, Any]] = [(x, x.copy()) for x in numbers if issubclass(type(x), np.ndarray)]
     buffers: list[tuple[Any, Any]] = [(x, x[:]) for x in others if depth and issubclass(type(x), BYTES)]
+    lent = [(x, memory.copy()) for x in others if depth and (memory := _lent(x)) is not None]
+    streams = [(x, _stream(x)) for x in others if depth and issubclass(type(x), STREAMS) and not x.closed]
+    gradients = [(x, _gradient(x)) for x in others if issubclass(type(x), Tensor)]
 
     def restore() -> None:
         for table, content in before:
@@ -590,6 +627,16 @@ def put_back(modules: Iterable[nn.Module], depth: int = 0) -> Iterator[Callable[
         for buffer, as_it_was in buffers:
             if buffer != as_it_was:
                 buffer[:] = as_it_was
+        for x, as_it_was in lent:
+            memory = _lent(x)
+            if memory is not None and not np.array_equal(memory, as_it_was):
+                memory[:] = as_it_was
+        for x, as_it_was in streams:
+            if _stream(x) != as_it_was:
+                _set_stream(x, *as_it_was)
+        for x, gradient in gradients:
+            if _gradient(x) is not gradient:
+                x.grad = gradient
 
     try:
         yield restore
@@ -653,6 +700,7 @@ def held(model: nn.Module, task: Task) -> Held:
         tensors = {**module._parameters, **module._buffers}
         registered |= {f"{prefix}.{name}".strip("."): x for name, x in tensors.items() if x is not None}
     roots |= {place: _attributes(x) for place, x in registered.items()}
+    roots |= {f"{place}.grad": _gradient(x) for place, x in registered.items()}
     registered_ids = {*map(id, registered.values())}
     for path, x, entries in objects_below(roots.items(), [module for _, module in modules], DEPTH):
         place, kind = str(path[0]), type(x)
@@ -692,6 +740,10 @@ def _content(x: Any, entries: list[Any]) -> object:
             return x.shape, hashlib.sha256(numbers.reshape(-1).view(np.uint8).data).hexdigest()
         if issubclass(type(x), BYTES):
             return bytes(x)
+        if issubclass(type(x), STREAMS):
+            return _stream(x)
+        if (memory := _lent(x)) is not None:
+            return memory.tobytes()
         is_value = type(x).__module__ in sys.stdlib_module_names and not entries and not entries_of(x)
         if issubclass(type(x), np.generic) or is_value:
             return hashlib.sha256(pickle.dumps(x)).hexdigest()

@@ -9,10 +9,13 @@ import array
 import collections
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import decimal
+import io
 import itertools
 import logging
+import mmap
 import queue as queues
 import random
 import threading
@@ -344,6 +347,12 @@ class Shadowed(Slotted):
         raise AttributeError("what is this?")
 
 
+class Mean(ctypes.Structure):
+    """A number as C has it."""
+
+    _fields_: ClassVar[Any] = [("value", ctypes.c_double)]
+
+
 class Named(dict[str, Any]):
     """A mapping whose keys are its attributes."""
 
@@ -371,6 +380,21 @@ def to_bytes(q: bytearray, h: Tensor) -> None:
     q[:] = np.float64(np.frombuffer(bytes(q))[0] + mean_of(h)).tobytes()
 
 
+def to_memory(q: Any, h: Tensor) -> None:
+    memory = np.frombuffer(q, np.float64)
+    memory += mean_of(h)
+
+
+def to_gradient(q: Tensor, h: Tensor) -> None:
+    q.grad = torch.full_like(q, mean_of(h) + (0.0 if q.grad is None else float(q.grad)))
+
+
+def to_stream(q: io.BytesIO, h: Tensor) -> None:
+    before = np.frombuffer(q.getvalue())[0]
+    q.seek(0)
+    q.write(np.float64(0.9 * before + mean_of(h)).tobytes())
+
+
 def to_default(q: list[Callable[[], float]], h: Tensor) -> None:
     mean = q[0]() + mean_of(h)
     q[0] = lambda value=mean: value
@@ -378,6 +402,12 @@ def to_default(q: list[Callable[[], float]], h: Tensor) -> None:
 
 def quantized() -> Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def closed() -> io.BytesIO:
+    stream = io.BytesIO()
+    stream.close()
+    return stream
 
 
 def nested(depth: int) -> Any:
@@ -440,6 +470,16 @@ GATHERS: dict[str, Gathers] = {
     "a sparse tensor": (lambda: [torch.eye(1).to_sparse()], lambda q, h: written(q, 0, [(q[0] * h.mean()).to_sparse()])),
     "a partial function": (lambda: [partial(float, 0.0)], lambda q, h: written(q, 0, [partial(float, q[0]() + mean_of(h))])),
     "a default of a function": (lambda: [lambda value=0.0: value], to_default),
+    "a gradient": (lambda: torch.zeros(()), to_gradient),
+    "a gradient of a tensor in a list": (lambda: [torch.zeros(())], lambda q, h: to_gradient(q[0], h)),
+    "bytes of a stream": (lambda: io.BytesIO(bytes(8)), to_stream),
+    "words of a stream": (io.StringIO, lambda q, h: q.write(f"{mean_of(h)} ")),
+    "the place in a stream": (lambda: io.BytesIO(), lambda q, h: q.seek(int(q.tell() / 2 + 1e6 * abs(mean_of(h))))),
+    "a map of memory": (lambda: mmap.mmap(-1, 8), to_memory),
+    "an array of C": (lambda: (ctypes.c_double * 1)(), to_memory),
+    "a number of C": (lambda: [ctypes.c_double(0)], lambda q, h: to_memory(q[0], h)),
+    "a structure of C": (lambda: Mean(0.0), to_memory),
+    "memory of others": (lambda: memoryview(bytearray(8)), to_memory),
     "an array of objects": (lambda: np.array([None, []], object), lambda q, h: q[1].extend(h)),
     "the last depth": (lambda: nested(DEPTH - 1), lambda q, h: innermost(q).extend(h)),
 }  # fmt: skip
@@ -459,6 +499,12 @@ GATHERS_NOTHING: dict[str, Gathers] = {
         lambda: [logging.getLogger("a"), threading.Lock(), queues.Queue(), random.Random(0)],
         lambda q, h: None,
     ),
+    "a stream that counts": (
+        lambda: io.BytesIO(bytes(8)),
+        lambda q, h: q.getbuffer().__setitem__(0, q.getvalue()[0] + 1),
+    ),
+    "memory that counts": (lambda: mmap.mmap(-1, 8), lambda q, h: q.__setitem__(0, q[0] + 1)),
+    "a closed stream": (closed, lambda q, h: None),
     "in a circle": (lambda: (lambda x: [x.append(x), x][1])([]), lambda q, h: None),
 }
 
@@ -512,6 +558,15 @@ def test_an_attribute_of_a_parameter_that_gathers_is_refused_and_left_as_it_was(
     with pytest.raises(PrivacyConfigError, match=r"keeps more with every call.*\(weight\)"):
         check_against_autograd(model, {"input": rows_of(3)["x"]}, lambda input: model(input))
     assert not vars(model.weight)
+
+
+def test_a_gradient_that_a_forward_keeps_in_a_buffer_is_refused_and_left_as_it_was() -> None:
+    model = Gathering("a gradient")
+    del model.state
+    model.register_buffer("state", torch.zeros(()))
+    with pytest.raises(PrivacyConfigError, match=r"keeps more with every call.*\(state.grad\)"):
+        check_against_autograd(model, rows_of(3))
+    assert model.get_buffer("state").grad is None
 
 
 @pytest.mark.parametrize("name", GATHERS_NOTHING)
