@@ -69,9 +69,9 @@ def of_recipe(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettin
     }
 
 
-DRAWN = 80e-9 / MOST_THREADS
-"""Seconds a rounded normal: 65 to 79 ns on one loaded thread (results/2026-11-28-noise.json), and as many threads as draw
-for an accelerator."""
+DRAWN = 60e-9 / MOST_THREADS
+"""Seconds a rounded normal: 45 ns on one quiet thread (results/2026-11-29-noise.json), a third more on a loaded one, and as many
+threads as draw for an accelerator."""
 WIRE, LINK, HOST = 370e9, 45e9, 50e9
 """Bytes/s of a rank: within a node of eight, between nodes at 400 Gb/s a GPU, and to host memory. An H100's, assumed."""
 
