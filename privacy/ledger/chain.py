@@ -25,7 +25,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -245,7 +245,8 @@ class AppendOnly:
         return refusing(f"{self.path}: cannot {verb} the {self._what}")
 
     def release(self) -> None:
-        os.close(self._descriptor)
+        with suppress(OSError):  # somebody else has closed it
+            os.close(self._descriptor)
 
     def lock(self, patience: float) -> None:
         """Waits until no other process holds the file's lock, and holds it; PrivacyStateRefused after `patience` seconds."""

@@ -73,6 +73,7 @@ class OwnEngine:
         self._is_stepping = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._rates, self._is_resumed, self.is_scheduled = list[float](), False, False
+        self._next_rates = list[float]()
         self._settled = settings(optimizer, with_rates=False)
         self._seen, fixed = fingerprint(trainable), fixed_tensors(model)
         self._fixed = dict(zip(fixed, zip(_marks(fixed).values(), fingerprint(fixed), strict=True), strict=True))
@@ -93,8 +94,8 @@ class OwnEngine:
             stepped = self.optimizer.state.get(p, {})
             stepped.update({key: _strided_as(p, x) for key, x in stepped.items() if key in self.moments})
         given = [group.get("lr") for group in self.optimizer.param_groups]
-        self._rates = [lr] * len(given) if self.sets_rate else _rates(self.optimizer)
-        self._is_resumed = False
+        self._rates = [lr] * len(given) if self.sets_rate else self._next_rates or self.read_rates()
+        self._next_rates, self._is_resumed = [], False
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             if self.sets_rate or "lr" in group:
                 group["lr"] = rate  # torch's steps compute with a tensor's own dtype, which may be too narrow
@@ -149,13 +150,26 @@ class OwnEngine:
                 "they may hold nothing of private data, and no checkpoint keeps them; change a copy of the model"
             )
         self._fixed |= {name: (marks[name], number) for name, number in numbers.items()}
-        is_set = self.sets_rate or self.is_scheduled
-        if self._is_resumed and not is_set and (now_is := _rates(self.optimizer)) != self._rates:
+        in_common = self.require_all_noised()
+        now_is = self._rates if self.sets_rate else self.read_rates()
+        if self._is_resumed and not self.is_scheduled and now_is != self._rates:
             collectives.say(  # schedulers of torch begin again with their program
                 f"the run goes on with the learning rate {now_is}, and its last step took {self._rates}; give a scheduler of "
                 "torch to loop.register(scheduler), which forwards it"
             )
-        return self.require_all_noised()
+        return in_common
+
+    def read_rates(self) -> list[float]:
+        """Returns the learning rate of each group, which the next step takes: behind its charge none is read.
+
+        Raises:
+            PrivacyConfigError: see `rate_of`.
+        """
+        self._next_rates = [
+            rate_of(group.get("lr", 0.0), f"param_groups[{number}]['lr'] of the optimizer")
+            for number, group in enumerate(self.optimizer.param_groups)
+        ]
+        return self._next_rates
 
     def require_all_noised(self) -> object:
         """Checks that only the loop's own steps have changed weights or gradients; returns what `require_unchanged` returns.
@@ -196,8 +210,6 @@ class OwnEngine:
         require_settings(self.optimizer, self._refuse_foreign_step)
         require_held(self._trainable, self.optimizer)
         require_apart_in_memory(self._trainable, self.optimizer)
-        if not self.sets_rate:
-            _rates(self.optimizer)
         if (state := _kept(self.optimizer.state)) != self._left:
             place = next(key for key in {**state, **self._left} if state.get(key) != self._left.get(key))
             raise PrivacyConfigError(
@@ -502,18 +514,6 @@ def _strided_as(p: Tensor, values: Any) -> Any:
     return values if is_alike else torch.empty_like(p).copy_(values)
 
 
-def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Returns the learning rate of each group.
-
-    Raises:
-        PrivacyConfigError: see `rate_of`.
-    """
-    return [
-        rate_of(group.get("lr", 0.0), f"param_groups[{number}]['lr'] of the optimizer")
-        for number, group in enumerate(optimizer.param_groups)
-    ]
-
-
 def rate_of(value: Any, what: str) -> float:
     """Returns a learning rate as a float: any kind of number from 0 on, one of numpy and a tensor of one number too.
 
@@ -523,27 +523,33 @@ def rate_of(value: Any, what: str) -> float:
     Raises:
         PrivacyConfigError: it is none, and a step with it would be charged for weights that are lost.
     """
-    if isinstance(value, Tensor | np.ndarray):
-        is_number = value.ndim == 0 and str(value.dtype).removeprefix("torch.").startswith(
-            ("float", "bfloat", "int", "uint")
-        )
-        is_number &= not (isinstance(value, Tensor) and value.is_meta)
-    else:
-        is_number = isinstance(value, Real | Decimal) and not isinstance(value, bool)
     try:
+        if isinstance(value, Tensor | np.ndarray):
+            kind = str(value.dtype).removeprefix("torch.")
+            is_number = value.ndim == 0 and kind.startswith(("float", "bfloat", "int", "uint"))
+            is_number &= not (isinstance(value, Tensor) and value.is_meta)
+        else:
+            is_number = isinstance(value, Real | Decimal) and not isinstance(value, bool)
         rate = float(value.detach() if isinstance(value, Tensor) else value) if is_number else math.nan
-    except (OverflowError, ValueError):  # too large for a float, and even for its own repr, or a NaN that signals
+    except Exception as error:  # too large for a float, a NaN that signals, or what a foreign class raises
         raise PrivacyConfigError(
             f"{what} is a {type(value).__name__} that no float holds, and a learning rate is a finite number from 0 on that fits "
             "into float32"
-        ) from None
+        ) from error
     if not 0 <= rate <= LARGEST_RATE:
-        said = " ".join(repr(value).split())[:60]
         raise PrivacyConfigError(
-            f"{what} is {said}, and a learning rate is a finite number from 0 on that fits into float32, or a function of the "
-            "step that returns one; schedulers of torch are for loop.register"
+            f"{what} is {shown(value)}, and a learning rate is a finite number from 0 on that fits into float32, or a function "
+            "of the step that returns one; schedulers of torch are for loop.register"
         )
-    return rate
+    return abs(rate)  # 0 has no sign
+
+
+def shown(value: object) -> str:
+    """Returns the representation of an object of the caller in one short line; that of its class where it has none."""
+    try:
+        return " ".join(repr(value).split())[:120]
+    except Exception:  # whatever a foreign class raises
+        return f"a {type(value).__name__}"
 
 
 def _probe(

@@ -27,7 +27,7 @@ from ..accounting.calibration import MIN_NOISE_MULTIPLIER
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..clipping.fallback import Fallback
-from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError
+from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError, RemoteError
 from ..plan_request import PlanRequest, require_types
 from ..releases import SENSITIVITY_SLACK
 from ..run.run import Finished, Run, open_run
@@ -36,7 +36,7 @@ from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
 from ..step.step import StepRecord
 from . import lineage
-from .engine import OwnEngine, rate_of, require_alike, require_model
+from .engine import OwnEngine, rate_of, require_alike, require_model, shown
 from .fields import Example, Field
 from .opening import LearningRate, OwnStart
 from .reading import Items, Reader
@@ -328,7 +328,21 @@ class PrivateLoop:
                 )
             if torch.is_inference_mode_enabled():
                 raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
-            require_alike(self._look)
+            if torch.get_default_device().type == "meta":
+                raise PrivacyConfigError(
+                    'torch.set_default_device("meta") is on, where tensors hold no numbers: take steps outside of it'
+                )
+            try:
+                require_alike(self._look)
+            except (PrivacyConfigError, RemoteError, MemoryError, torch.OutOfMemoryError):  # they speak for themselves
+                raise
+            except (
+                Exception
+            ) as error:  # whatever a mode, a device or a class raises that was exchanged between two turns
+                raise PrivacyConfigError(
+                    f"step {number} is not begun and nothing is charged for it: a look at model and optimizer raised "
+                    f"{shown(error)}; undo what was changed since the loop's last turn"
+                ) from error
             self._over = "a step was not taken to its end"
             try:
                 record = next(self._steps, None)

@@ -35,7 +35,7 @@ from ..step.engine import require_neighbours_apart, to_device
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
 from . import lineage
-from .engine import OwnEngine, rate_of, require_alike, settings
+from .engine import OwnEngine, rate_of, require_alike, settings, shown
 from .hugging_face import loss_of
 from .reading import LOOKED_AT, LOOKED_AT_TWICE, ItemNotRead, Reader
 from .weights import fixed_tensors, in_order, take_from_main
@@ -55,6 +55,7 @@ class Registered(Watcher):
     schedulers: list[LRScheduler] = field(default_factory=list)
     average: WeightAverage | None = None
     _moved_to: list[str] = field(default_factory=list)
+    _failed: Exception | None = None
 
     def forward(self, scheduler: LRScheduler, num_steps: int) -> None:
         """Takes a new scheduler, and moves it on by the steps that are done."""
@@ -70,8 +71,14 @@ class Registered(Watcher):
     def require_unmoved(self) -> None:
         """
         Raises:
-            PrivacyConfigError: something else has moved a scheduler, which would then decay twice as fast.
+            PrivacyConfigError: something else has moved a scheduler, which would then decay twice as fast; or a scheduler failed
+                after the step before.
         """
+        if self._failed is not None:
+            raise PrivacyConfigError(
+                f"the last step is charged and done, and then step() of a registered scheduler raised {shown(self._failed)}: "
+                "call loop.save(), mend the scheduler, and make the loop again"
+            ) from self._failed
         for scheduler, now, before in zip(self.schedulers, self._states(), self._moved_to, strict=True):
             if now != before:
                 raise PrivacyConfigError(
@@ -83,9 +90,12 @@ class Registered(Watcher):
         self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
     ) -> StepRecord:
         record = step(batches)
-        for scheduler in self.schedulers:
-            scheduler.step()
-        self._moved_to = self._states()
+        try:
+            for scheduler in self.schedulers:
+                scheduler.step()
+            self._moved_to = self._states()
+        except Exception as error:  # the step is done and keeps its turn; the next one is refused before its charge
+            self._failed = error
         if self.average is not None:
             self.average.update(plan.step)
         return record
@@ -271,7 +281,7 @@ class OwnStart:
         """The learning rate of a step: the caller's number, or what his function returns, or that of the optimizer's groups."""
         rate = self.learning_rate
         if rate is None:
-            return rate_of(self.optimizer.param_groups[0].get("lr", 0.0), "param_groups[0]['lr'] of the optimizer")
+            return self.engine.read_rates()[0]
         return rate_of(rate(step), f"learning_rate({step})") if callable(rate) else rate_of(rate, "learning_rate")
 
     def _require_untouched(self, step: int) -> None:

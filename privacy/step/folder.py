@@ -84,7 +84,8 @@ class RunFolder:
     def release(self) -> None:
         """Gives the lock back before the process ends."""
         if self._lock is not None:
-            os.close(self._lock)
+            with contextlib.suppress(OSError):  # somebody else has closed it, and the lock went with it
+                os.close(self._lock)
             self._lock = None
 
     def take(self) -> None:

@@ -1,8 +1,10 @@
 """What a program does to model, optimizer, loop and process between two steps is harmless or refused before a charge."""
 
+import contextlib
 import itertools
 import math
 import multiprocessing
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,10 +17,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.utils._python_dispatch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from privacy.boundary import Private
-from privacy.errors import PrivacyConfigError
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.loop import WeightAverage
 from privacy.loop.engine import OwnEngine
 from privacy.loop.weights import fingerprint
@@ -139,6 +143,27 @@ def test_a_rate_is_asked_for_behind_the_gradients_so_that_they_go_through_nothin
     assert all(before == 0 for before, step in itertools.pairwise(told) if step)
 
 
+class Raising(float):
+    def __float__(self) -> float:
+        raise ArithmeticError("what is this?")
+
+
+class Unprinted(float):
+    def __repr__(self) -> str:
+        raise ArithmeticError("what is this?")
+
+
+class Spent(float):
+    """A rate for so many looks, and then no more."""
+
+    def __init__(self, value: float) -> None:
+        self.left = 0
+
+    def __float__(self) -> float:
+        self.left -= 1
+        return 0.1 if self.left >= 0 else math.nan
+
+
 NO_RATES: dict[str, Any] = {
     "None": None, "NaN": math.nan, "NaN of numpy": np.float64("nan"), "NaN of torch": torch.tensor(math.nan),
     "infinity": math.inf, "a negative one": -5.0, "minus infinity": -math.inf, "a truth": True, "a truth of numpy": np.True_,
@@ -146,10 +171,12 @@ NO_RATES: dict[str, Any] = {
     "an array": np.array([0.1]), "a tensor": torch.tensor([0.1]), "a complex tensor": torch.tensor(0.1j),
     "a tensor without numbers": torch.zeros((), device="meta"), "a private value": Private(0.1), "an object": object(),
     "above float32": 1e39, "above float32, of torch": torch.tensor(1e300, dtype=torch.float64), "above float64": 10**400,
+    "a number that raises": Raising(0.1), "a NaN that nobody can print": Unprinted("nan"), "a time": np.timedelta64(1, "s"),
     "above what Python prints": 10**5000, "a fraction above float64": Fraction(10**400), "a NaN that signals": Decimal("sNaN"),
 }  # fmt: skip
 RATES: dict[str, Any] = {
-    "0": 0, "1": 1, "0.25": 0.25, "a fraction": Fraction(1, 4), "a decimal": Decimal("0.25"), "of numpy": np.float32(0.25),
+    "0": 0, "-0": -0.0, "1": 1, "what nobody can print": Unprinted(0.25), "0.25": 0.25,
+    "a fraction": Fraction(1, 4), "a decimal": Decimal("0.25"), "of numpy": np.float32(0.25),
     "an integer of numpy": np.int64(1), "an array": np.array(0.25), "of torch": torch.tensor(0.25),
     "in half precision": torch.tensor(0.25, dtype=torch.bfloat16), "with a gradient": torch.tensor(0.25, requires_grad=True),
     "in a byte": torch.tensor(1, dtype=torch.uint8), "without a sign": torch.tensor(1, dtype=torch.uint16),
@@ -170,7 +197,9 @@ def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(place: str,
             loop.step()
             if place == "the optimizer":
                 optimizer.param_groups[0]["lr"] = value
-            assert loop.step().lr == float(value.detach() if isinstance(value, Tensor) else value)
+            taken = loop.step().lr
+            assert taken == float(value.detach() if isinstance(value, Tensor) else value)
+            assert math.copysign(1, taken) == 1
 
     with quick(), trusted_models():
         for number, (name, value) in enumerate(NO_RATES.items()):
@@ -183,6 +212,84 @@ def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(place: str,
             assert (ledger_of(ledger.parent).num_charged == 1) if place != "an argument" else not ledger.exists(), name
         for number, value in enumerate(RATES.values()):
             run(f"yes {number}", value)
+
+
+@pytest.mark.parametrize("looks", range(6))
+def test_a_rate_that_changes_from_look_to_look_is_refused_before_a_charge_or_not_at_all(
+    looks: int, tmp_path: Path
+) -> None:
+    rate = Spent(0.1)
+    with quick(), contextlib.suppress(PrivacyConfigError), make(tmp_path) as loop:
+        for _ in range(3):
+            loop._engine.optimizer.param_groups[0]["lr"], rate.left = rate, looks
+            assert loop.step().lr == 0.1
+    assert ledger_of(tmp_path).num_charged == loop.steps_done
+
+
+SCHEDULES: dict[str, tuple[Any, str]] = {
+    "raises": (lambda step: 1 / (2 - step), "the last step is charged and done, .*ZeroDivisionError.*mend the scheduler"),
+    "text": (lambda step: 1 if step < 2 else "x", "the last step is charged and done, .*TypeError.*mend the scheduler"),
+    "NaN": (lambda step: 1 if step < 2 else math.nan, "is nan, and a learning rate is a finite number"),
+    "a negative one": (lambda step: 1 if step < 2 else -1, "is -0.5, and a learning rate is a finite number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_scheduler_that_fails_after_a_step_leaves_the_step_done_and_saved(name: str, tmp_path: Path) -> None:
+    schedule, line = SCHEDULES[name]
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with quick(), make(tmp_path, model, optimizer=optimizer, save_every=1) as loop:
+        loop.register(torch.optim.lr_scheduler.LambdaLR(optimizer, schedule))
+        assert [loop.step().number for _ in range(2)] == [1, 2]
+        for _ in range(2):
+            with pytest.raises(PrivacyConfigError, match=line) as refused:
+                loop.step()
+            assert "\n" not in str(refused.value)
+    assert ledger_of(tmp_path).num_charged == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000002"
+
+
+class Unready(torch.utils._python_dispatch.TorchDispatchMode):
+    """A mode of torch that takes no tensor."""
+
+    def __torch_dispatch__(self, *_: object) -> Any:
+        raise LookupError("what is\nthis?")
+
+
+LEFT_ON: dict[str, tuple[Callable[[Any, contextlib.ExitStack], object], str]] = {
+    "a device without numbers": (
+        lambda loop, left: left.enter_context(torch.device("meta")), r"set_default_device\(.meta.\) is on",
+    ),
+    "fake tensors": (lambda loop, left: left.enter_context(FakeTensorMode()), "nothing is charged .*AssertionError"),
+    "a mode that raises": (lambda loop, left: left.enter_context(Unready()), "nothing is charged .*LookupError"),
+    "another class of the optimizer": (
+        lambda loop, left: setattr(loop._engine.optimizer, "__class__", torch.optim.Adam), "nothing is charged .*KeyError",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_ON)
+def test_what_raises_at_the_look_before_a_step_is_said_in_one_line(name: str, tmp_path: Path) -> None:
+    leave_on, line = LEFT_ON[name]
+    optimizer = torch.optim.SGD((model := net()).parameters(), lr=0.5, momentum=0.9)
+    with quick(), make(tmp_path, model, optimizer=optimizer) as loop, contextlib.ExitStack() as left:
+        loop.step()
+        leave_on(loop, left)
+        with pytest.raises(PrivacyConfigError, match=line) as refused:
+            loop.step()
+        assert "\n" not in str(refused.value)
+        assert (refused.value.__cause__ is None) == ("device" in name)  # the traceback stays
+    assert ledger_of(tmp_path).num_charged == 1
+
+
+def test_a_loop_whose_files_somebody_has_closed_ends_in_the_error_of_its_step(tmp_path: Path) -> None:
+    with quick(), pytest.raises(PrivacyStateRefused, match="Bad file descriptor"), make(tmp_path) as loop:  # noqa: PT012
+        loop.step()
+        for descriptor in (loop._run.folder._lock, *(file._descriptor for file in loop._ledger._ledger._chain._files)):
+            os.close(descriptor)
+        loop.step()
+    assert ledger_of(tmp_path).num_charged == 1
 
 
 def stepped(engine: OwnEngine, noised: Tensor) -> None:
