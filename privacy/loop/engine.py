@@ -544,10 +544,10 @@ def rate_of(value: Any, what: str) -> float:
     return abs(rate)  # 0 has no sign
 
 
-def shown(value: object) -> str:
+def shown(value: object, most: int | None = 120) -> str:
     """Returns the representation of an object of the caller in one short line; that of its class where it has none."""
     try:
-        return " ".join(repr(value).split())[:120]
+        return " ".join(repr(value).split())[:most]
     except Exception:  # whatever a foreign class raises
         return f"a {type(value).__name__}"
 
@@ -626,7 +626,7 @@ def settings(optimizer: torch.optim.Optimizer, *, with_rates: bool = True) -> di
     """
     return {"class": type(optimizer).__name__} | {
         f"param_groups[{number}][{key!r}]": (
-            repr(value.tolist() if isinstance(value, Tensor) and not value.is_meta else value)
+            shown(value.tolist() if isinstance(value, Tensor) and not value.is_meta else value, None)
             if with_rates or key != "lr"
             else "a rate"
         )
