@@ -584,7 +584,9 @@ def _probe(
             group["lr"] = 0.001
 
     def outside() -> dict[str, str]:
-        attributes = {f"attribute {key}": repr(value) for key, value in vars(probe).items() if key not in OF_TORCH}
+        attributes = {
+            f"attribute {key}": shown(value, None) for key, value in vars(probe).items() if key not in OF_TORCH
+        }
         return settings(probe) | attributes
 
     before = outside()

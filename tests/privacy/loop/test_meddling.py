@@ -214,6 +214,13 @@ def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(place: str,
             run(f"yes {number}", value)
 
 
+def test_an_optimizer_whose_rate_nobody_can_print_takes_its_steps(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=Unprinted(0.25))
+    with quick(), make(tmp_path, model, optimizer=optimizer) as loop:
+        assert [step.lr for step in loop] == [0.25] * 6
+
+
 @pytest.mark.parametrize("looks", range(6))
 def test_a_rate_that_changes_from_look_to_look_is_refused_before_a_charge_or_not_at_all(
     looks: int, tmp_path: Path
