@@ -1126,7 +1126,8 @@ def check_metrics(folder: Folder) -> str:
             step, charged, claim = entry["step"], entry.get("privacy/charged_attempts"), entry.get("privacy/epsilon")
             beyond = plan["enabled"] and not 0 <= step <= ledger.furthest
             require(not beyond, f"{where} shows step {shown(step)}, which the ledger never finished")
-            attempt, most = entry.get("attempt", 0), max(ledger.attempts[step], 1)
+            tries = ledger.attempts[step] if step > 0 else len(ledger.nonces)  # each start measures step 0, uncharged
+            attempt, most = entry.get("attempt", 0), max(tries, 1)
             tried = type(attempt) is int and 0 <= attempt < most
             require(
                 tried, f"{where} shows attempt {shown(attempt)} of step {step}, where the ledger has {most}, from 0 on"

@@ -39,6 +39,7 @@ class RunLedger:
         self._composed: dict[int, float] = {}
 
         state = None if ledger is None else ledger.state
+        self.starts = 0 if state is None else len(state.nonces)  # before this one; on rank 0
         facts = state and (dict(state.attempts), state.closed is not None, state.checkpointed_step, state.opened)
         self.attempts, self.is_closed, self.checkpointed_step, opened = collectives.on_main(lambda: facts)  # type: ignore[misc]
         self.opened: Recorded = opened  # the fields of the ledger's first line

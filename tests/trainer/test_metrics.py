@@ -1,4 +1,7 @@
+import contextlib
 import json
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +9,10 @@ import pytest
 
 from privacy.boundary import PUBLISHED, Private, Public, Reason
 from tests.privacy.published import read_metrics
+from trainer.loop.heldout import HeldoutResults
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, Session, as_fp32
+from trainer.loop.reporting import last_step, write_public
+from trainer.tasks.base import Samples
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "pri', '{"step": 2, "privacy/epsilon": 0.7}', "{"])
@@ -69,7 +75,7 @@ def test_a_start_takes_the_place_of_the_steps_that_it_repeats(tmp_path: Path, *,
         (6, dict.fromkeys(range(1, 7), 3), ()),
     ]
     for number, (step, attempts, steps) in enumerate(starts):
-        session = Session(step, attempts)
+        session = Session(step, attempts, number)
         writer = PrivateMetrics(tmp_path, session) if is_private else PublicMetrics(tmp_path, session)
         for done in steps:
             value = done + 100.0 * number
@@ -82,6 +88,58 @@ def test_a_start_takes_the_place_of_the_steps_that_it_repeats(tmp_path: Path, *,
     ]  # fmt: skip
     lines = [(line["step"], line["attempt"]) for line in read_metrics(tmp_path)]
     assert lines == [*((step, 0) for step in range(6)), (4, 1), (5, 2), (6, 0)]
+
+
+@pytest.mark.parametrize("is_charged", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_after_any_kills_no_line_is_there_twice_and_no_text_steps_back(
+    tmp_path: Path, seed: int, *, is_charged: bool
+) -> None:
+    """Starts that die anywhere, from the beginning on; without charges lines have no attempt."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rng, charged, step = np.random.default_rng(seed), Counter[int](), 0
+    for number in range(12):
+        writer = PublicMetrics(tmp_path, Session(step, dict(charged) if is_charged else None, number))
+        last = step + int(rng.integers(0, 6))
+        for done in range(step if step == 0 else step + 1, last + 1):
+            charged.update([done] * (done > 0))
+            if rng.random() < 0.9:  # an attempt that ends before its line stays charged
+                writer.scalars(done, {"heldout/loss": Public(1.0, Reason.DECLARED)})
+                writer.text(done, "heldout/samples", Public("words", Reason.DECLARED))
+        writer.close()
+        step = int(rng.integers(step, last + 1)) if number > 4 else 0
+    lines = [(line["step"], line.get("attempt")) for line in read_metrics(tmp_path)]
+    assert not is_charged or len(set(lines)) == len(lines) > 12
+    assert {attempt is None for _, attempt in lines} == {not is_charged}
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    tags = [tag for tag in events.Tags()["tensors"] if tag.startswith("heldout/samples")]
+    texts = {tag: [event.step for event in events.Tensors(tag)] for tag in tags}
+    assert len(texts) > 2 and sum(map(len, texts.values())) == len(lines)
+    assert all(before < after for steps in texts.values() for before, after in pairwise(steps)), texts
+
+
+@pytest.mark.parametrize("kill_at", ["scalars", "text", "picture"])
+def test_a_kill_while_results_are_written_has_no_line_written_again(tmp_path: Path, kill_at: str) -> None:
+    """Of the last step, which is not repeated: a start that finds its line in heldout.jsonl measures nothing again."""
+    samples = Samples(np.zeros((6, 10, 3), dtype=np.uint8), [("a", "b")])
+    results = Public(HeldoutResults({"loss": 1.0}, {}, None, samples), Reason.DECLARED)
+    for start, victim in enumerate((kill_at, None)):
+        writer = PublicMetrics(tmp_path, Session(4 * start, {4: start}, start))
+        if victim is not None:
+            setattr(writer, victim, die)
+        with contextlib.suppress(SystemExit):
+            if last_step(tmp_path / "heldout.jsonl") != 4:
+                write_public(4, results, writer, tmp_path)
+        writer.close()
+    for file in ("metrics.jsonl", "heldout.jsonl"):
+        lines = [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]
+        assert [(line["step"], line["attempt"]) for line in lines] in ([], [(4, 0)])
+    assert last_step(tmp_path / "heldout.jsonl") == 4
+
+
+def die(*_: object) -> None:
+    raise SystemExit(9)
 
 
 def test_published_floats_are_rounded_to_fp32(tmp_path: Path) -> None:

@@ -30,10 +30,12 @@ class Session(NamedTuple):
     Attributes:
         step: the last one of the checkpoint that it goes on from; 0 where it goes on from none.
         attempts: how often the ledger had charged each step before; None where nothing is charged.
+        starts: how many starts came before.
     """
 
     step: int
     attempts: Mapping[int, int] | None
+    starts: int
 
 
 class _Sinks(Generic[Number, Text, Picture]):
@@ -43,8 +45,9 @@ class _Sinks(Generic[Number, Text, Picture]):
     clock into its first event; here the files of a folder are numbered. Nothing else here knows TensorBoard's format.
 
     A start repeats the steps that a crash has undone. Lines say which attempt at a step they are of, and a file of events begins
-    with its session's start, at which viewers forget what earlier files have at its steps. What is measured before the first step
-    is measured again by a start at step 0.
+    with its session's start, at which viewers forget what earlier files have at its steps. Viewers never forget texts: what a
+    later attempt writes has another name. What is measured before the first step is measured again by a start at step 0, whose
+    attempt is the number of starts before.
 
     Args:
         session: the start of the run that writes; None for what is no run, such as an evaluation.
@@ -77,9 +80,14 @@ class _Sinks(Generic[Number, Text, Picture]):
         self._events.close()
 
     def place(self, step: int) -> dict[str, int]:
-        """What a line of this step begins with: the step, and the attempt at it, from 0, as the ledger counts them."""
+        """What a line of this step begins with: the step, and the attempt at it, from 0, as the ledger counts them.
+
+        No two starts have a line of the same step and attempt, but for the step that a start goes on from.
+        """
         if self._session is None or self._session.attempts is None:
             return {"step": step}
+        if step == 0:  # which is never charged
+            return {"step": step, "attempt": self._session.starts}
         before = self._session.attempts.get(step, 0)
         return {"step": step, "attempt": before if step > self._session.step else max(before - 1, 0)}
 
@@ -94,7 +102,10 @@ class _Sinks(Generic[Number, Text, Picture]):
             self._add(step, self._summary.scalar(name, number))
 
     def text(self, step: int, name: str, markdown: Text) -> None:
-        self._add(step, self._summary.text(name, self._open(name, markdown)))
+        starts = 0 if self._session is None else self._session.starts
+        attempt = self.place(step).get("attempt", starts)
+        tag = f"{name} (attempt {attempt})" if attempt > 0 else name
+        self._add(step, self._summary.text(tag, self._open(name, markdown)))
 
     def picture(self, step: int, name: str, image_HWC: Picture) -> None:
         self._add(step, self._summary.image(name, self._open(name, image_HWC), dataformats="HWC"))

@@ -115,10 +115,10 @@ class StepReporter:
         run = training.run
         self._is_main, self._has_warned = collectives.rank() == 0, False
         if self._is_main:
-            session = Session(run.step, run.ledger.attempts if run.plan.enabled else None)
+            session = Session(run.step, run.ledger.attempts if run.plan.enabled else None, run.ledger.starts)
             self._public = PublicMetrics(run.folder.root, session)
             self._private = PrivateMetrics(run.folder.private, session)
-            if run.first_step == 1:
+            if run.ledger.starts == 0:
                 self._public.text(0, "where the training loss is", Public(WHERE_TRAINING_LOSS_IS, Reason.SETTINGS))
             self._progress = ProgressLine(run.step, training.config.train.num_steps)
 
@@ -234,7 +234,7 @@ class StepReporter:
         section, folder = self._training.config.heldout, self._run.folder
         assert section is not None
         file = (folder.evaluation if section.is_public else folder.private) / "heldout.jsonl"
-        return collectives.on_main(lambda: _last_step(file) == step)
+        return collectives.on_main(lambda: last_step(file) == step)
 
     def heldout(self, step: int) -> None:
         """Evaluates held-out examples: loss, a classifier's accuracy, samples. Public only where the recipe says the data are."""
@@ -277,11 +277,16 @@ def _write(
     folder: Path,
     written: Callable[[Any], Any],
 ) -> None:
-    """Metrics, the picture of samples, and a line of heldout.jsonl."""
+    """A line of heldout.jsonl, metrics, and the picture of samples; a start that finds the line writes nothing again."""
     numbers = found.means | found.baselines
+    lines = found.samples.lines if found.samples is not None else []
+    line = {**metrics.place(step), **{name: written(value) for name, value in numbers.items()}, "captions": lines}
+    path = folder / "heldout.jsonl"
+    with placed(path), path.open("a+") as file:
+        file.write(torn_line_end(file.fileno()).decode())
+        file.write(json.dumps(line) + "\n")
     average = {} if found.loss_of_average is None else {"loss_of_average": found.loss_of_average}
     metrics.scalars(step, {f"heldout/{name}": box(value) for name, value in (numbers | average).items()})
-    lines = found.samples.lines if found.samples is not None else []
     if lines:
         markdown = "\n".join(f"* {generated!r} for {reference!r}" for generated, reference in lines)
         metrics.text(step, "heldout/samples", box(markdown))
@@ -290,14 +295,9 @@ def _write(
         png = io.BytesIO()
         Image.fromarray(found.samples.picture_HWC).save(png, "PNG")
         write_durably(folder / f"samples-{step:08d}.png", png.getvalue())
-    line = {**metrics.place(step), **{name: written(value) for name, value in numbers.items()}, "captions": lines}
-    path = folder / "heldout.jsonl"
-    with placed(path), path.open("a+") as file:
-        file.write(torn_line_end(file.fileno()).decode())
-        file.write(json.dumps(line) + "\n")
 
 
-def _last_step(file: Path) -> int | None:
+def last_step(file: Path) -> int | None:
     """The step of the last line; None where there is none, or a crash tore it."""
     lines = file.read_bytes().splitlines() if file.exists() else []
     with contextlib.suppress(ValueError, LookupError):

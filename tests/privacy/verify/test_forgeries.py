@@ -181,6 +181,8 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "a later result": (added("evaluation/heldout.jsonl", '{"step":9}\n'), 5, "step 9, which the ledger never finished"),
     "later metrics": (added("metrics.jsonl", '{"step":9}\n'), 5, "step 9, which the ledger never finished"),
     "metrics: an attempt": (added("metrics.jsonl", '{"step": 2, "attempt": 2}\n'), 5, "attempt 2 of step 2, where"),
+    "metrics: a start": (added("metrics.jsonl", '{"step": 0, "attempt": 2}\n'), 5, "attempt 2 of step 0, where"),
+    "metrics: both starts": (added("metrics.jsonl", '{"step": 0, "attempt": 0}\n{"step": 0, "attempt": 1}\n'), 0, ""),
     "metrics: both attempts": (added("metrics.jsonl", '{"step": 2, "attempt": 0}\n{"step": 2, "attempt": 1}\n'), 0, ""),
     "metrics: epsilon": (text_of("metrics.jsonl", 'epsilon": 0', 'epsilon": -0'), 5, "metrics: epsilon -0"),
     "metrics: epsilon twice": (metrics_say(ENTRY + ', "privacy/epsilon": 9}'), 5, "stands twice"),
