@@ -336,9 +336,8 @@ class PrivateLoop:
                 require_alike(self._look)
             except (PrivacyConfigError, RemoteError, MemoryError, torch.OutOfMemoryError):  # they speak for themselves
                 raise
-            except (
-                Exception
-            ) as error:  # whatever a mode, a device or a class raises that was exchanged between two turns
+            except Exception as error:
+                # Whatever a mode, a device or a class raises that was exchanged between two turns.
                 raise PrivacyConfigError(
                     f"step {number} is not begun and nothing is charged for it: a look at model and optimizer raised "
                     f"{shown(error)}; undo what was changed since the loop's last turn"
