@@ -65,9 +65,14 @@ def shown(value: object) -> str:
 
 
 def commit() -> str:
-    """The commit that ran, with + where files differ from it."""
-    words = ["git", "describe", "--always", "--abbrev=8", "--dirty=+"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    """The commit that ran, with + where files besides the records differ from it."""
+    head = ["git", "rev-parse", "--short=8", "HEAD"]
+    changes = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/records"]
+    name, changed = (
+        subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        for words in (head, changes)
+    )
+    return name + ("+" if changed else "")
 
 
 def machine() -> str:
