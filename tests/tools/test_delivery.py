@@ -57,7 +57,7 @@ def test_the_workflow_calls_what_a_reader_is_told() -> None:
     targets = {words[1] for words in called if words[0] == "make"}
     for target in targets:
         recipe_of(target)
-    assert targets == {"quickstart", "test", "docs", "examples"}
+    assert targets == {"quickstart", "test", "test-all", "docs", "examples"}
     assert all(words[0] in ("make", "docker") for words in called)
 
 
